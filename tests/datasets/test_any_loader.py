@@ -150,7 +150,7 @@ def test_a_batch_that_fails_is_tried_again(make: Make) -> None:
 
 
 def test_stop_iteration_in_collate_is_an_error(make: Make) -> None:
-    with pytest.raises(DatasetError, match="StopIteration came out of the collate_fn"):
+    with pytest.raises(DatasetError, match="StopIteration must not come out of the collate_fn"):
         next(iter(make(collate_fn=lambda samples: next(iter([])))))
 
 
@@ -226,10 +226,12 @@ def test_keys_are_a_field_of_the_batch(make: Make) -> None:
     assert batches[0] == {"rows": batch["batch"], "key": batch["key"]}
     taken = make(keys="rows", collate_fn=lambda rows: {"rows": rows})
     for _ in range(2):
-        with pytest.raises(InvalidArgumentError, match="keys='rows': the batch already has a field of this name"):
+        with pytest.raises(
+            InvalidArgumentError, match="keys must be a field name that the batch does not have yet, got 'rows'"
+        ):
             next(iter(taken))
         assert taken.state_dict()["done"] == 0
-    with pytest.raises(StateMismatchError, match=r"another (source|dataset), seed or"):
+    with pytest.raises(StateMismatchError, match=r"the same (source|dataset), seed"):
         make(seed=10).restore_sample(batch["key"][0])
 
 
@@ -260,7 +262,7 @@ def test_state_of_other_tail_is_refused_by_name(make: Make) -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"seed": 4}, "worker 1 reads samples in another order than worker 0.*seed (was )?9 and (is )?4"),
+        ({"seed": 4}, "worker 1 and worker 0 differ.*seed (was )?9 and (is )?4"),
         ({"batch_size": 2}, "topology"),
     ],
 )
@@ -271,7 +273,7 @@ def test_workers_of_unlike_orders_are_refused(make: Make, changed: dict[str, Any
             states.append(make(**options).state_dict())
     with pytest.raises(StateMismatchError, match=says):
         make().aggregate_state_dict(states)
-    with pytest.raises(InvalidArgumentError, match="needs the states of all workers, got none"):
+    with pytest.raises(InvalidArgumentError, match="needs the states of all workers, got an empty list"):
         make().aggregate_state_dict([])
 
 
@@ -279,7 +281,7 @@ def test_one_workers_state_is_not_that_of_all(make: Make) -> None:
     cluster = AllWorkers(make, (1, 2))
     cluster.take(2)
     state = cluster.workers[0].state_dict()
-    with pytest.raises(StateMismatchError, match="returned, which fits any number of workers"):
+    with pytest.raises(StateMismatchError, match="returned, which fits any topology"):
         make().load_state_dict(state)
     for loader in (cluster.workers[1], make()):
         with pytest.raises(StateMismatchError, match="got the state of one worker"):
@@ -307,7 +309,7 @@ def test_a_state_that_cannot_be_is_refused(make: Make) -> None:
     with pytest.raises(StateVersionError):
         loader.load_state_dict({**loader.state_dict(), "format": 4})
     for other in ({}, None, {"model": 3}, [1]):
-        with pytest.raises(StateMismatchError, match="got one of another loader"):
+        with pytest.raises(StateMismatchError, match="got the state of another loader"):
             loader.load_state_dict(other)
 
 
@@ -322,14 +324,14 @@ def test_numbers_of_numpy_are_numbers(make: Make) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch_size": None}, "either batch_size"),
-        ({"batch_size": 3, "global_batch_size": 3}, "either batch_size"),
-        ({"batch_size": 0}, "batch_size=0: each of 1 boxes needs at least one row"),
+        ({"batch_size": None}, "exactly one of batch_size"),
+        ({"batch_size": 3, "global_batch_size": 3}, "exactly one of batch_size"),
+        ({"batch_size": 0}, "batch_size=0 must give each of 1 boxes at least one row"),
         ({"batch_size": 2.5}, "batch_size must be a whole number, got 2.5"),
         ({"batch_size": None, "global_batch_size": "4"}, "global_batch_size must be a whole number, got '4'"),
         ({"tail": "none"}, "tail must be one of .* got 'none'"),
         ({"seed": 1.0}, "seed must be a whole number, got 1.0"),
-        ({"keys": ""}, "keys must be the name of a field, got ''"),
+        ({"keys": ""}, "keys must be the name of a field to add to each batch, got ''"),
         ({"rank": 0}, "rank must be a pair .*, got 0"),
         ({"rank": (1,)}, r"rank must be a pair .*, got \(1,\)"),
         ({"rank": (0, 1.0)}, "ranks must be a whole number, got 1.0"),

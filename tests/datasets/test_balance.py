@@ -209,11 +209,11 @@ def test_state_names_costs_that_decide_the_order() -> None:
         (Balance(np.full(ROWS, math.inf)), "got inf for sample 0"),
         (Balance(lambda ids: ids[1:]), "must return one number for each of 203 samples, got 202"),
         (Balance("length"), "needs a dataset with columns, got range"),
-        (Balance(np.zeros((ROWS, 2))), "an array of one dimension with numbers"),
-        (Balance(None), "an array of one dimension with numbers"),
+        (Balance(np.zeros((ROWS, 2))), "a one-dimensional array of numbers"),
+        (Balance(None), "a one-dimensional array of numbers"),
         (Balance(COSTS, 0), "over_steps must be at least 1"),
         (Balance(COSTS, 1 << 20), "at most 65536 with 16 rows"),
-        (COSTS, "balance must be a Balance"),
+        (COSTS, "balance must be a penstock.data.Balance"),
         (Balance(COSTS, cast(Any, None)), "over_steps must be at least 1, got None"),
         (Balance(COSTS, report=cast(Any, "x")), "report must be True or False"),
     ],
@@ -224,5 +224,5 @@ def test_bad_costs_name_the_remedy(balance: Any, words: str) -> None:
 
 
 def test_imbalance_needs_costs() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"give balance=Balance\(cost, report=True\)"):
+    with pytest.raises(InvalidArgumentError, match=r"Pass balance=Balance\(cost, report=True\)"):
         loader(None).imbalance()

@@ -50,7 +50,7 @@ def test_other_users_folder_needs_a_group(hold: Hold, tmp_path: Path, path: str)
     os.chown(folder, STRANGER, STRANGER)
     with pytest.raises(
         DatasetError,
-        match=rf"the cache folder .*/cache is not safe to use: {folder} is owned by user {STRANGER} with mode 755",
+        match=rf"cache must be safe from other users, but {folder} is owned by user {STRANGER} with mode 755",
     ):
         hold()
     with pytest.raises(DatasetError, match=r"Give a folder of your own, or cache_group=\.\.\. for one that a group"):

@@ -184,8 +184,8 @@ def test_arrays_of_no_dimension_are_kept(tmp_path: Path) -> None:
 def test_values_unlike_the_sampled_ones_are_named() -> None:
     for change, value, words in (
         ("float", 2**53 + 1, "must be a number that float64 holds exactly, got 9007199254740993"),
-        ("only", [b"a", b"b"], r"must be a list of one, as in the sampled rows, got \[b'a', b'b'\]"),
-        ("file", {"bytes": None}, r"must have its bytes, as the sampled rows do, got \{'bytes': None\}"),
+        ("only", [b"a", b"b"], r"must be a list of one value, as in the sampled rows, got \[b'a', b'b'\]"),
+        ("file", {"bytes": None}, r"must have the field bytes, as in the sampled rows, got \{'bytes': None\}"),
     ):
         with pytest.raises(DatasetError, match=f"row 0: column 'a': {words}"):
             target_columns.stored_rows([{"a": value}], [target_columns.TargetColumn("a", "", change)])
@@ -397,7 +397,7 @@ def test_each_part_is_taken_once() -> None:
 def test_killed_process_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers(tmp_path / "from", 40)
     monkeypatch.setattr(convert_part.PartConverter, "convert", lambda self, number: os.kill(os.getpid(), 9))
-    with pytest.raises(DatasetError, match="ended with status -9; finished parts are kept: run the command again"):
+    with pytest.raises(DatasetError, match=r"must end with status 0, got -9\. Run the command again"):
         to_mds(tmp_path / "from", tmp_path / "to", processes=2)
 
 
@@ -405,7 +405,7 @@ def test_other_files_are_never_touched(tmp_path: Path) -> None:
     numbers(tmp_path / "from", 30)
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "mine").write_text("mine")
-    with pytest.raises(DatasetError, match="must be empty, got mine: give another folder"):
+    with pytest.raises(DatasetError, match=r"must be empty, got the file mine\. Give another folder"):
         to_mds(tmp_path / "from", tmp_path / "to")
     numbers(tmp_path / "other", 10)
     before = files_in(tmp_path / "other")
@@ -415,14 +415,14 @@ def test_other_files_are_never_touched(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="ended with 9"):
         join_all(lambda: run_until(9, lambda: to_mds(tmp_path / "from", tmp_path / "begun")))
     for change in ({"compression": "zstd"}, {"columns": ["number"], "types": {"number": "str_int"}}):
-        with pytest.raises(DatasetError, match="has parts of a conversion of other data, or with other settings"):
+        with pytest.raises(DatasetError, match="must be empty, got an unfinished conversion of other data"):
             to_mds(tmp_path / "from", tmp_path / "begun", **change)
     with (tmp_path / "begun" / convert.JOURNAL).open() as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
         with pytest.raises(DatasetError, match="must have one writer, but another process converts into it"):
             to_mds(tmp_path / "from", tmp_path / "begun")
     os.utime(next((tmp_path / "from").glob("shard.*")))
-    with pytest.raises(DatasetError, match="has parts of a conversion of other data"):
+    with pytest.raises(DatasetError, match="must be empty, got an unfinished conversion of other data"):
         to_mds(tmp_path / "from", tmp_path / "begun")
 
 

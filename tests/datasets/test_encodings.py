@@ -297,7 +297,7 @@ def test_missing_pillow_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
 
     images._pil.cache_clear()
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(DatasetError, match=r"pillow: pip install 'penstock\[streaming\]'"):
+    with pytest.raises(DatasetError, match=r"pillow\. Run pip install 'penstock\[streaming\]'"):
         encoding_of("png").decode(b"", 0, 0)
     monkeypatch.undo()
     images._pil.cache_clear()

@@ -101,7 +101,7 @@ def test_invalid_index_is_refused_by_address(data: bytes) -> None:
         (("column_names",), ["i", 3, "x"], "column_names must be a list of strings"),
         (("column_encodings",), ["int"], "column_encodings must have one entry for each of 3 columns, got 1"),
         (("column_encodings",), ["int", "str", "tensor"], "column_encodings is invalid for column 'x': .*'tensor'"),
-        (("column_sizes",), [8], "column_sizes must be a list with 3 sizes"),
+        (("column_sizes",), [8], "column_sizes must be a list of 3 sizes"),
         (("column_sizes",), [8, None, -8], "column_sizes must be .* for column 'x', got -8"),
         (("column_sizes",), [8, None, 2**40], "column_sizes must be .* for column 'x', got 1099511627776"),
         (("column_sizes",), [8, None, True], "column_sizes must be .* for column 'x', got True"),
@@ -204,7 +204,7 @@ def test_merging_takes_each_folder_once_in_order(tmp_path: Path) -> None:
 
 
 def test_failed_merge_writes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"no folder below it has an index\.json"):
+    with pytest.raises(DatasetError, match=r"must have at least one folder with an index\.json"):
         merge_index(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / INDEX).write_text("{}")

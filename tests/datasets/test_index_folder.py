@@ -98,7 +98,7 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
         index_folder(tmp_path)
     assert len(index_folder(tmp_path, "json_lines")) == 1
     (tmp_path / "c.jsonl.gz").write_bytes(b"")
-    with pytest.raises(DatasetError, match=r"c\.jsonl\.gz must be decompressed"):
+    with pytest.raises(DatasetError, match=r"c\.jsonl\.gz must not be compressed"):
         index_folder(tmp_path, "json_lines")
 
 
@@ -106,7 +106,7 @@ def test_index_of_a_writer_is_kept(tmp_path: Path) -> None:
     with CSVWriter(tmp_path / "made", {"n": "int"}) as shards:
         shards.write({"n": 1})
     before = (tmp_path / "made" / "index.json").read_bytes()
-    with pytest.raises(DatasetError, match="must not be replaced: a writer made it, for shards of csv"):
+    with pytest.raises(DatasetError, match="must not be replaced, because a writer made it for shards of csv"):
         index_folder(tmp_path / "made")
     assert (tmp_path / "made" / "index.json").read_bytes() == before
 
@@ -131,7 +131,7 @@ def test_tables_with_removed_files_are_refused(tmp_path: Path, name: str) -> Non
     pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "a.parquet")
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).write_text("{}")
-    with pytest.raises(DatasetError, match="of a Delta Lake, Hudi or Iceberg table"):
+    with pytest.raises(DatasetError, match="got a Delta Lake, Hudi or Iceberg table"):
         index_folder(tmp_path)
 
 
@@ -143,7 +143,7 @@ def test_cached_results_of_map_are_left_out(tmp_path: Path) -> None:
     assert sum(shard.samples for shard in index_folder(tmp_path)) == 2
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "state.json").write_text("{}")
-    with pytest.raises(DatasetError, match="below must be indexed by itself"):
+    with pytest.raises(DatasetError, match=r"Index .*below instead"):
         index_folder(tmp_path)
 
 
@@ -151,7 +151,7 @@ def test_index_of_a_writer_is_kept_beside_parquet(tmp_path: Path) -> None:
     with MDSWriter(tmp_path / "made", {"n": "int"}) as shards:
         shards.write({"n": 1})
     pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "made" / "a.parquet")
-    with pytest.raises(DatasetError, match="must not be replaced: a writer made it, for shards of mds"):
+    with pytest.raises(DatasetError, match="must not be replaced, because a writer made it for shards of mds"):
         index_folder(tmp_path / "made")
 
 

@@ -110,7 +110,7 @@ def test_threads_change_neither_order_nor_state(dataset: StreamingDataset) -> No
     other = loader(fetch_threads=2)
     other.load_state_dict(threaded.state_dict())
     assert list(other) == whole[3:]
-    with pytest.raises(InvalidArgumentError, match="reseed=True with fetch_threads=2"):
+    with pytest.raises(InvalidArgumentError, match="fetch_threads must be 0 with reseed=True, got 2"):
         loader(fetch_threads=2, reseed=True)
 
 

@@ -207,7 +207,7 @@ def test_an_error_says_which_sample(ahead: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_stop_iteration_in_a_sample_is_an_error(ahead: dict[str, int]) -> None:
-    with pytest.raises(DatasetError, match=r"StopIteration came out of Noisy for sample 7 \(epoch 0"):
+    with pytest.raises(DatasetError, match=r"StopIteration must not come out of Noisy for sample 7 \(epoch 0"):
         list(loader_of(Noisy(bad={7: StopIteration()}), **ahead))
 
 
@@ -217,7 +217,7 @@ def gives_up(samples: list[Any]) -> Any:
 
 @pytest.mark.parametrize("ahead", AHEAD[1:])
 def test_stop_iteration_in_collate_is_an_error(ahead: dict[str, int]) -> None:
-    with pytest.raises(DatasetError, match="StopIteration came out of the collate_fn"):
+    with pytest.raises(DatasetError, match="StopIteration must not come out of the collate_fn"):
         list(loader_of(collate_fn=gives_up, **ahead))
 
 
@@ -233,7 +233,7 @@ def test_batch_that_refuses_keys_is_not_skipped(ahead: dict[str, int]) -> None:
     stream = iter(loader)
     assert next(stream)["number"] == list(range(6))
     for _ in range(2):
-        with pytest.raises(InvalidArgumentError, match="the batch already has a field of this name"):
+        with pytest.raises(InvalidArgumentError, match="a field name that the batch does not have yet"):
             next(stream)
         assert loader.state_dict()["done"] == 1
 
@@ -349,7 +349,7 @@ def test_many_at_once_where_each_needs_no_seed(ahead: dict[str, int]) -> None:
 
 def test_nested_processes_are_refused_by_name() -> None:
     loader = torch.utils.data.DataLoader(loader_of(fetch_processes=1), batch_size=None, num_workers=1)
-    with pytest.raises(InvalidArgumentError, match="use either the DataLoader's num_workers or fetch_processes"):
+    with pytest.raises(InvalidArgumentError, match="Use either the DataLoader's num_workers or fetch_processes"):
         list(loader)
 
 
@@ -375,7 +375,7 @@ def test_key_of_other_data_is_refused() -> None:
     key = next(iter(loader_of(keys="key")))["key"][0]
     for changed in ({"seed": 3}, {"shuffle": False}, {"num_samples": 49}, {"dataset": Noisy(51)}):
         with pytest.raises(
-            StateMismatchError, match=r"another dataset, seed or order .digest \w{16}, this loader's is \w{16}"
+            StateMismatchError, match=r"the same dataset, seed and order .digest \w{16}., got digest \w{16}"
         ):
             loader_of(**changed).restore_sample(key)
     kind, epoch, position, order = key.split(":")

@@ -198,7 +198,7 @@ def test_large_list_row_groups_are_read_in_parts(tmp_path: Path, monkeypatch: py
     assert [plain(reader[index]) for index in range(100)] == ROWS[:100]
     assert parts == [50, 12, 3]
     smallest = 0
-    with pytest.raises(DatasetError, match=r"a\.parquet: sample 0, row group 0: pyarrow cannot read it"):
+    with pytest.raises(DatasetError, match=r"a\.parquet: sample 0, row group 0 cannot be read by pyarrow"):
         open_shard(shard_of(path), [path])[0]
 
 
@@ -232,7 +232,7 @@ def test_indexed_plain_files_are_a_dataset(tmp_path: Path) -> None:
     for name, begin in (("b/2", 100), ("a", 0), ("b/1", 40)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / f"{name}.parquet", ROWS[begin : begin + 5])
-    with pytest.raises(DatasetError, match=r"b/nothing: neither this folder"):
+    with pytest.raises(DatasetError, match=r"b/nothing: the folder and its subfolders must have"):
         index_parquet(tmp_path / "b" / "nothing")
     index_parquet(tmp_path)
     dataset = StreamingDataset(str(tmp_path))
@@ -244,9 +244,9 @@ def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
     other = write(tmp_path / "b.parquet", [{"x": 1, "z": 2}])
     with pytest.raises(DatasetError, match=r"a\.parquet has .*, but b\.parquet has x, z"):
         parquet_shards([(path.name, path) for path in (first, other)])
-    with pytest.raises(ShardCorruptError, match=r"c\.parquet: it is not a Parquet file"):
+    with pytest.raises(ShardCorruptError, match=r"c\.parquet must be a Parquet file"):
         parquet_shards([("c.parquet", io.BytesIO(b"PAR1 or what"))])
-    with pytest.raises(ShardCorruptError, match=r"d\.parquet: it is not a Parquet file"):
+    with pytest.raises(ShardCorruptError, match=r"d\.parquet must be a Parquet file"):
         parquet_shards([("d.parquet", tmp_path / "d.parquet")])
 
 
@@ -254,10 +254,10 @@ def test_wrong_size_or_count_is_found_on_open(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", ROWS[:10])
     size = path.stat().st_size
     for shard, words in (
-        (Shard("parquet", 11, (ShardFile(StoredFile("a.parquet", size)),)), "10 rows.* but its index says 11"),
-        (Shard("parquet", 10, (ShardFile(StoredFile("a.parquet", 5)),)), f"{size} bytes.* but its index says 5"),
+        (Shard("parquet", 11, (ShardFile(StoredFile("a.parquet", size)),)), " must have 11 rows, .* got 10"),
+        (Shard("parquet", 10, (ShardFile(StoredFile("a.parquet", 5)),)), f": .* must have 5 bytes, .* got {size}"),
     ):
-        with pytest.raises(ShardCorruptError, match=rf"^a\.parquet: .*{words}"):
+        with pytest.raises(ShardCorruptError, match=rf"^a\.parquet{words}"):
             open_shard(shard, [path])
     with pytest.raises(ShardCorruptError, match="cannot be read"):
         open_shard(shard_of(path), [tmp_path / "gone"])
@@ -339,7 +339,7 @@ def test_memory_that_pyarrow_lacks_is_named(tmp_path: Path, monkeypatch: pytest.
         raise pyarrow.lib.ArrowMemoryError("malloc of size 70368744177664 failed")
 
     monkeypatch.setattr(reader, "_table", read)
-    with pytest.raises(DatasetError, match=r"row group 0 must fit in memory: malloc of size 70368744177664 failed"):
+    with pytest.raises(DatasetError, match=r"row group 0 must fit into memory: malloc of size 70368744177664 failed"):
         reader[0]
 
 
@@ -377,7 +377,7 @@ def test_missing_pyarrow_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_p
     shard = shard_of(path)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     for call in (lambda: open_shard(shard, [path]), lambda: shard_of(path)):
-        with pytest.raises(DatasetError, match=r"pyarrow: pip install 'penstock\[parquet\]'"):
+        with pytest.raises(DatasetError, match=r"pyarrow\. Run pip install 'penstock\[parquet\]'"):
             call()
 
 

@@ -68,7 +68,8 @@ def test_redirect_to_a_nearer_host_is_refused(
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
     before = server.requests["data"]
     with pytest.raises(
-        ShardUnavailableError, match=r"127\.0\.0\.1 redirects to localhost \((127.0.0.1|::1)\), an address closer"
+        ShardUnavailableError,
+        match=r"127\.0\.0\.1 must not redirect to localhost \((127.0.0.1|::1)\), an address on this machine",
     ):
         read(server.url)
     assert server.requests["data"] == before

@@ -126,7 +126,7 @@ def test_large_files_come_in_pieces(
     assert place.read(NAME, deadline_s=30) == raw_bytes(0, SIZE)
     assert place.has(NAME, SIZE, deadline_s=30)
     assert not place.has("none", SIZE, deadline_s=30)
-    with pytest.raises(ShardCorruptError, match=f"{NAME} has {SIZE} bytes, but its index says {SIZE + 1}"):
+    with pytest.raises(ShardCorruptError, match=f"{NAME} must have {SIZE + 1} bytes, .* index lists, got {SIZE}"):
         place.download(NAME, tmp_path / "got", expected_size=SIZE + 1, deadline_s=30)
 
     place.close()
@@ -163,7 +163,7 @@ def test_shorter_file_is_said_with_both_sizes(
 ) -> None:
     bucket.pipe_file(f"{bucket.bucket}/data/{NAME}", raw_bytes(0, SIZE)[:size])
     place = RemoteFolder(f"s3://{bucket.bucket}/data/", options, tries=2)
-    with pytest.raises(ShardCorruptError, match=f"{NAME} has {size} bytes, but its index says {SIZE}"):
+    with pytest.raises(ShardCorruptError, match=f"{NAME} must have {SIZE} bytes, .* index lists, got {size}"):
         place.download(NAME, tmp_path / "got", expected_size=SIZE, deadline_s=30)
     place.close()
 
@@ -192,12 +192,12 @@ def test_failed_piece_is_requested_again(
 
 def test_what_is_not_there(bucket: Any, options: dict[str, Any]) -> None:
     place = RemoteFolder(f"s3://{bucket.bucket}/data", options)
-    says = rf"s3://{bucket.bucket}/data/none could not be fetched after 1 try: there is no such file"
+    says = rf"s3://{bucket.bucket}/data/none could not be fetched after 1 try: the file does not exist"
     with pytest.raises(ShardUnavailableError, match=says):
         place.read("none", deadline_s=30)
     place.close()
     place = RemoteFolder("s3://no-such-bucket/data", options)
-    with pytest.raises(ShardUnavailableError, match="after 1 try: there is no such file"):
+    with pytest.raises(ShardUnavailableError, match="after 1 try: the file does not exist"):
         place.read("none", deadline_s=30)
     place.close()
 
@@ -211,7 +211,7 @@ def test_a_server_that_is_gone(options: dict[str, Any]) -> None:
     with pytest.raises(
         ShardUnavailableError,
         match=r"could not be fetched (within 5 s, 1 try|after 2 tries): "
-        ".*(time ran out|Could not connect|was not opened in time)",
+        ".*(the deadline passed|Could not connect|was not opened before the deadline)",
     ) as caught:
         place.read("index.json", deadline_s=5)
     assert "wJalr" not in str(caught.value)

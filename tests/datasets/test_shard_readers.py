@@ -107,7 +107,9 @@ def test_another_size_is_found_when_it_is_opened(name: str, copied: Copy) -> Non
         data = path.read_bytes()
         for other in (data[:-1], data + b"x", b""):
             path.write_bytes(other)
-            with pytest.raises(ShardCorruptError, match=f"{path.name}: .* has {len(other)} bytes.* {len(data)}$"):
+            with pytest.raises(
+                ShardCorruptError, match=f"{path.name}: .* must have {len(data)} bytes.* got {len(other)}"
+            ):
                 open_shard(shard, paths)
         path.write_bytes(data)
     paths[-1].unlink()
@@ -119,7 +121,7 @@ def test_another_size_is_found_when_it_is_opened(name: str, copied: Copy) -> Non
 def test_another_count_is_found_when_it_is_opened(name: str) -> None:
     shard, paths = shard_of(name)
     for samples in (0, shard.samples - 1, shard.samples + 1, 2**32 + shard.samples, 10**18):
-        with pytest.raises(ShardCorruptError, match=f"{shard.samples} samples.* but the index says {samples}"):
+        with pytest.raises(ShardCorruptError, match=f"{samples} samples, .* index lists, got {shard.samples}"):
             open_shard(replace(shard, samples=samples), paths)
 
 
@@ -142,13 +144,13 @@ def test_a_file_cut_short_under_way_is_named(name: str, copied: Copy) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        (0, 10, "samples.* but the index says"),
-        (0, 2**32 - 1, "samples.* but the index says"),
-        (1, 2**31, "sample 0 ends before it begins"),
+        (0, 10, "the header must say"),
+        (0, 2**32 - 1, "the header must say"),
+        (1, 2**31, "sample 0 must not end before it begins"),
         (1, 0, "got offsets 0 to"),
-        (2, 2**32 - 1, "sample 1 ends before it begins"),
-        (2, 0, "sample 0 ends before it begins"),
-        (-1, 2**32 - 1, "its samples must lie in bytes"),
+        (2, 2**32 - 1, "sample 1 must not end before it begins"),
+        (2, 0, "sample 0 must not end before it begins"),
+        (-1, 2**32 - 1, "the samples must lie in bytes"),
     ],
 )
 def test_wrong_offsets_are_found_on_open(place: int, value: int, words: str, copied: Copy) -> None:
@@ -170,7 +172,7 @@ def test_wrong_sizes_in_a_sample_are_named(copied: Copy) -> None:
         paths[0].write_bytes(data)
         reader = open_shard(shard, paths)
         assert reader[2]["i"] == 2
-        with pytest.raises(ShardCorruptError, match=r"^shard\.00000\.mds: sample 3: its bytes are not a valid value"):
+        with pytest.raises(ShardCorruptError, match=r"^shard\.00000\.mds: sample 3: the stored bytes must be"):
             reader[3]
         assert reader[4]["i"] == 4
         reader.close()
@@ -210,7 +212,7 @@ def test_broken_lines_are_named(name: str, old: bytes, new: bytes, words: str, c
 
 def test_a_format_without_reader_is_named() -> None:
     shard, paths = shard_of("json")
-    with pytest.raises(DatasetError, match="has no reader for a shard of format 'json' that consists of 1 files"):
+    with pytest.raises(DatasetError, match="cannot read a shard of format 'json' with 1 files"):
         open_shard(shard, paths[:1])
 
 

@@ -76,8 +76,8 @@ def test_wrong_numbers_of_several_are_refused(dataset: StreamingDataset) -> None
     for index, error, words in (
         ([0, 100], IndexError, "below 100, got 100"),
         (np.array([-101]), IndexError, "below 100, got -101"),
-        (np.ones(99, bool), IndexError, "one for each of 100 samples, got 99"),
-        ([True, False], IndexError, "one for each of 100 samples, got 2"),
+        (np.ones(99, bool), IndexError, "100 entries, one for each sample, got 99"),
+        ([True, False], IndexError, "100 entries, one for each sample, got 2"),
         ([1.0], TypeError, "float"),
         (slice(0.5), TypeError, "slice indices"),
         ("3", TypeError, "str"),
@@ -117,7 +117,7 @@ def test_subclass_error_names_its_sample(hundred: Path) -> None:
     loader = StreamingLoader(dataset, batch_size=4, collate_fn=lambda samples: samples)
     dataset.error = StopIteration()
     with pytest.raises(
-        DatasetError, match=r"StopIteration came out of Fussy for sample 9 .*, where it would look like"
+        DatasetError, match=r"StopIteration must not come out of Fussy for sample 9 .*, where it would look like"
     ):
         read(loader)
     dataset.error = ValueError("no such pixel")

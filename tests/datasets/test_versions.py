@@ -211,11 +211,13 @@ def test_state_from_before_versions_goes_on(place: str, tmp_path: Path) -> None:
 def test_versions_are_never_replaced(place: str) -> None:
     append(place, 0)
     for replace in (partial(write, place, 10, exist_ok=True), partial(merge_index, place)):
-        with pytest.raises(DatasetError, match=r"must have no versions to be replaced.*append=True"):
+        with pytest.raises(DatasetError, match=r"must not have versions when it is replaced.*append=True"):
             replace()
-    with pytest.raises(DatasetError, match=r"must be empty: .*append=True publishes"):
+    with pytest.raises(DatasetError, match=r"must be empty, .*append=True to publish"):
         write(place, 10)
-    with pytest.raises(DatasetError, match=r"column_names of what is appended must be \['number'\], got \['other'\]"):
+    with pytest.raises(
+        DatasetError, match=r"column_names of the appended shards must be \['number'\], .* got \['other'\]"
+    ):
         MDSWriter(place, {"other": "int"}, append=True)
     with pytest.raises(InvalidArgumentError, match='version must be a number of at least 1, "newest" or None, got 0'):
         StreamingDataset(place, version=0)

@@ -63,7 +63,7 @@ def test_unfit_sample_is_named_and_not_written(change: dict[str, Any], words: st
         writer.write(SAMPLE)
         with pytest.raises(DatasetError, match=f"out: .*{words}"):
             writer.write({**SAMPLE, **change})
-        with pytest.raises(DatasetError, match=r"sample 2, column 'image': .* this column, got 'text'"):
+        with pytest.raises(DatasetError, match=r"sample 2, column 'image': .* this column, got the columns 'text'"):
             writer.write({"text": "a"})
         writer.write({**SAMPLE, "n": 3})
     assert read_column(tmp_path / "out", "n") == [1, 1, 3]
@@ -78,7 +78,7 @@ def test_unfit_sample_is_named_and_not_written(change: dict[str, Any], words: st
         (MDSWriter, {"n": "int", 3: "int"}, {}, "a column's name must be a str, got 3"),
         (MDSWriter, COLUMNS, {"size_limit": "64mib"}, "size_limit must be .* in powers of 1024, got '64mib'"),
         (MDSWriter, COLUMNS, {"size_limit": 1.5}, "size_limit must be a whole number, got 1.5"),
-        (MDSWriter, COLUMNS, {"size_limit": "5gb"}, "size_limit must be at most 4294967295 bytes, or None, got '5gb'"),
+        (MDSWriter, COLUMNS, {"size_limit": "5gb"}, "size_limit must be at most 4294967295 bytes, got '5gb'"),
         (MDSWriter, COLUMNS, {"compression": "lz4"}, "the compression must be one of .* got 'lz4'"),
         (MDSWriter, COLUMNS, {"compression": "zstd:30"}, "the level of zstd"),
         (MDSWriter, COLUMNS, {"hashes": ["sha3"]}, "the hash must be one of .* got 'sha3'"),
@@ -130,7 +130,7 @@ def test_no_shard_outgrows_its_offsets(writer: Any, tmp_path: Path, monkeypatch:
     with writer(tmp_path, {"a rather long name": "str"}, size_limit=None) as out:
         for _ in range(5):
             out.write({"a rather long name": "x" * 90})
-        with pytest.raises(DatasetError, match="sample 5: its shard would have more than 1000 bytes"):
+        with pytest.raises(DatasetError, match="sample 5: the shard must have at most 1000 bytes"):
             out.write({"a rather long name": "x" * 1000})
         for size in reversed(range(1000)):
             try:
@@ -163,7 +163,7 @@ def test_a_writer_that_was_left_writes_no_more(tmp_path: Path) -> None:
         writer.write({"x": 1})
     shards = writer.close()
     assert [shard.samples for shard in shards] == [1]
-    with pytest.raises(DatasetError, match="has been closed"):
+    with pytest.raises(DatasetError, match="this one was closed"):
         writer.write({"x": 2})
 
 
@@ -178,7 +178,7 @@ def test_folder_with_files_needs_exist_ok(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("mine")
     (tmp_path / "shard.00000.folder").mkdir()
     before = names(tmp_path)
-    with pytest.raises(DatasetError, match="must be empty: give another folder, or pass exist_ok=True"):
+    with pytest.raises(DatasetError, match=r"must be empty, .* exist_ok=True"):
         write(1)
     assert names(tmp_path) == before
     write(1, exist_ok=True)
@@ -293,7 +293,7 @@ def test_remote_dataset_needs_exist_ok(bucket: str, tmp_path: Path) -> None:
     place = RemoteFolder(bucket)
     place.write("README", b"", deadline_s=9)
     before = len(place.names(deadline_s=9))
-    with pytest.raises(DatasetError, match="must be empty: give another folder, or pass exist_ok=True"):
+    with pytest.raises(DatasetError, match=r"must be empty, .* exist_ok=True"):
         write_numbers(bucket)
     with pytest.raises(DatasetError, match="column 'n': the sample must have this column"):
         write_numbers_and_a_bad_one(bucket)
@@ -323,7 +323,7 @@ def test_address_is_never_a_local_folder(tmp_path: Path, monkeypatch: pytest.Mon
         MDSWriter(("s3://bucket/train", "memory://train"), {"n": "int"})
     with pytest.raises(InvalidArgumentError, match="must be a folder of this machine, got the address"):
         StreamingDataset(local="s3://bucket/train")
-    with pytest.raises(DatasetError, match="a web server accepts no files"):
+    with pytest.raises(DatasetError, match="got a web server, which accepts no files"):
         MDSWriter("https://example.org/train", {"n": "int"})
     with pytest.raises(InvalidArgumentError, match="keep_local=True needs out="):
         MDSWriter("memory://train", {"n": "int"}, keep_local=True)
@@ -344,5 +344,5 @@ def test_remote_indexes_are_merged_remotely(bucket: str, given: bool, tmp_path: 
         assert [dataset[at]["n"] for at in range(len(dataset))] == expected
     with pytest.raises(InvalidArgumentError, match="must be a folder below"):
         merge_index(bucket, ["memory://elsewhere/0"])
-    with pytest.raises(DatasetError, match=r"no folder below it has an index.json"):
+    with pytest.raises(DatasetError, match=r"must have at least one folder with an index.json"):
         merge_index(f"{bucket}/none")

@@ -67,7 +67,7 @@ def test_other_files_are_no_array_records(tmp_path: Path) -> None:
     for data in (b"", b"x", bytes(1 << 17), path.read_bytes()[:-1]):
         path.write_bytes(data)
         with pytest.raises(
-            ShardCorruptError, match=r"a.array_record: it is not an ArrayRecord file: .* close its writer"
+            ShardCorruptError, match=r"a.array_record must be an ArrayRecord file: .* close its writer"
         ):
             index_folder(tmp_path)
 
@@ -193,7 +193,7 @@ def test_panics_of_lance_are_named(lance_folder: Path) -> None:
 
     rows = LanceRows(lance_folder)
     rows._opened = os.getpid(), Dataset()
-    with pytest.raises(ShardCorruptError, match=r"rows.lance: rows \[3\]: its files are damaged: range start"):
+    with pytest.raises(ShardCorruptError, match=r"rows.lance: rows \[3\]: .* files are damaged: range start"):
         rows[3]
 
 

@@ -129,7 +129,7 @@ def test_too_few_pieces_are_counted(tmp_path: Path) -> None:
         Repeated(Mapped(along, str))
     with pytest.raises(InvalidArgumentError, match="Repeated: 5 records, 12 shards"):
         Repeated(LogicalShards([range(5)], shards=12))
-    with pytest.raises(InvalidArgumentError, match="counts cannot be given for a LineFile"):
+    with pytest.raises(InvalidArgumentError, match="counts must be None with a LineFile"):
         source_of(paths, 12, counts=[3] * 4)
     with pytest.raises(InvalidArgumentError, match=r"parse must be a function .* got 5"):
         LineFile(paths[0], parse=5)  # type: ignore[arg-type]

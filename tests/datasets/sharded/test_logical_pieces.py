@@ -191,8 +191,8 @@ class Frame:
     ("pieces", "options", "message"),
     [
         ([], {}, "pieces must have at least one piece"),
-        ([[1], (x for x in [1])], {}, "piece 1 is a generator, which can be read only once. Give the function"),
-        ([iter([1])], {"names": ["a.txt"]}, r"piece 0 \(a.txt\) is a list_iterator, which can be read only once"),
+        ([[1], (x for x in [1])], {}, "piece 1 must be readable repeatedly, got a generator"),
+        ([iter([1])], {"names": ["a.txt"]}, r"piece 0 \(a.txt\) must be readable repeatedly, got a list_iterator"),
         (["a.txt"], {}, "piece 0 is a str, which is not a sequence of records"),
         ([{"a": 1}], {}, "piece 0 is a dict, which is not a sequence of records"),
         ([Frame()], {}, "piece 0 is a Frame, which iterates over columns"),
@@ -204,13 +204,17 @@ class Frame:
         ([[1], [2]], {"names": ["a", "b", "c"]}, "names must have one entry for each of 2 pieces, got 3"),
         ([[1]], {"counts": [-1]}, "counts must be at least 0, got -1"),
         ([[1]], {"counts": [1.0]}, "counts must be a whole number, got 1.0"),
-        (torch.utils.data.TensorDataset(torch.arange(4)), {}, r"pieces must be a list .*\[piece\], got TensorDataset"),
+        (
+            torch.utils.data.TensorDataset(torch.arange(4)),
+            {},
+            r"pieces must be a list .*\[piece\] .* got TensorDataset",
+        ),
         (torch.zeros(3, 2), {}, "pieces must be a list .* got Tensor"),
         (lambda: iter([1]), {}, "pieces must be a list .* got function"),
         ("abc", {}, "pieces must be a list .* got str"),
         ([[1]], {"shards": None}, "shards must be at least 1, got None"),
         ([[1]], {"counts": 1}, "counts must be a list"),
-        ([[1]], {"counts": [None]}, "got None; or leave counts out"),
+        ([[1]], {"counts": [None]}, "got None. Pass all numbers"),
         ([[1]], {"names": "a"}, "names must be a list"),
     ],
 )
@@ -262,7 +266,7 @@ def test_a_table_that_became_shorter() -> None:
     records = [1, 2, 3]
     source = LogicalShards([records], shards=1, names=["table"])
     records.pop()
-    with pytest.raises(DatasetError, match=r"piece 0 \(table\) has no record 2, but counts says that it has 3"):
+    with pytest.raises(DatasetError, match=r"piece 0 \(table\) must have record 2, because counts says that it has 3"):
         rest(source)
 
 
@@ -278,10 +282,10 @@ def test_piece_with_other_records_is_named() -> None:
     token = token_after(along([1], [5, 6, 7, 8]), 4)
     assert rest(along([1], [5, 6, 7, 8]), token) == [8]
     with pytest.raises(
-        ReplayMismatchError, match=r"piece 1 \(1.txt\) was read again to resume, and its samples differ"
+        ReplayMismatchError, match=r"piece 1 \(1.txt\) must yield the same samples .* but its samples differ"
     ):
         rest(along([1], [5, 66, 7, 8]), token)
-    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\) ends after 2 samples, but 3 had been read"):
+    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\) must have the 3 samples .* but it ends after 2 samples"):
         rest(along([1], [5, 6]), token)
 
 
@@ -289,8 +293,8 @@ def test_piece_with_a_wrong_state_is_read_again() -> None:
     token = token_after(LogicalShards([lambda: Counter(9)], shards=1), 5)
     other = LogicalShards([lambda: Counter(9, 100)], shards=1)
     with (
-        pytest.warns(UserWarning, match="piece 0: the state_dict that it returned after 1 samples does not restore"),
-        pytest.raises(ReplayMismatchError, match="piece 0 was read again"),
+        pytest.warns(UserWarning, match="piece 0: its state_dict after 1 samples must restore"),
+        pytest.raises(ReplayMismatchError, match="piece 0 must yield the same samples"),
     ):
         rest(other, token)
 
@@ -371,13 +375,15 @@ def numbers() -> LogicalShards:
     ],
 )
 def test_users_stop_iteration_is_an_error(loader: Callable[[], Any], out_of: str) -> None:
-    with pytest.raises(DatasetError, match=f"StopIteration came out of {out_of}"):
+    with pytest.raises(DatasetError, match=f"StopIteration must not come out of {out_of}"):
         list(itertools.islice(loader(), 4))
 
 
 def test_used_generator_is_an_error() -> None:
     once = (number for number in range(3))
-    with pytest.raises(DatasetError, match="piece 2 is a generator that was read or closed before"):
+    with pytest.raises(
+        DatasetError, match=r"piece 2 must be a new iterable .* got a generator that was read or closed before"
+    ):
         rest(LogicalShards([lambda: iter([7]), lambda: once, lambda: once], shards=1))
 
 

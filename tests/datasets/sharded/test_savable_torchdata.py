@@ -85,8 +85,8 @@ def test_draws_of_worker_processes_are_unsaved(eager: None) -> None:
     # Python 3.12 and newer also warn of the fork.
     also = r"'set_vital' is deprecated|use of fork\(\)"
     with pytest.warns(
-        (UserWarning, DeprecationWarning), match=f"draw random numbers in worker processes|{also}"
+        (UserWarning, DeprecationWarning), match=f"draws random numbers in worker processes|{also}"
     ) as caught:
         got, whole = split(lambda shard: shuffled_loader(workers=1), 3)
     assert got == whole
-    assert any("draw random numbers in worker processes" in str(warning.message) for warning in caught)
+    assert any("draws random numbers in worker processes" in str(warning.message) for warning in caught)

@@ -1,4 +1,4 @@
-"""Checks of arguments that users pass."""
+"""Checks and conversions of arguments that users pass."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def whole(name: str, value: int) -> int: ...
 @overload
 def whole(name: str, value: int | None) -> int | None: ...
 def whole(name: str, value: int | None) -> int | None:
-    """Return `value` as a Python int; a state cannot contain a numpy integer. Raises InvalidArgumentError for anything
-    but a whole number or None."""
+    """Return `value` as a Python int, because a state cannot contain a numpy integer. Raises InvalidArgumentError for
+    anything but a whole number or None."""
     try:
         return None if value is None else int(operator.index(value))
     except TypeError:
@@ -54,8 +54,8 @@ def sample_count(name: str, value: int | str | None) -> int | None:
 
 
 def real_number(name: str, value: float | None) -> float | None:
-    """Return a Python number; a state cannot contain a number of numpy. Raises InvalidArgumentError for anything but a
-    number or None."""
+    """Return `value` as a Python number, because a state cannot contain a numpy number. Raises InvalidArgumentError for
+    anything but a number or None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -1,14 +1,14 @@
-"""Plan of what a run will fetch: shards and bytes of each node and epoch, the space they take, and how long steps wait.
+"""Plan of the downloads of a run: shards and bytes for each node and epoch, the disk space, and how long steps wait.
 
 The plan is computed from a dataset's index, the loader's own order and a model of the cache. Nothing is fetched. The
 model has three rules, and is exact where the cache has no limit and no bandwidth is given:
 
-- A node is a machine whose boxes' workers share a cache. A fetch begins when the position is `predownload` samples
-  before the first sample that needs it.
-- With a limit the least recently used fetch is evicted first. A fetch ahead of need evicts nothing that lies in the
-  samples ahead. The order of use is known to a tick, 1/4096 of an epoch.
-- With a bandwidth a node transfers one thing after another at this speed, and a step takes `step_s` if its data are
-  there. Decompression, decoding and the latency of requests take no time.
+- A node is a machine whose boxes' workers share a cache. (A box is one data-parallel rank.) A shard's fetch begins
+  `predownload` samples before the first sample that needs the shard.
+- With a limit the least recently used fetch is evicted first. A prefetch never evicts a shard that the next
+  `predownload` samples need. The order of use is resolved to ticks of 1/4096 of an epoch.
+- With a bandwidth a node transfers one shard after another at this speed, and a step takes `step_s` once its data have
+  arrived. Decompression, decoding and the latency of requests take no time.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from penstock.data.ordering.sharded_order import ShardedOrder
 __all__ = ["EpochFetches", "Fetches", "NodeFetches", "PlannedRun", "planned"]
 
 TICKS = 4096
-"""Largest number of ticks in an epoch; the cache's model knows the order of use to a tick."""
+"""Largest number of ticks in an epoch: the resolution of the order of use in the model of the cache."""
 EXAMINED_AT_ONCE = 1 << 20
-"""Number of positions that are looked up in one call."""
+"""Positions that are looked up in one call."""
 
 
 @dataclass(frozen=True)
 class Fetches:
-    """Things that are fetched as a whole: shards, or row groups of large Parquet files. Arrays have one entry for
-    each."""
+    """Units that are fetched as a whole: shards, or row groups of large Parquet files. Each array has shape
+    (units,)."""
 
     starts: Ints
-    """Number of the first sample of each."""
+    """Number of the first sample of each unit."""
     transferred: Ints
-    """Bytes that are transferred: of the compressed files, where there are any."""
+    """Bytes to transfer for each unit: those of the compressed files, if the dataset has them."""
     kept: Ints
-    """Bytes that the cache keeps."""
+    """Bytes that the cache keeps for each unit."""
 
     @staticmethod
     def of(shards: Sequence[Shard]) -> Fetches:
-        """Return the fetches of a dataset's shards."""
+        """Return the units of a dataset's shards."""
         found: list[tuple[int, int, int]] = []
         for shard in shards:
             alone = has_ranges(shard) and not any(file.raw.hashes for file in shard.files)
@@ -62,7 +62,7 @@ class Fetches:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Settings of a run."""
+    """Settings of the run that is planned."""
 
     batch: int
     """Rows of all boxes' batches together."""
@@ -72,14 +72,14 @@ class PlannedRun:
     workers: int
     """Workers of each box, which begin their first batches at the same time."""
     predownload: int
-    """Number of samples, of all boxes, whose shards are fetched ahead of need."""
+    """Upcoming samples, over all boxes, whose shards are prefetched."""
     epochs: int = 1
     cache_limit: int | None = None
-    """Bytes of a node's cache; None: no limit."""
+    """Largest size of a node's cache in bytes; None: no limit."""
     bandwidth: float | None = None
-    """Bytes per second of a node; None: times are not computed."""
+    """Bandwidth of a node in bytes per second; None: times are not computed."""
     step_s: float = 0.0
-    """Seconds of a training step whose batch is there."""
+    """Seconds that a training step takes once its batch has arrived."""
 
     def steps(self, order: ShardedOrder) -> int:
         """Return the number of steps in an epoch."""
@@ -87,18 +87,18 @@ class PlannedRun:
 
     @property
     def ahead(self) -> int:
-        """Number of steps whose shards are fetched ahead of need."""
+        """Number of steps whose shards are prefetched."""
         return -(-self.predownload // self.batch)
 
 
 @dataclass
 class EpochFetches:
-    """Fetches of a node in an epoch."""
+    """Downloads of a node in an epoch."""
 
     shards: int = 0
-    """Number of fetches."""
+    """Number of downloads."""
     again: int = 0
-    """Number of fetches of what this epoch had fetched already and the cache evicted."""
+    """Number of repeated downloads, of shards that this epoch had fetched already and the cache has evicted."""
     bytes: int = 0
     """Bytes transferred."""
     wait_s: float = 0.0
@@ -108,25 +108,25 @@ class EpochFetches:
 
 @dataclass
 class NodeFetches:
-    """Fetches of a node in a run."""
+    """Downloads of a node in a run."""
 
     node: int
     epochs: list[EpochFetches]
     first_shards: int = 0
-    """Number of fetches that the first batches of all workers need."""
+    """Number of shards that the first batches of all workers need."""
     first_bytes: int = 0
     first_batch_s: float = 0.0
     """Seconds until the first step begins."""
     peak_bytes: int = 0
     """Largest number of bytes in the cache."""
     working_bytes: int = 0
-    """Largest number of bytes of what lies between the beginning of its fetch and its last use in an epoch. In a cache
-    of this size, nothing is fetched twice in an epoch."""
+    """Size of the working set: largest total of the bytes that are between the beginning of their fetch and their last
+    use in an epoch. With a cache of this size, no shard is fetched twice in an epoch."""
 
 
 @dataclass(frozen=True)
 class _Uses:
-    """Uses of fetches by a node, in order; a fetch has one entry for each tick in which it is used."""
+    """Uses of shards by a node, in order. A shard has one entry for each tick in which it is used."""
 
     tick: Ints
     step: Ints
@@ -142,12 +142,12 @@ class _Cache:
 
     limit: int | None
     there: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """Bytes by fetch, the least recently used first."""
+    """Bytes of each unit in the cache, the least recently used one first."""
     bytes: int = 0
 
     def make_room(self, size: int, spared: npt.NDArray[np.int64] | None) -> bool:
-        """Evict until `size` bytes fit. `spared`: number of coming uses of each fetch; those with any stay. Returns
-        True if they fit."""
+        """Evict units until `size` bytes fit; return False if they cannot. `spared`: number of coming uses of each
+        unit; units with coming uses are not evicted."""
         if self.limit is None:
             return True
         excess = self.bytes + size - self.limit
@@ -166,13 +166,13 @@ class _Cache:
 
 
 def planned(run: PlannedRun, order: ShardedOrder, fetches: Fetches) -> list[NodeFetches]:
-    """Return what each node will fetch, of shards that are read in this order."""
+    """Return the downloads of each node, for shards that are read in this order."""
     steps = run.steps(order)
     return [_Node(run, steps, fetches, _uses(run, order, fetches, node), node).result() for node in range(run.nodes)]
 
 
 def _uses(run: PlannedRun, order: ShardedOrder, fetches: Fetches, node: int) -> _Uses:
-    """Return the uses of all epochs by a node."""
+    """Return a node's uses of shards in all epochs."""
     own = np.flatnonzero(np.arange(run.batch) % run.boxes * run.nodes // run.boxes == node)
     steps, length = run.steps(order), len(order)
     in_tick = -(-steps // TICKS)
@@ -180,7 +180,7 @@ def _uses(run: PlannedRun, order: ShardedOrder, fetches: Fetches, node: int) -> 
     for epoch in range(run.epochs):
         several = max(1, EXAMINED_AT_ONCE // max(1, len(own)) // in_tick) * in_tick
         for begin in range(0, steps, several):
-            # what is left of an epoch may make its last batch larger
+            # the rest of an epoch may make its last batch larger
             end = -(-length // run.batch) if begin + several >= steps else begin + several
             at = (np.arange(begin, end)[:, None] * run.batch + own).ravel()
             at = at[at < length]
@@ -193,7 +193,8 @@ def _uses(run: PlannedRun, order: ShardedOrder, fetches: Fetches, node: int) -> 
 
 
 def _by_tick(fetch: Ints, step: Ints, tick: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return tick, first step, last step and fetch of uses at these ascending steps, each tick's fetch once."""
+    """Return (tick, first step, last step, unit) of the uses at these ascending steps, once for each pair of tick and
+    unit."""
     key = (tick - tick[0]) * (int(fetch.max()) + 1) + fetch
     _, first = np.unique(key, return_index=True)
     _, from_end = np.unique(key[::-1], return_index=True)
@@ -210,9 +211,9 @@ class _Node:
         self._run, self._steps, self._fetches, self._uses = run, steps, fetches, uses
         self._cache = _Cache(run.cache_limit)
         self._coming = np.zeros(len(fetches.kept), np.int64)
-        """Number of uses of each fetch in the samples ahead."""
+        """Number of uses of each unit in the next `predownload` samples."""
         self._fetched_in = np.full(len(fetches.kept), -1, np.int64)
-        """Epoch of each fetch's last transfer; -1: none."""
+        """Epoch of the last transfer of each unit; -1: none."""
         self._arrivals: list[tuple[int, int, int]] = []
         """(step at which a transfer may begin, step that needs it, bytes), in the order of the transfers."""
         self._found = NodeFetches(node, [EpochFetches() for _ in range(run.epochs)])
@@ -231,7 +232,7 @@ class _Node:
         bounds = [0, *(np.flatnonzero(np.diff(uses.tick)) + 1).tolist(), len(steps)]
         seen = 0
         waiting: deque[int] = deque()
-        """Uses in the samples ahead that are not fetched yet."""
+        """Uses in the next `predownload` samples whose units are not fetched yet."""
         for begin, end in pairwise(bounds):
             now = steps[begin] if begin < len(steps) else 0
             until = (steps[end] if end < len(steps) else now) + ahead
@@ -246,7 +247,7 @@ class _Node:
             self._coming[uses.fetch[begin:end]] -= 1
 
     def _touch(self, fetch: int, now: int, needed: int) -> None:
-        """Use a fetch; transfer it if it is not in the cache."""
+        """Use a unit, after transferring it if the cache does not have it."""
         cache = self._cache
         if fetch in cache.there:
             cache.there.move_to_end(fetch)
@@ -257,7 +258,7 @@ class _Node:
             self._transfer(fetch, now, needed)
 
     def _ahead(self, fetch: int, now: int, needed: int, *, used: bool) -> bool:
-        """Transfer a fetch ahead of need. Returns False if the cache has no room for it."""
+        """Prefetch a unit. Returns False if the cache has no space for the unit."""
         cache = self._cache
         if used or fetch in cache.there:
             return True
@@ -285,7 +286,7 @@ class _Node:
         self._found.first_bytes = int(self._fetches.transferred[first].sum())
 
     def _working_set(self) -> int:
-        """Return the largest sum of bytes between the beginnings of fetches and their last uses in an epoch."""
+        """Return the size of the working set in bytes, see `NodeFetches.working_bytes`."""
         uses, largest = self._uses, 0
         for epoch in range(self._run.epochs):
             here = uses.step // self._steps == epoch
@@ -295,16 +296,17 @@ class _Node:
             begins = np.maximum(epoch * self._steps, uses.step[here][first] - self._run.ahead)
             size = self._fetches.kept[fetches]
             at = np.concatenate([begins, ends + 1])
-            turn = np.lexsort((np.repeat([1, 0], len(fetches)), at))  # what has been used last makes room first
+            # free the space of units after their last use before new units take space
+            turn = np.lexsort((np.repeat([1, 0], len(fetches)), at))
             largest = max(largest, int(np.cumsum(np.concatenate([size, -size])[turn]).max(initial=0)))
         return largest
 
     def _clock(self, bandwidth: float) -> None:
-        """Compute when steps begin: a step begins after the one before, once all that it needs has arrived."""
+        """Compute when steps begin: after the step before has ended and all data of the step have arrived."""
         step_s, steps = self._run.step_s, self._steps
         wait, free = 0.0, 0.0
         begun: dict[int, float] = {0: 0.0}
-        """Seconds at which the steps began at which transfers may begin."""
+        """Time in seconds at which each step began at which a transfer may begin."""
         pending = sorted({now for now, _, _ in self._arrivals} | {needed for _, needed, _ in self._arrivals})
         arrived: dict[int, float] = {}
         number = 0

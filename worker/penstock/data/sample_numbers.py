@@ -1,6 +1,6 @@
-"""Values between the brackets of a map-style dataset, `dataset[...]`: a number, a slice, or a list of numbers.
+"""Conversion of the index in `dataset[index]` to sample numbers: a number, a slice, or a list of numbers.
 
-It means what it means for a list of Python, or for a numpy array in the case of a list of numbers.
+Numbers and slices mean the same as for a Python list, and lists of numbers the same as for a numpy array.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def one_number(index: Any, length: int, name: str, what: str = "a sample's numbe
 
 
 def many_numbers(index: Any, length: int, name: str, what: str = "a sample's number") -> list[int] | None:
-    """Return the numbers that a slice, a list, or an array of integers or bools chooses, in its order; None if `index`
-    is none of these. Raises IndexError for a number out of range, TypeError for a list of anything but integers."""
+    """Return the numbers that a slice, a list, or an array of integers or bools selects, in its order; None for any
+    other `index`. Raises IndexError for a number out of range, TypeError for a list of anything but integers."""
     if isinstance(index, slice):
         return list(range(*index.indices(length)))
     if isinstance(index, range | list):
@@ -35,6 +35,8 @@ def many_numbers(index: Any, length: int, name: str, what: str = "a sample's num
         return None
     if values and type(values[0]) is bool:
         if len(values) != length:
-            raise IndexError(f"{name}: a list of bools must have one for each of {length} samples, got {len(values)}")
+            raise IndexError(
+                f"{name}: a list of bools must have {length} entries, one for each sample, got {len(values)}"
+            )
         return [number for number, chosen in enumerate(values) if chosen]
     return [one_number(each, length, name, what) for each in values]

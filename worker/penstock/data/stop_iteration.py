@@ -13,14 +13,14 @@ __all__ = ["forbid_stop_iteration", "stop_iteration_error"]
 def stop_iteration_error(what: str) -> DatasetError:
     """Return the error to raise instead of a StopIteration. `what`: name of the user's function that raised it."""
     return DatasetError(
-        f"StopIteration came out of {what}, where it would look like the end of the data: call next() only on "
-        "iterators that are not empty, or pass it a default"
+        f"a StopIteration must not come out of {what}, where it would look like the end of the data. Call next() only "
+        "on iterators that are not empty, or as next(iterator, default)"
     )
 
 
 @contextmanager
 def forbid_stop_iteration(what: str) -> Iterator[None]:
-    """Raise DatasetError in place of a StopIteration that the code in this context raises. `what`: name of the user's
+    """Convert a StopIteration that the code in this context raises into a DatasetError. `what`: name of the user's
     function."""
     try:
         yield

@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Stream:
-    """Dataset among several that a StreamingDataset reads together. Give at most one of proportion, repeat and
+    """Member of a group of datasets that a StreamingDataset reads together. Give at most one of proportion, repeat and
     choose, and the same one for all streams."""
 
     remote: str | os.PathLike[str] | None = None
@@ -64,7 +64,7 @@ class Stream:
 
 
 def local_source(stream: Stream) -> Path | None:
-    """Return the folder of this machine that a stream's files come from; None if they come from elsewhere."""
+    """Return the folder of this machine that a stream's files come from; None for a remote stream."""
     if stream.remote is not None:
         local = RemoteFolder(os.fspath(stream.remote), stream.storage_options).local
         return None if local is None else Path(local)
@@ -75,12 +75,16 @@ def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
     """Return the (remote folder, cache folder, name for errors) of a stream."""
     below = stream.split or ""
     if Path(below).is_absolute() or ".." in Path(below).parts:
-        raise InvalidArgumentError(f"split must be a folder below the dataset's, got {stream.split!r}")
+        raise InvalidArgumentError(
+            f"split must be a relative path of a folder below the dataset's folder, got {stream.split!r}"
+        )
     if stream.remote is None and stream.local is None:
-        raise InvalidArgumentError("a Stream must have remote, local or both, got neither")
+        raise InvalidArgumentError(
+            "a Stream must have remote, local or both, got neither. Pass the dataset's folder or URL"
+        )
     source = local_source(stream)
     if source is not None and is_prepared(source):
-        below = ""  # the archives of all splits lie side by side, see select_split
+        below = ""  # a folder that Energon prepared has the archives of all splits side by side, see select_split
     if stream.remote is None:
         folder = local_folder("local", stream.local) / below
         return None, folder, str(folder)
@@ -117,7 +121,7 @@ def group_id(name_or_id: str | int | None) -> int | None:
         return grp.getgrnam(name_or_id).gr_gid
     except KeyError as error:
         raise InvalidArgumentError(
-            f"cache_group must be a group of this machine, got {name_or_id!r}: see getent group"
+            f"cache_group must be a group of this machine, got {name_or_id!r}. List the groups with `getent group`"
         ) from error
 
 
@@ -129,7 +133,7 @@ def check_weights(streams: Sequence[Stream]) -> None:
     }
     if len(kinds) > 1 or len(next(iter(kinds))) > 1:
         raise InvalidArgumentError(
-            "all streams must use the same one of proportion, repeat and choose, or none of them"
+            "all streams must use the same one of proportion, repeat and choose, or none of them, got different ones"
         )
     for number, stream in enumerate(streams):
         for name in ("proportion", "repeat", "choose"):
@@ -143,7 +147,7 @@ def apportioned(weights: Sequence[float], total: int) -> list[int]:
     exact_weights = [Fraction(weight) for weight in weights]
     together = sum(exact_weights)
     if together <= 0:
-        raise InvalidArgumentError("at least one stream must have a proportion above 0")
+        raise InvalidArgumentError("at least one stream must have a proportion above 0, got 0 for all")
     exact = [total * weight / together for weight in exact_weights]
     shares = [int(share) for share in exact]
     by_rest = sorted(range(len(shares)), key=lambda number: (shares[number] - exact[number], number))

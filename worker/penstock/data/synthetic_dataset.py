@@ -17,7 +17,7 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["SyntheticDataset"]
 
 HIGHEST = 128
-"""Exclusive upper bound of random integers in samples; they fit any dtype."""
+"""Exclusive upper bound of random integers in samples, which therefore fit any dtype."""
 
 
 class SyntheticDataset(torch.utils.data.Dataset[Any]):
@@ -37,7 +37,7 @@ class SyntheticDataset(torch.utils.data.Dataset[Any]):
                 numpy Generator seeded for this sample.
             num_samples: length of the dataset.
 
-        Raises InvalidArgumentError for a spec that has anything else, or num_samples below 1.
+        Raises InvalidArgumentError for a spec with other values, or for num_samples below 1.
         """
         self._spec, self._length = sample_spec, at_least_one("num_samples", num_samples)
         self._seed = whole("seed", seed)

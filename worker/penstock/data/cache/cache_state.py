@@ -1,4 +1,4 @@
-"""The state folder of a cache, as one process uses it: its locks, and the cleanup after dead processes.
+"""State folder of a cache, as one process uses it: locks, and the cleanup after dead processes.
 
     FOLDER/.penstock/remote             address that the folder's files come from
     FOLDER/.penstock/index.json         version of the remote's index when it was fetched
@@ -32,7 +32,7 @@ STATE = ".penstock"
 """Name of the folder, inside a cache's folder, that holds the cache's locks and records."""
 
 LONGEST_PAUSE_S = 0.02
-"""Longest pause between two attempts to take a lock, in seconds."""
+"""Longest pause between two attempts to acquire a lock, in seconds."""
 
 
 class CacheState:
@@ -67,7 +67,7 @@ class CacheState:
                 self._sweep(state)
         except OSError as error:
             raise ShardUnavailableError(
-                f"the cache {self.root} cannot be written: {error.strerror}; give a writable local folder"
+                f"the cache folder {self.root} cannot be written: {error.strerror}. Give a writable local folder"
             ) from error
         self._prepared = True
 
@@ -83,7 +83,7 @@ class CacheState:
         try:
             if made:
                 self._share(root)
-            # The cache's folder itself may be writable by others: in a pod, folders often are, and there is only one
+            # The cache's folder itself may be writable by others, as folders often are in a pod, which has only one
             # user.
             found = os.fstat(root)
             if found.st_uid not in (0, os.getuid()) and found.st_gid != self._group:
@@ -112,13 +112,13 @@ class CacheState:
                 return
             if found.st_uid != os.getuid():
                 raise self._foreign(path, found)
-            os.fchmod(folder, 0o755)  # made under a permissive umask, or on a filesystem without modes
+            os.fchmod(folder, 0o755)  # the folder was made under a permissive umask, or on a filesystem without modes
         finally:
             os.close(folder)
 
     def _share(self, folder: int) -> None:
-        """Let the cache's group write to a folder; files made in it inherit the group. `folder`: its descriptor. Does
-        nothing if the cache has no group."""
+        """Let the cache's group write to a folder, whose new files then inherit the group. `folder`: its descriptor.
+        Does nothing if the cache has no group."""
         if self._group is None:
             return
         with contextlib.suppress(PermissionError):  # the folder belongs to another member of the group
@@ -130,8 +130,8 @@ class CacheState:
         if stat.S_ISLNK(found.st_mode):
             what = f"a link to {os.readlink(path)}"
         return DatasetError(
-            f"the cache folder {self.root} is not safe to use: {path} is {what}. Give a folder of your own, or "
-            "cache_group=... for one that a group shares"
+            f"the cache folder {self.root} must be safe from other users, but {path} is {what}. Give a folder of your "
+            "own, or cache_group=... for one that a group shares"
         )
 
     def _check_remote(self) -> None:
@@ -147,8 +147,8 @@ class CacheState:
                 lock.write(identity + b"\n")
             elif before != identity:
                 raise DatasetError(
-                    f"the cache folder {self.root} has the dataset of {before[:500].decode(errors='replace')}, not "
-                    f"that of {self._remote.identity}: give another cache folder, or remove this one"
+                    f"the cache folder {self.root} must have the dataset of {self._remote.identity}, got that of "
+                    f"{before[:500].decode(errors='replace')}. Give another cache folder, or remove this one"
                 )
         finally:
             lock.release()
@@ -156,7 +156,7 @@ class CacheState:
     def _sweep(self, state: str) -> None:
         for name in os.listdir(os.path.join(self.root, state)):
             if "!" not in name:
-                # removed meanwhile, or not a lock: a later use of the name reports it
+                # the file was removed meanwhile, or is not a lock; a later use of the name raises the error
                 with contextlib.suppress(OSError):
                     lock = take(self.root, f"{state}/{name}", shared=False, create=False)
                     if lock:
@@ -166,14 +166,15 @@ class CacheState:
     def fetching(
         self, key: str, until: float, name: str, busy: Callable[[], object] | None = None
     ) -> Iterator[Callable[[str], Path]]:
-        """Hold the lock of the process that fetches the shard `key`. Yields a function that names temporary files,
-        which are removed afterwards. `until`: deadline (monotonic time); `name`: file to name in errors; `busy`: called
-        whenever another process holds the lock."""
+        """Hold the lock of the process that fetches the shard `key`. Yields a function that returns names for temporary
+        files, which are removed afterwards. `until`: deadline (monotonic time); `name`: file to name in errors; `busy`:
+        called whenever another process holds the lock."""
         base = f"{self.fetching_folder}/{key}"
         lock = self.wait(base, until, name, shared=False, busy=busy)
         try:
             lock.write(b"%d\n" % os.getpid())
-            with parent_of(self.root, base) as (folder, last):  # the folder is fixed now, wherever its name leads later
+            # the descriptor keeps the folder, even if its name leads elsewhere later
+            with parent_of(self.root, base) as (folder, last):
                 yield lambda kind: Path(f"/proc/self/fd/{folder}", f"{last}!{kind}")
         finally:
             self._clear(base, lock)
@@ -195,7 +196,7 @@ class CacheState:
             try:
                 for found in os.listdir(listed):
                     if found.startswith(f"{name}!"):
-                        # removed already, or a folder, which the cache never makes here
+                        # the file was removed already, or is a folder, which the cache never makes here
                         with contextlib.suppress(OSError):
                             os.unlink(found, dir_fd=listed)
             finally:
@@ -204,9 +205,9 @@ class CacheState:
     def wait(
         self, path: str, until: float, name: str, *, shared: bool, busy: Callable[[], object] | None = None
     ) -> FileLock:
-        """Take the lock at `path`, and return it. Waits until `until` (monotonic time) while another process holds it,
-        and calls `busy` after each failed attempt. `name`: file to name in errors; "" for the whole cache. Raises
-        ShardUnavailableError at the deadline, or if the cache is closing."""
+        """Acquire the lock at `path`, and return it. Waits until `until` (monotonic time) while another process holds
+        the lock, and calls `busy` after each failed attempt. `name`: file to name in errors; "" for the whole cache.
+        Raises ShardUnavailableError at the deadline, or if the cache is closing."""
         pause = 0.0005
         while True:
             self.check_open(name)
@@ -214,7 +215,8 @@ class CacheState:
                 lock = take(self.root, path, shared=shared)
             except OSError as error:
                 raise ShardUnavailableError(
-                    f"the cache {self.root} cannot be used: {os.path.join(self.root, path)}: {error.strerror}"
+                    f"the cache folder {self.root} cannot be used: {os.path.join(self.root, path)}: {error.strerror}. "
+                    "Give a writable local folder"
                 ) from error
             if lock:
                 if self._group is not None:
@@ -224,8 +226,9 @@ class CacheState:
                 busy()
             if time.monotonic() >= until:
                 raise ShardUnavailableError(
-                    f"{self._address(name)} was not available within {self._timeout_s:g} s: another process has the "
-                    f"lock {os.path.join(self.root, path)} ({_holder(os.path.join(self.root, path))})"
+                    f"{self._address(name)} was not available within {self._timeout_s:g} s, because another process "
+                    f"has the lock {os.path.join(self.root, path)} ({_holder(os.path.join(self.root, path))}). Wait "
+                    "for that process, or raise timeout_s"
                 )
             self.closing.wait(pause)
             pause = min(LONGEST_PAUSE_S, pause * 2)
@@ -234,7 +237,8 @@ class CacheState:
         """Raise ShardUnavailableError if the cache is closing."""
         if self.closing.is_set():
             raise ShardUnavailableError(
-                f"{self._address(name)} was not fetched, because the dataset was closed during the download"
+                f"{self._address(name)} was not fetched, because the dataset was closed during the download. Open the "
+                "dataset again"
             )
 
     def _address(self, name: str) -> str:
@@ -244,7 +248,7 @@ class CacheState:
 
 
 def _holder(path: str) -> str:
-    """Return who holds a lock, as words for an error, from the process ID in the lock file."""
+    """Return a description of a lock's holder for errors, from the process ID in the lock file."""
     try:
         text = read_plain(path, LONGEST_TEXT)
     except OSError:

@@ -1,7 +1,7 @@
-"""Decoding of blocks (row groups) in a thread, before a reader needs them.
+"""Decoding of blocks (row groups) in a thread, ahead of need.
 
-Decoding releases the GIL, so it runs beside the code that makes samples. There is one thread for a dataset. It ends
-when it had nothing to do for a while, and starts again; a forked child starts one of its own.
+Decoding releases the GIL, so it runs beside the code that makes samples. Each dataset has one thread, which ends after
+some time without work, and is started again when needed. A forked child starts its own thread.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class DecodeAhead:
     """Thread that decodes blocks in a given order. Safe for threads."""
 
     def __init__(self, decode: Callable[[int], None]) -> None:
-        """`decode`: bound method that decodes a block by number, which does not keep its object alive. Its errors are
-        left out: the reader that needs the block raises them."""
+        """`decode`: bound method that decodes a block by number; only a weak reference to its object is kept. Its
+        errors are ignored, because the reader that needs the block raises them."""
         self._decode = weakref.WeakMethod(decode)
         self._reset()
         _all.add(self)
@@ -39,7 +39,7 @@ class DecodeAhead:
         self._thread: threading.Thread | None = None
 
     def want(self, blocks: Sequence[int], *, more: bool = False) -> None:
-        """Decode these blocks, in this order. The list replaces the one of the call before, or with `more` follows
+        """Decode these blocks, in this order. The list replaces that of the previous call, or with `more` extends
         it."""
         with self._work:
             self._wanted = [*reversed(blocks), *(self._wanted if more else ())]
@@ -68,7 +68,7 @@ class DecodeAhead:
             if decode is not None and block is not None:
                 with contextlib.suppress(Exception):
                     decode(block)
-            del decode  # do not keep the dataset alive while waiting
+            del decode  # drop the reference to the dataset while waiting
 
 
 _all: weakref.WeakSet[DecodeAhead] = weakref.WeakSet()
@@ -80,7 +80,8 @@ def _forked() -> None:
 
 
 def _exiting() -> None:
-    """Wait for the threads: one that returns from a library of C++ into an interpreter that has ended is killed."""
+    """Wait for the threads, because a thread that returns from C++ code into an interpreter that has ended is
+    killed."""
     for each in list(_all):
         each.close(EXIT_WAIT_S)
 

@@ -14,7 +14,7 @@ from penstock.runtime.files.plain_files import open_plain
 
 __all__ = ["HASHES", "digest_of", "fastest_of"]
 
-# hashlib's algorithms that have a function of their own. shake_* is left out, because its digests have no fixed length.
+# hashlib's algorithms with a function of their own. shake_* is left out, because its digests have no fixed length.
 HASHES: dict[str, Callable[[], Any]] = {
     **{
         name: getattr(hashlib, name)
@@ -30,11 +30,11 @@ _FAST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "blake2b", "
 as slower than all of these."""
 
 PIECE = 1 << 20
-"""Bytes of a file read into memory at a time."""
+"""Bytes of a file that are read into memory at a time."""
 
 
 def fastest_of(algorithms: Iterable[str]) -> str:
-    """Return the name of the fastest of several algorithms; "" if none of them is known."""
+    """Return the name of the fastest of several algorithms; "" if all are unknown."""
     known = [name for name in algorithms if name in HASHES]
     return min(known, key=lambda name: (_FAST.index(name) if name in _FAST else len(_FAST), name), default="")
 

@@ -1,8 +1,8 @@
 """Locks between the processes of a host: flock on small files.
 
-A lock ends with its holder, so a killed process blocks no other process, and nothing has a name outside the folder. The
-holder may write a line of text into the file. An exclusive holder may remove the file; a process that opened it before
-then detects that the file has lost its name, and opens the name again.
+A lock ends with its holder, so a killed process blocks no other process, and locks have no names outside the folder.
+The holder may write a line of text into the file. An exclusive holder may remove the file; a process that opened it
+before then detects that the file has lost its name, and opens the name again.
 
 flock belongs to the open file, which a forked child shares with its parent. The child closes its copies at once and
 unlocks none, because that would unlock the parent's.
@@ -26,8 +26,8 @@ LONGEST_TEXT = 1 << 20
 """Largest text that is read back, in bytes."""
 
 _opening = threading.RLock()
-"""Lock of this module's list of open files. It is held while a file is opened and registered, during a release, and
-during a fork, so that a forked child has a complete list of the files to close."""
+"""Lock of this module's list of open files, held while a file is opened and registered, during a release, and during a
+fork, so that a forked child has a complete list of the files to close."""
 _opened: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
@@ -41,7 +41,7 @@ os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, a
 
 
 class FileLock:
-    """A lock that this process holds, until `release` or its end."""
+    """Lock that this process holds until `release`, or until the process ends."""
 
     __slots__ = ("_descriptor", "_pid", "name", "path", "root")
 
@@ -56,8 +56,8 @@ class FileLock:
         return self._held().read(LONGEST_TEXT, 0)
 
     def write(self, text: bytes) -> None:
-        """Write one line into the lock file. Readers see it completely or not at all. The rest of a longer old text is
-        cut off afterwards."""
+        """Write one line into the lock file. Readers see the whole line or nothing of it. The rest of a longer old text
+        is truncated afterwards."""
         descriptor = self._held()
         os.pwrite(descriptor.fileno(), text, 0)
         os.ftruncate(descriptor.fileno(), len(text))
@@ -96,13 +96,13 @@ class FileLock:
 
     def _held(self) -> Descriptor:
         if self._descriptor is None:
-            raise ValueError(f"the lock {self.path} has been released already")
+            raise ValueError(f"the lock {self.path} must be held, but it was released before")
         return self._descriptor
 
 
 def take(root: str, name: str, *, shared: bool, create: bool = True) -> FileLock | None:
-    """Take a lock; return None if another process holds it. Its file is `name` below the folder `root`; links on the
-    way are refused. Raises FileNotFoundError for an absent file unless `create`."""
+    """Try to acquire a lock; return None if another process holds it. The lock's file is `name` below the folder
+    `root`; links in that path are refused. Raises FileNotFoundError for an absent file unless `create`."""
     flags = os.O_RDWR | (os.O_CREAT if create else 0)
     while True:
         with parent_of(root, name) as (folder, last), _opening:

@@ -1,4 +1,4 @@
-"""The open shards of a dataset: looked up by all threads, opened once, closed when there are too many.
+"""Open shards of a dataset, which all threads share. The least recently used shards are closed when too many are open.
 
 The second-chance algorithm chooses the shard to close: the oldest one that was not used since the algorithm last
 considered it. A look-up happens for each sample; it only sets a flag and takes no lock.
@@ -22,7 +22,7 @@ from penstock.data.formats.shards import ShardReader
 __all__ = ["MIN_OPEN", "OpenShards"]
 
 MIN_OPEN = 64
-"""Number of shards that stay open before any is closed, if the limit of file descriptors allows it."""
+"""Number of shards that may be open before shards are closed, if the limit of file descriptors allows this number."""
 
 
 class _Open:
@@ -66,7 +66,7 @@ class OpenShards:
     def _add(self, number: int, new: _Open) -> _Open:
         with self._lock:
             found = self._open.setdefault(number, new)
-            surplus = [] if found is new else [new]  # another thread opened it first
+            surplus = [] if found is new else [new]  # another thread opened the shard first
             while len(self._open) > min(self.most, _descriptors() // 4):
                 oldest, shard = self._open.popitem(last=False)
                 if shard.used:
@@ -79,7 +79,7 @@ class OpenShards:
         return found
 
     def keep(self, numbers: Container[int]) -> None:
-        """Close all shards but these, so that the cache may evict them."""
+        """Close all shards except these, so that the cache may evict the closed ones."""
         with self._lock:
             dropped = [self._open.pop(number) for number in tuple(self._open) if number not in numbers]
         for shard in dropped:

@@ -22,56 +22,56 @@ from penstock.proto.errors import PenstockError
 __all__ = ["FetchStats", "Prefetcher"]
 
 EVICTION_PAUSE_S = 0.25
-"""Seconds between two attempts to prefetch when the cache is full. The cache must be checked again and again, because
-other processes do not report when they release a shard."""
+"""Seconds between two attempts to prefetch when the cache is full. The cache is polled, because other processes do not
+report when they release a shard."""
 MARK_S = 10.0
 """Seconds to wait for the mark (a lock) of a prefetched shard while another process removes that mark."""
 
 
 @dataclass(frozen=True)
 class FetchStats:
-    """Counts of what one process has fetched of a dataset since it opened the dataset."""
+    """Statistics of what one process has fetched of a dataset since it opened the dataset."""
 
     fetched_shards: int = 0
     """Number of shards, or of row groups that are fetched alone."""
     fetched_bytes: int = 0
-    """Bytes that they take on disk."""
+    """Bytes that the fetched shards take on disk."""
     ahead_shards: int = 0
-    """Number of shards that are on disk because of the prefetch, and were not used yet."""
+    """Number of shards that were prefetched, are on disk, and were not used yet."""
     ahead_bytes: int = 0
-    """Bytes that they have."""
+    """Bytes of these prefetched shards."""
     waited_s: float = 0.0
-    """Seconds for which reads waited for a shard that this process fetched only when it was read. It should hardly grow
-    after the first batches: otherwise the prefetch should reach farther, or the remote is too slow."""
+    """Seconds that reads waited for shards that were not prefetched. If the value grows after the first batches, the
+    prefetch should reach farther, or the remote is too slow."""
 
     def __add__(self, other: FetchStats) -> FetchStats:
         return FetchStats(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Prefetcher:
-    """Threads of one process that prefetch shards. They start when the first list of shards is given."""
+    """Threads of one process that prefetch shards. The threads start when the first list of shards is given."""
 
     def __init__(
         self, state: CacheState, threads: int, fetch: Callable[[Shard, str, Callable[[], None]], bool]
     ) -> None:
         """
         Args:
-            fetch: `fetch(shard, key, decided)` fetches a shard, or returns False if there is no space for it. It calls
-                `decided` once it has claimed space, or must wait for another process. The next shard's fetch begins
-                only then, so shards get space in the list's order.
+            fetch: `fetch(shard, key, decided)` fetches a shard, or returns False if there is no space for it. The
+                function calls `decided` once it has claimed space, or must wait for another process. The next shard's
+                fetch begins only then, so shards get space in the list's order.
         """
         self._state = state
         self._threads = threads
         self._fetch_shard = fetch
         self._changed = threading.Condition()
         self._wanted: dict[str, int] = {}
-        """Keys of the shards of the last list that this process has not used since, and their sizes in bytes."""
+        """Sizes in bytes of the shards of the last list that this process has not used since, by key."""
         self._queue: deque[tuple[str, Shard]] = deque()
-        """Shards of the list that no thread has taken yet, each with its key."""
+        """(key, shard) of each shard of the list that no thread has taken yet."""
         self._moving: set[str] = set()
         """Keys of the shards that threads are fetching."""
         self._deciding = ""
-        """Key of the shard that was taken last, until it is known whether there is space for it; "" otherwise."""
+        """Key of the shard that was taken last, until space for it is claimed or refused; "" otherwise."""
         self._marks: dict[str, FileLock] = {}
         """Marks (locks) of this process on prefetched shards, by key."""
         self._full_until = 0.0
@@ -79,7 +79,7 @@ class Prefetcher:
         self._workers: list[threading.Thread] = []
 
     def want(self, shards: Sequence[tuple[str, Shard]], but: Collection[str]) -> None:
-        """Replace the list of shards to prefetch, each given with its key. `but`: keys of shards in use, which are left
+        """Replace the list of shards to prefetch, given with their keys. `but`: keys of shards in use, which are left
         out."""
         with self._changed:
             self._wanted = {key: shard.size for key, shard in shards if key not in but}
@@ -115,8 +115,7 @@ class Prefetcher:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the threads. The caller sets `CacheState.closing` first, because that breaks off the transfers in which
-        threads may be."""
+        """End the threads. The caller sets `CacheState.closing` first, which cancels the transfers in progress."""
         with self._changed:
             there, self._marks = self._marks, {}
             workers, self._workers = self._workers, []
@@ -151,8 +150,7 @@ class Prefetcher:
             self._decided(key)
 
     def _pause_s(self) -> float | None:
-        """Return the seconds until the next shard may be taken from the list; None if that has to wait for another
-        event."""
+        """Return the seconds until the next shard may be taken from the list; None: wait for another event."""
         if not self._queue or self._deciding:
             return None
         return max(0.0, self._full_until - time.monotonic())
@@ -183,7 +181,7 @@ class Prefetcher:
 def _drop(lock: FileLock) -> None:
     """Release the mark of a prefetched shard. The last process that holds the mark removes its file."""
     lock.release()
-    with contextlib.suppress(OSError):  # removed already, or not a lock any more
+    with contextlib.suppress(OSError):  # the file was removed already, or is no longer a lock
         last = take(lock.root, lock.name, shared=False, create=False)
         if last:
             last.remove()

@@ -1,7 +1,7 @@
-"""The version of a shard on disk, in a file that is also the lock of the shard's users.
+"""Version of a shard on disk: a record in a file that is also the lock of the shard's users.
 
 A version records that files with certain sizes and times were complete, and which hash verified them. A process that
-finds the files unchanged need not verify them again. The version is written after the files, and names all files that
+finds the files unchanged does not verify them again. The version is written after the files, and lists all files that
 may be evicted.
 """
 
@@ -19,7 +19,7 @@ from penstock.data.formats.shards import Shard
 __all__ = ["ShardVersion", "file_stat", "key_of", "origin_of"]
 
 _LONGEST_NAME = 200
-"""Longest file name that a key may be, in characters. Filesystems allow 255; temporary files append to the key."""
+"""Largest length of a key in characters. Filesystems allow 255; temporary files append to the key."""
 
 
 def key_of(name: str) -> str:
@@ -51,8 +51,8 @@ def origin_of(shard: Shard, remote: Path | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardVersion:
-    """Record of one shard's complete files. Paths are relative to the cache's folder, or absolute for files used in
-    place."""
+    """Record of one shard's complete files. Paths are relative to the cache's folder, or absolute for files that are
+    used in place."""
 
     raw: tuple[tuple[str, int, int], ...] = ()
     """(path, size in bytes, modification time in ns) of each raw file; empty while the shard is being fetched."""
@@ -61,24 +61,23 @@ class ShardVersion:
     evictable: tuple[tuple[str, int], ...] = ()
     """(path, size) of each raw file that may be evicted."""
     size: int = 0
-    """Bytes that count against the limit: the most that the shard may take on disk now."""
+    """Bytes that count against the cache's limit: the largest space that the shard may take on disk now."""
     hash: str = ""
     """Hash algorithm that verified the files; "" for none."""
     found: tuple[tuple[str, int], ...] = ()
-    """(name, size) of each file that was in the folder before the cache fetched anything. It is evicted only if the
-    remote has it too."""
+    """(name, size) of each file that was in the folder before the cache fetched anything. Such a file is evicted only
+    if the remote has it, too."""
     origin: str = ""
-    """Digest that `origin_of` returned; empty while the shard is being fetched."""
+    """Digest of the source's files, see `origin_of`; empty while the shard is being fetched."""
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode() + b"\n"
 
     @staticmethod
     def decoded(text: bytes) -> ShardVersion | None:
-        """Return the version that a version file's text contains; None for any other text, including a half-written
-        one."""
+        """Return the version in a version file's text; None for any other text, including a half-written version."""
         try:
-            values = json.loads(text.partition(b"\n")[0])  # more lines are the rest of an older, longer text
+            values = json.loads(text.partition(b"\n")[0])  # further lines are the rest of an older, longer text
             version = ShardVersion(
                 raw=tuple((str(path), int(size), int(time)) for path, size, time in values["raw"]),
                 packed=tuple((str(path), int(size)) for path, size in values["packed"]),
@@ -90,13 +89,13 @@ class ShardVersion:
             )
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
-        # A copied folder may contain version files of another folder: do not remove files outside of this one because
-        # of them.
+        # A copied folder may contain version files of another folder, which must not cause files outside of this folder
+        # to be removed.
         removable = [PurePosixPath(path) for path, _ in (*version.packed, *version.evictable)]
         return None if any(path.is_absolute() or ".." in path.parts for path in removable) else version
 
     def holds(self, shard: Shard, folder: str) -> tuple[Path, ...] | None:
-        """Return the paths of the shard's raw files; None if a file's size or time is not the recorded one."""
+        """Return the paths of the shard's raw files; None if a file's size or time differs from the record."""
         if len(self.raw) != len(shard.files):
             return None
         paths = []

@@ -1,4 +1,4 @@
-"""Plan of a conversion, as plain data that its processes share and that a second run compares."""
+"""Plan of a conversion: plain data that all its processes read, and that a second run compares with its own plan."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from penstock.data.formats.shards import Shard
 __all__ = ["JOB", "PART_BYTES", "ConversionPlan", "Part", "parts_of"]
 
 JOB = struct.Struct("<Q")
-"""Number of a part, as it stands in the file from which processes take parts."""
+"""Layout of a part's number in the file from which processes take parts."""
 PART_BYTES = 256 << 20
-"""Bytes of a source's shard from which on its samples are divided into several parts."""
+"""Size in bytes above which a source's shard is divided into several parts."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Samples of a source's shard that are converted at a time."""
+    """Consecutive samples of one shard of the source, converted as a unit."""
 
     shard: int
     """Number of the shard in the source's index."""
     begin: int
     end: int
-    """Numbers of the first sample in the shard, and of the one after the last."""
+    """Numbers in the shard of the first sample, and of the one after the last."""
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Conversion of one dataset."""
+    """Plan of the conversion of one dataset."""
 
     source: str
     dest: str
@@ -44,13 +44,13 @@ class ConversionPlan:
     schema: str = ""
     """Parquet: serialized Arrow schema of the columns, in hexadecimal."""
     encoded: bool = False
-    """True if values of MDS columns are copied as they are stored."""
+    """True if the stored bytes of MDS columns are copied without decoding."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the result's files."""
     data: str = ""
     """Digest of the source's files."""
     order: str = ""
-    """Digest of the order that the result keeps; "" for an order of its own."""
+    """Digest of the source's order, if the result keeps that order; "" otherwise."""
     parts: Sequence[Part] = ()
     verify: bool = True
     timeout_s: float = 600.0
@@ -62,7 +62,7 @@ class ConversionPlan:
 
     @property
     def key(self) -> str:
-        """Digest of everything that decides the result's content. Parts with this key need not be made again."""
+        """Digest of everything that decides the result's content. A finished part with the same key is reused."""
         chosen = (self.to, self.schema, self.encoded, self.settings, self.data, self.order)
         columns, parts = [asdict(each) for each in self.columns], [asdict(each) for each in self.parts]
         text = json.dumps([chosen, columns, parts], sort_keys=True)
@@ -78,7 +78,7 @@ class ConversionPlan:
 
     @staticmethod
     def decoded(text: bytes) -> ConversionPlan:
-        """Return the plan of a text that `encoded_text` made."""
+        """Return the plan from the text that `encoded_text` returned."""
         plan = ConversionPlan(**json.loads(text))
         return replace(
             plan,
@@ -89,7 +89,7 @@ class ConversionPlan:
 
 def parts_of(shards: Sequence[Shard]) -> list[Part]:
     """Return the parts of a dataset, in the order of its samples. A large shard is divided between its blocks, or
-    between any samples if it has none."""
+    between any samples if it has no blocks."""
     found = []
     for number, shard in enumerate(shards):
         pieces = -(-shard.size // PART_BYTES)

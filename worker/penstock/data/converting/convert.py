@@ -1,9 +1,9 @@
-"""Conversion of a dataset of any format that is read to MDS or Parquet.
+"""Conversion of a dataset of any format that Penstock reads to MDS or Parquet.
 
 Each shard of the source is a part of its own, or several if it is large. A part is written into a folder of its own,
-read back and compared, and then gets its index; several processes convert parts at a time. When all parts are there,
-the indexes become that of the whole. So a run may be killed at any moment, and the next one makes only the parts that
-are not finished.
+read back and compared, and then gets its index; several processes convert parts at a time. When all parts are finished,
+their indexes are merged into the index of the result. So a run may be killed at any moment, and the next one makes only
+the parts that are not finished.
 
 Samples keep their numbers. The index notes how the source's shards divided them (indexes/order_layout.py), so the
 result has the source's order, and a state taken over the source goes on over the result.
@@ -48,23 +48,23 @@ from penstock.runtime.process.watch import wait_for_any
 __all__ = ["Converted", "convert_dataset"]
 
 JOURNAL = ".penstock-converting"
-"""File in the result's folder, while a conversion is not finished, that says which conversion it is."""
+"""Name of the file in the result's folder that identifies an unfinished conversion."""
 SAMPLED_SHARDS, SAMPLED_ROWS = 8, 64
-"""Numbers of shards, and of rows of each, from which columns' types are chosen."""
+"""Number of shards, and number of rows of each, from which the types of columns are chosen."""
 PARQUET_GROUP = 16 << 20
 """Default number of bytes of a row group's values."""
 SIZE_LIMIT = 64 << 20
 """Default size of a raw MDS shard, in bytes."""
 ARROW_FILE = b"ARROW1"
-"""Beginning of a file of Arrow IPC; a stream has none."""
+"""First bytes of a file in Arrow's file format; the stream format does not have them."""
 PROCESS_BYTES = 128 << 20
-"""Bytes of data for which a process more is worth the seconds that it takes to start."""
+"""Bytes of data for each process: with fewer, starting another process takes longer than it saves."""
 QUIET_S = 2.0
-"""Seconds between lines of progress."""
+"""Seconds between lines of progress on standard error."""
 THREADS = 16
 """Number of small files that are read or removed at a time."""
 END_S = 60.0
-"""Seconds that processes get to end by themselves."""
+"""Seconds to wait for processes to end by themselves."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Converted:
     digest: str
     """Digest of all rows, part by part."""
     parts: int
-    """Number of parts, of which `made` were made by this call."""
+    """Number of parts; `made` of them were converted by this call."""
     made: int
     columns: Mapping[str, str]
     """Type of each column: the encoding of MDS, or Arrow's type."""
@@ -100,7 +100,7 @@ def convert_dataset(
     dest_options: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
 ) -> Converted:
-    """Convert a dataset to MDS or Parquet, in parallel. A call continues one that was killed.
+    """Convert a dataset to MDS or Parquet, in parallel. A call continues an earlier one that was killed.
 
         convert_dataset("/data/web", "s3://bucket/web", "mds")
 
@@ -113,11 +113,12 @@ def convert_dataset(
         columns: names of the columns to convert; None: all.
         types: types of some columns, instead of those that are chosen from samples: MDS encodings, or Arrow's types by
             name; "json" stores JSON.
-        compression: of the files: MDS as in MDSWriter, Parquet as pyarrow takes it; "default": none, and zstd.
+        compression: compression of the files: for MDS as in MDSWriter, for Parquet as in pyarrow; "default": none for
+            MDS, zstd for Parquet.
         hashes: hash algorithms of MDS files, as in MDSWriter.
         size_limit: largest size of an MDS shard in bytes (64 MiB), or of the values in a row group of Parquet (16 MiB).
-        keep_order: True: the result has the order of the source, and states taken over the source go on over it. False:
-            it has an order of its own, by its own shards.
+        keep_order: True: the result has the order of the source, so states that were saved with the source can be
+            resumed on the result. False: the result's own shards decide its order.
         verify: True: read each part back, and compare its rows with those of the source.
         processes: number of processes; None: one for each processor, but no more than one for each 128 MiB of data.
         source_options, dest_options: keyword arguments for fsspec's filesystems.
@@ -187,7 +188,9 @@ def _choose(
     """Return the columns of the result, the Parquet schema in hexadecimal, and whether values are copied as they are
     stored."""
     if not any(shard.samples for shard in shards):
-        raise DatasetError(f"{name}: the index lists no samples: there is nothing to convert")
+        raise DatasetError(
+            f"{name}: the index must list at least one sample, got none. Give the folder of another dataset"
+        )
     plain = {
         (tuple(each.settings.get("column_names", ())), tuple(each.settings.get("column_encodings", ())))
         for each in shards
@@ -217,7 +220,7 @@ def _chosen(columns: Sequence[str] | None, known: Sequence[str], types: Mapping[
 
 
 def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
-    """Return pyarrow's types of a source's columns by name, if its files have them."""
+    """Return pyarrow's types of a source's columns by name; empty if its files have no Arrow types."""
     if shard.format not in ("parquet", "arrow"):
         return {}
     arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
@@ -232,7 +235,7 @@ def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
 
 
 def _image_types(shards: Sequence[Shard], names: Sequence[str]) -> dict[str, str]:
-    """Return the encodings of columns that are files of images in the source, and images for its reader."""
+    """Return the encodings of columns that are image files in the source, but images for its reader."""
     kinds = {"jpg": "jpeg", "jpeg": "jpeg", "png": "png"}
     if shards[0].format == "webdataset":
         return {name: kinds[end] for name in names if (end := name.rpartition(".")[2]) in kinds}
@@ -243,7 +246,7 @@ def _image_types(shards: Sequence[Shard], names: Sequence[str]) -> dict[str, str
 
 
 def _sampled(cache: ShardCache, shards: Sequence[Shard]) -> list[dict[str, Any]]:
-    """Return some rows of some shards, from which columns' types are chosen."""
+    """Return some rows of some shards, from which the types of columns are chosen."""
     filled = [shard for shard in shards if shard.samples]
     step = -(-len(filled) // SAMPLED_SHARDS)
     found: list[dict[str, Any]] = []
@@ -292,18 +295,21 @@ class _Conversion:
             folder.mkdir(parents=True, exist_ok=True)
             lock = take(str(folder), JOURNAL, shared=False)
         if lock is None:
-            raise DatasetError(f"{self.remote.url} must have one writer, but another process converts into it: wait")
+            raise DatasetError(
+                f"{self.remote.url} must have one writer, but another process converts into it. Wait until that "
+                "process has ended"
+            )
         try:
             yield lock
         except BaseException:
-            if not lock.read():  # nothing was begun
+            if not lock.read():  # the run has written nothing yet
                 lock.remove()
             raise
         finally:
             lock.release()
 
     def _begin(self, lock: FileLock | None) -> None:
-        """Write the journal, if it is not there: into the file that is locked, because a new one would have no lock."""
+        """Write the journal, if it is missing: into the locked file, because a new file would not be locked."""
         text = self.plan.key.encode() + b"\n"
         if lock is None:
             self.remote.write(JOURNAL, text, deadline_s=self.timeout_s)
@@ -320,7 +326,8 @@ class _Conversion:
             yield
         except OSError as error:
             raise ShardUnavailableError(
-                f"{self.remote.url_of(JOURNAL)} could not be written: {error.strerror}"
+                f"{self.remote.url_of(JOURNAL)} could not be written: {error.strerror}. Make space, or give a folder "
+                "that you can write to"
             ) from error
 
     def _run(self, processes: int) -> Converted:
@@ -334,24 +341,24 @@ class _Conversion:
     # ---- what is there
 
     def _finished_before(self) -> Converted | None:
-        """Return what an earlier run of this conversion finished, if it did. Raises DatasetError if the folder has
-        anything else than this conversion."""
+        """Return the result, if an earlier run of this conversion finished it; else None. Raises DatasetError if the
+        folder has anything other than this conversion."""
         names = self.remote.names(deadline_s=self.timeout_s)
         if INDEX in names:
             text = self.remote.read(INDEX, deadline_s=self.timeout_s)
             notes = index_notes(text).get("convert", {})
             if notes.get("key") != self.plan.key:
-                raise DatasetError(f"{self.remote.url} must be empty, but it has a dataset: give another folder")
+                raise DatasetError(f"{self.remote.url} must be empty, but it has a dataset. Give another folder")
             return self._converted(read_index(text, self.remote.url), notes["digest"], 0)
         begun = self.remote.read(JOURNAL, deadline_s=self.timeout_s).strip() if JOURNAL in names else b""
         others = [name for name in names if name != JOURNAL]
         if begun and begun != self.plan.key.encode():
             raise DatasetError(
-                f"{self.remote.url} has parts of a conversion of other data, or with other settings: give another "
-                "folder, or remove this one"
+                f"{self.remote.url} must be empty, got an unfinished conversion of other data or with other settings. "
+                "Give another folder, or remove this one"
             )
         if others and not begun:
-            raise DatasetError(f"{self.remote.url} must be empty, got {min(others)}: give another folder")
+            raise DatasetError(f"{self.remote.url} must be empty, got the file {min(others)}. Give another folder")
         return None
 
     def _journaled(self) -> dict[int, tuple[list[Shard], dict[str, Any]]]:
@@ -405,8 +412,8 @@ class _Conversion:
         for number, part in enumerate(self.plan.parts):
             if number not in parts or parts[number][1]["rows"] != part.end - part.begin:
                 raise DatasetError(
-                    f"{self.remote.url_of(self.plan.folder_of(number))} was changed or removed while the other parts "
-                    "were converted: run the command again"
+                    f"{self.remote.url_of(self.plan.folder_of(number))} must not change while other parts are "
+                    "converted, but it was changed or removed. Run the command again"
                 )
         shards = join_indexes((self.plan.folder_of(number), parts[number][0]) for number in sorted(parts))
         digests = "".join(str(parts[number][1]["digest"]) for number in sorted(parts))
@@ -419,8 +426,8 @@ class _Conversion:
         return self._converted(shards, digest, made)
 
     def _clean_up(self) -> None:
-        """Remove the parts' indexes, what killed runs left beside them, and then the journal: the dataset's index has
-        everything now."""
+        """Remove the parts' indexes, temporary files of killed runs, and then the journal. The dataset's index lists
+        everything by now."""
         shards = read_index(self.remote.read(INDEX, deadline_s=self.timeout_s), self.remote.url)
         needed = {(file.packed or file.raw).name for shard in shards for file in shard.files}
         folders = {self.plan.folder_of(number) for number in range(len(self.plan.parts))}
@@ -439,7 +446,7 @@ class _Conversion:
 
 def _in_processes(plan: ConversionPlan, parts: Sequence[int], count: int) -> Iterator[int]:
     """Convert parts in processes; yield the number of each when it is done. Raises the error of the first part that
-    fails, once the parts that others have begun are done."""
+    fails, after the other processes have finished the parts that they have begun."""
     with contextlib.ExitStack() as stack:
         plan_file, jobs = (_memory_file(stack, text) for text in (plan.encoded_text(), b"".join(map(JOB.pack, parts))))
         children: dict[LinePipe, Spawned] = {}
@@ -459,15 +466,15 @@ def _in_processes(plan: ConversionPlan, parts: Sequence[int], count: int) -> Ite
                     said = json.loads(line)
                     if "error" in said:
                         failed = failed or _error_of(said)
-                        os.lseek(jobs, 0, os.SEEK_END)  # so that no process begins another part
+                        os.lseek(jobs, 0, os.SEEK_END)  # no process begins another part
                     else:
                         yield said["part"]
                 if pipe.ended:
                     status = children.pop(pipe).result()
                     if status and failed is None:
                         failed = DatasetError(
-                            f"a process that converts parts ended with status {status}; finished parts are kept: run "
-                            "the command again, with fewer processes if memory was short"
+                            f"a process that converts parts must end with status 0, got {status}. Run the command "
+                            "again, with fewer processes if memory was short; finished parts are kept"
                         )
                         os.lseek(jobs, 0, os.SEEK_END)
         if failed is not None:
@@ -475,14 +482,14 @@ def _in_processes(plan: ConversionPlan, parts: Sequence[int], count: int) -> Ite
 
 
 def _memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
-    """Return the descriptor of a file in memory that has this content, at its beginning. Each record is read once,
-    also by processes that share the descriptor."""
+    """Return the descriptor of a file in memory with this content, positioned at its beginning. Processes that share
+    the descriptor share its position, so each record is read once."""
     made = os.memfd_create("penstock-convert", os.MFD_CLOEXEC)
     try:
         with open(made, "wb", closefd=False) as file:
             file.write(content)
-        # Opened anew, because the kernel locks the common position during a read only for files that open() opened: of
-        # what memfd_create returns, two processes may read the same record.
+        # Open the file anew, because the kernel locks the shared position during a read only for files that open()
+        # opened. Through the descriptor from memfd_create, two processes may read the same record.
         fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_CLOEXEC)
     finally:
         os.close(made)

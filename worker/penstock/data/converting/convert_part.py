@@ -26,11 +26,11 @@ from penstock.proto.errors import DatasetError
 __all__ = ["PartConverter", "data_of", "source_of"]
 
 ROWS = 256
-"""Number of rows that are converted at a time."""
+"""Rows that are converted at a time."""
 
 
 def source_of(source: str, options: Any, cache: str, *, limit: int | None, timeout_s: float) -> ShardCache:
-    """Return the cache of a conversion's source. `cache`: folder for the files of a remote one."""
+    """Return the cache of a conversion's source. `cache`: folder for the files of a remote source."""
     return ShardCache(RemoteFolder(source, options), cache, limit=limit, timeout_s=timeout_s)
 
 
@@ -52,7 +52,7 @@ class PartConverter:
         )
 
     def convert(self, number: int) -> None:
-        """Convert a part. Raises DatasetError, which names the part and what is wrong, and any error of the source's
+        """Convert a part. Raises DatasetError, which names the part and the cause, and any error of the source's
         files."""
         part, folder = self.plan.parts[number], self.plan.folder_of(number)
         shard = self._shards[part.shard]
@@ -73,8 +73,8 @@ class PartConverter:
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise DatasetError(
-                f"{self._dest.url_of(folder)} could not be written: {reason}. Finished parts are kept: make space and "
-                "run the command again"
+                f"{self._dest.url_of(folder)} could not be written: {reason}. Make space and run the command again; "
+                "finished parts are kept"
             ) from error
         except DatasetError as error:
             where = f"{shard.name}, part of samples {part.begin} to {part.end - 1}"
@@ -105,7 +105,7 @@ class PartConverter:
                 reader.close()
 
     def _verify(self, folder: str, shards: list[Shard], written: RowDigest) -> None:
-        """Read a part back from where it was written. Raises DatasetError if its rows are not those written."""
+        """Read a written part back. Raises DatasetError if its rows differ from those written."""
         digest = RowDigest()
         address = str(self._dest.local / folder) if self._dest.local else joined(self.plan.dest, folder)
         with TemporaryDirectory(prefix="penstock-verify-") as scratch:
@@ -123,8 +123,8 @@ class PartConverter:
         if (digest.rows, digest.hexdigest()) != (written.rows, written.hexdigest()):
             raise DatasetError(
                 f"{self._dest.url_of(folder)} must have {written.rows} rows with digest {written.hexdigest()}, but "
-                f"reading it back gives {digest.rows} with {digest.hexdigest()}: a column's type does not hold all of "
-                "its values. Give it one with --as NAME=TYPE, such as NAME=json"
+                f"reading it back gives {digest.rows} with {digest.hexdigest()}. A column's type does not hold all of "
+                "its values: give its type with --as NAME=TYPE, such as NAME=json"
             )
 
     def close(self) -> None:
@@ -133,5 +133,5 @@ class PartConverter:
 
 
 def data_of(shards: list[Shard], source: RemoteFolder) -> list[str]:
-    """Return a digest of each shard's files, which changes with them."""
+    """Return a digest of all shards' files, which changes when any of them changes."""
     return [origin_of(shard, source.local) for shard in shards]

@@ -1,7 +1,7 @@
 """Writers of the files of one part of a conversion: a folder with an index, which is written last.
 
-A part's index has notes of what is in it, and so it is the journal of the conversion: a part without an index is not
-believed, and one whose notes are those of this conversion is not made again.
+The indexes of the parts are the journal of the conversion: a part without an index is converted again, and a part whose
+index has notes with this conversion's key is kept.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ PARQUET_FILE = "shard.00000.parquet"
 
 
 class PartFiles(Protocol):
-    """Files of one part, being written."""
+    """Writer of the files of one part."""
 
     def write(self, rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
-        """Add rows of these sizes in bytes. Raises DatasetError for a value that cannot be stored; OSError."""
+        """Add rows. `sizes`: size of each row in bytes. Raises DatasetError for a value that cannot be stored, OSError
+        for a full disk."""
 
     def finish(self) -> list[Shard]:
-        """Write everything but the index; return the part's shards."""
+        """Write all files except the index; return the part's shards."""
 
     def publish(self, notes: Mapping[str, Any]) -> None:
-        """Write the index, with notes. The part exists from now on."""
+        """Write the index, with notes. From then on the part counts as finished."""
 
     def abandon(self) -> None:
-        """Stop, without an index. Does nothing after `publish`."""
+        """Stop without writing the index. Does nothing after `publish`."""
 
 
 class MDSPart:
-    """Part of an MDS dataset."""
+    """Writer of a part in MDS."""
 
     def __init__(self, folder: str, columns: Sequence[TargetColumn], settings: Mapping[str, Any]) -> None:
         """
         Args:
-            folder: path or URL of the part's folder; what is in it is replaced.
+            folder: path or URL of the part's folder, whose content is replaced.
             settings: keyword arguments of MDSWriter.
         """
         self._writer = MDSWriter(folder, {each.name: each.type for each in columns}, exist_ok=True, **settings)
 
     def write(self, rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
-        del sizes  # the writer counts bytes itself
+        del sizes  # MDSWriter counts bytes itself
         try:
             for row in rows:
                 self._writer.write(row)
@@ -75,7 +76,7 @@ class MDSPart:
 
 
 class ParquetPart:
-    """Part of a dataset in Parquet: one file."""
+    """Writer of a part in Parquet: one file."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class ParquetPart:
         Args:
             remote: folder of the whole result; folder: path of the part below it.
             schema: pyarrow schema of the columns.
-            group_bytes: bytes of values from which on a row group is written.
+            group_bytes: bytes of values after which a row group is written.
         """
         self._arrow = importlib.import_module("pyarrow")
         self._remote, self._folder, self._timeout_s = remote, folder, timeout_s

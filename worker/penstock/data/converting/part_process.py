@@ -1,10 +1,10 @@
-"""Process that converts parts, several of which share the parts of a conversion.
+"""Process that converts parts. Several such processes share the parts of a conversion.
 
     python -m penstock.data.converting.part_process PLAN JOBS OUTPUT PARENT
 
 PLAN: descriptor of a file with the plan. JOBS: descriptor of a file with the numbers of the parts, which all processes
-read from one common position. OUTPUT: descriptor of a pipe for what is done, in lines of JSON. PARENT: id of the
-process whose end is this one's end.
+read from one common position. OUTPUT: descriptor of a pipe for reports, one JSON object per line. PARENT: id of the
+parent process; when it ends, this process ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ __all__ = ["run"]
 
 
 def run(plan: int, jobs: int, output: int) -> int:
-    """Convert parts until none is left; return the exit status. The arguments are descriptors."""
+    """Convert parts until none is left; return the exit status. The arguments are those of the module, as
+    descriptors."""
 
     def say(**what: Any) -> None:
         os.write(output, json.dumps(what).encode() + b"\n")

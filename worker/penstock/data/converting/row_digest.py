@@ -1,7 +1,7 @@
-"""Digest of rows, the same for the same values whatever the format that they were read from.
+"""Digest of rows that depends only on their values, and not on the format that the rows were read from.
 
 Formats give the same value in different types: a list of numbers is an array or a list, a number is Python's or
-numpy's. Here they count as equal: an array and a list of the same numbers, numbers of any size of the same kind (an
+numpy's. Here these count as equal: an array and a list of the same numbers, numbers of any size of the same kind (an
 integer and a float differ), numpy's scalars and Python's. Anything else differs: None from an empty value, text from
 bytes, and the columns' names.
 """
@@ -33,7 +33,7 @@ class RowDigest:
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
         self.rows = 0
-        """Number of rows that were added."""
+        """Rows that were added so far."""
 
     def add(self, row: Mapping[str, Any]) -> int:
         """Add a row; return its size in bytes. The order of its columns does not matter. Raises DatasetError for a
@@ -55,7 +55,7 @@ class RowDigest:
 
 
 def value_bytes(value: Any) -> bytes:
-    """Return bytes that are equal for equal values, and differ for others. Raises TypeError for an unknown type."""
+    """Return bytes that are equal exactly for equal values. Raises TypeError for an unknown type."""
     if value is None:
         return b"0"
     if isinstance(value, np.generic):
@@ -105,7 +105,7 @@ def _of_array(value: np.ndarray[Any, Any]) -> bytes:
 
 
 def _of_list(value: Sequence[Any]) -> bytes:
-    """Return the bytes of a list: those of an array, if it has only integers or only floats."""
+    """Return the bytes of a list. A list of only integers or only floats has the bytes of the equal array."""
     kinds = {type(each) for each in value}
     if kinds == {int} and all(-(1 << 63) <= each < 1 << 64 for each in value):
         return _of_array(np.array([each if each < 1 << 63 else each - (1 << 64) for each in value], np.int64))
@@ -128,4 +128,4 @@ def _of_other(value: Any) -> bytes:
         return _tagged(b"d", str(value.normalize()).encode())
     if hasattr(value, "mode") and hasattr(value, "tobytes") and hasattr(value, "size"):  # an image of Pillow
         return _tagged(b"p", f"{value.mode} {value.size} ".encode() + value.tobytes())
-    raise TypeError(f"values of type {type(value).__name__} cannot be converted")
+    raise TypeError(f"the value must have a type that can be converted, got {type(value).__name__}")

@@ -1,9 +1,9 @@
 """Choice of how each column of a dataset is stored in another format, from some of its samples.
 
-A column keeps its values where the format has a type for them, so that a reader of the result gets what a reader of the
-source gets. Where it has none, values become text: JSON for dicts, lists and columns with missing values in MDS, the
-ISO 8601 form for times in MDS. What a sample has that its column's type cannot hold is an error that names it, and
-never a changed value: the rows are read back and compared.
+A column keeps its values where the target format has a type for them, so that readers of the result and of the source
+get the same values. Otherwise values become text: in MDS, JSON for dicts, lists and columns with missing values, and
+ISO 8601 for times. A value that its column's type cannot hold is an error that names the value, and is never changed
+silently: the rows are read back and compared.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ INT64 = range(-(1 << 63), 1 << 63)
 
 @dataclass(frozen=True)
 class TargetColumn:
-    """Column of the result."""
+    """Column of the converted dataset."""
 
     name: str
     type: str
-    """MDS: the encoding. Parquet: the type by the name that Arrow gives it."""
+    """Encoding of the column (MDS), or Arrow's name of its type (Parquet)."""
     change: str = ""
-    """Name of the change that makes a stored value of the source's: a key of CHANGES; "" for none."""
+    """Name of the function in CHANGES that turns a value of the source into the stored one; "" for none."""
 
 
 def _json_text(value: Any) -> Any:
@@ -74,13 +74,13 @@ def _float(value: Any) -> Any:
 
 def _only(value: Any) -> Any:
     if not isinstance(value, list) or len(value) != 1:
-        raise ValueError(f"must be a list of one, as in the sampled rows, got {value!r:.80}")
+        raise ValueError(f"must be a list of one value, as in the sampled rows, got {value!r:.80}")
     return value[0]
 
 
 def _file(value: Any) -> Any:
     if not isinstance(value, Mapping) or not isinstance(value.get("bytes"), bytes):
-        raise ValueError(f"must have its bytes, as the sampled rows do, got {value!r:.80}")
+        raise ValueError(f"must have the field bytes, as in the sampled rows, got {value!r:.80}")
     return value["bytes"]
 
 
@@ -93,11 +93,11 @@ CHANGES: Mapping[str, Callable[[Any], Any]] = {
     "only": _only,
     "file": _file,
 }
-"""Function from a value of the source to the value that a reader of the result gets, by name."""
+"""Functions by name: each converts a value of the source to the value that a reader of the result gets."""
 
 
 def stored_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[TargetColumn]) -> list[dict[str, Any]]:
-    """Return rows as the result's reader gives them. Raises DatasetError, which names the column."""
+    """Return rows with the values that a reader of the result gets. Raises DatasetError, which names the column."""
     changes = [(column.name, CHANGES[column.change]) for column in columns]
     found = []
     for number, row in enumerate(rows):
@@ -115,16 +115,16 @@ def stored_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[TargetColum
 
 def _missing(number: int, name: str, row: Mapping[str, Any]) -> DatasetError:
     return DatasetError(
-        f"row {number}: column {name!r} must be there, got {', '.join(map(repr, row))}: leave the column out, or write "
-        "samples that all have it"
+        f"row {number}: column {name!r} must be there, got {', '.join(map(repr, row))}. Leave the column out with "
+        "columns=, or write samples that all have it"
     )
 
 
 def mds_columns(
     samples: Sequence[Mapping[str, Any]], names: Sequence[str], given: Mapping[str, str]
 ) -> list[TargetColumn]:
-    """Return the columns of an MDS dataset. `samples`: some rows of the source; `given`: encodings that the user
-    chose. Raises DatasetError, InvalidArgumentError."""
+    """Return the columns of an MDS dataset. `samples`: some rows of the source; `given`: encodings that the user chose,
+    by column. Raises DatasetError, InvalidArgumentError."""
     return [_mds_column(name, _values(samples, name), given.get(name)) for name in names]
 
 
@@ -155,14 +155,14 @@ def _mds_column(name: str, values: Sequence[Any], given: str | None) -> TargetCo
     if all(map(_is_json, values)):
         return TargetColumn(name, "json", "listed")
     raise DatasetError(
-        f"column {name!r} must have values that MDS can store, got {_names(kinds)}: convert to Parquet, or leave the "
+        f"column {name!r} must have values that MDS can store, got {_names(kinds)}. Convert to Parquet, or leave the "
         "column out"
     )
 
 
 def _unwrapped(values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
-    """Return the change that takes bytes out of what is around them, and the values after it: the only value of a
-    feature of TensorFlow, the file of an image of Hugging Face."""
+    """Return (name of a change, changed values), where the change unwraps values: the only value of a TensorFlow
+    feature, or the file in a Hugging Face image."""
     for change in ("only", "file"):
         with contextlib.suppress(ValueError):
             made = [CHANGES[change](value) for value in values]
@@ -172,7 +172,7 @@ def _unwrapped(values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
 
 
 def _file_encoding(files: Sequence[bytes]) -> str:
-    """Return the encoding of image files, by how they begin."""
+    """Return the encoding of image files, by their first bytes."""
     for encoding, begin in (("jpeg", b"\xff\xd8\xff"), ("png", b"\x89PNG\r\n\x1a\n")):
         if all(file.startswith(begin) for file in files):
             return encoding
@@ -180,7 +180,7 @@ def _file_encoding(files: Sequence[bytes]) -> str:
 
 
 def _mds_encoding(kinds: set[type], values: Sequence[Any]) -> str | None:
-    """Return the MDS encoding of values of these types; None if there is none for all of them."""
+    """Return the MDS encoding for values of these types; None if no encoding fits all of them."""
     if len(kinds) != 1:
         return None
     (kind,) = kinds
@@ -223,9 +223,9 @@ def parquet_columns(
     given: Mapping[str, str],
     declared: Mapping[str, Any] | None = None,
 ) -> tuple[list[TargetColumn], Any]:
-    """Return the columns of Parquet files, and their pyarrow schema. The first arguments are those of `mds_columns`; a
-    given type is "json" or a name that pyarrow knows, such as "int32". `declared`: pyarrow's types of the source's
-    columns, if it has them."""
+    """Return the columns of Parquet files, and their pyarrow schema. `samples`, `names`: as in `mds_columns`. `given`:
+    types that the user chose, by column: "json", or pyarrow's name such as "int32". `declared`: pyarrow's types of the
+    source's columns; empty if the source has none."""
     arrow = importlib.import_module("pyarrow")
     columns, fields = [], []
     for name in names:
@@ -244,7 +244,9 @@ def _parquet_column(
         try:
             kind = arrow.type_for_alias(given)
         except ValueError as error:
-            raise InvalidArgumentError(f"column {name!r}: its type must be one of Arrow, or json: {error}") from None
+            raise InvalidArgumentError(
+                f"column {name!r}: the type must be json or one of Arrow's, such as int32: {error}"
+            ) from None
         return TargetColumn(name, str(kind)), kind
     if declared is not None:
         kind = declared.value_type if arrow.types.is_dictionary(declared) else declared
@@ -260,12 +262,12 @@ def _parquet_column(
     if all(map(_is_json, values)):
         return TargetColumn(name, "string", "json"), arrow.string()
     raise DatasetError(
-        f"column {name!r} must have values that Parquet can store, got {_names(kinds)}: leave the column out"
+        f"column {name!r} must have values that Parquet can store, got {_names(kinds)}. Leave the column out"
     )
 
 
 def _arrow_type(arrow: Any, kinds: set[type], present: Sequence[Any]) -> Any:
-    """Return the Arrow type of these values, none of which is None; None if they have none in common."""
+    """Return the common Arrow type of these values, which exclude None; None if they have no common type."""
     if kinds == {np.datetime64}:
         return arrow.timestamp("ns", "UTC")
     if kinds == {np.timedelta64}:
@@ -287,7 +289,7 @@ def _arrow_type(arrow: Any, kinds: set[type], present: Sequence[Any]) -> Any:
 
 
 def _unchanged(arrow: Any, kind: Any, values: Sequence[Any]) -> bool:
-    """Return True if values come back from an Arrow array of this type as they were."""
+    """Return True if values are unchanged after a round trip through an Arrow array of this type."""
     times = (np.datetime64, np.timedelta64)
     if any(isinstance(value, times) for value in values):  # pyarrow needs pandas to return nanoseconds
         return all(value is None or isinstance(value, times) for value in values)
@@ -299,6 +301,6 @@ def _unchanged(arrow: Any, kind: Any, values: Sequence[Any]) -> bool:
 
 
 def arrow_value(value: Any) -> Any:
-    """Return a value in the form that pyarrow takes: an array of several dimensions as nested lists, and one of none as
-    its only item."""
+    """Return a value in a form that pyarrow accepts: an array of several dimensions as nested lists, an array without
+    dimensions as its only item."""
     return value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value

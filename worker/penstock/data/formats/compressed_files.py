@@ -50,8 +50,7 @@ many members (streams in a row). Bytes after a member's end are copied, so large
 members would take quadratic time."""
 _ZEROS = re.compile(rb"\0*")
 ZSTD_PIECE = 1 << 10
-"""Bytes passed to the decompressor at a time for a zstd frame that does not tell its length. One byte may expand to 32
-KiB."""
+"""Bytes passed to the decompressor at a time for a zstd frame without its length. One byte may expand to 32 KiB."""
 
 
 def parse_compression(name: str) -> FileCompression:
@@ -63,7 +62,7 @@ def parse_compression(name: str) -> FileCompression:
     if not colon:
         return FileCompression(family, known.default)
     if not known.levels:
-        raise DatasetError(f"compression {name!r}: {family} has no levels: use {family!r}")
+        raise DatasetError(f"compression {name!r}: {family} has no levels. Use {family!r}")
     if not (level.isascii() and level.isdigit() and len(level) <= 2 and int(level) in known.levels):
         levels = f"{known.levels[0]} to {known.levels[-1]}"
         raise DatasetError(f"compression {name!r}: the level of {family} must be {levels}, got {level!r}")
@@ -104,16 +103,19 @@ def _library(family: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise DatasetError(
-            f"shards compressed with {family} need the package {package}: pip install 'penstock[streaming]'"
+            f"shards compressed with {family} need the package {package}. Run pip install 'penstock[streaming]'"
         ) from error
 
 
 def _too_long(family: str, limit: int) -> ShardCorruptError:
-    return ShardCorruptError(f"its {family} data decompress to more than the {limit} bytes in the index")
+    return ShardCorruptError(
+        f"its {family} data must decompress to at most {limit} bytes, as the dataset's index lists, got more. "
+        "Fetch the file again, or index the folder again"
+    )
 
 
 def _broken(family: str, why: object) -> ShardCorruptError:
-    return ShardCorruptError(f"its {family} data are damaged: {why}")
+    return ShardCorruptError(f"its {family} data are damaged: {why}. Fetch the file again")
 
 
 class _Member(Protocol):
@@ -127,8 +129,8 @@ class _Member(Protocol):
 
 
 def _members(family: str, make: Callable[[], _Member], data: bytes, limit: int) -> bytes:
-    """Unpack a gzip or bzip2 file. It may consist of several members (streams in a row), with zeros after each. `make`:
-    returns a new decompressor; `limit`: largest size of the result in bytes."""
+    """Unpack a gzip or bzip2 file, which may consist of several members (streams in a row) with zeros after each.
+    `make`: returns a new decompressor; `limit`: largest size of the result in bytes."""
     parts: list[bytes] = []
     view, left, at = memoryview(data), limit, 0
     while True:
@@ -188,7 +190,7 @@ def _snappy(data: bytes, limit: int) -> bytes:
         if byte < 128:
             break
     else:
-        raise _broken("snappy", "they have no length")
+        raise _broken("snappy", "their length is missing")
     if size > limit:
         raise _too_long("snappy", limit)
     try:

@@ -1,7 +1,8 @@
-"""Memory of this process for decoded blocks of files (row groups of Parquet): one limit for all readers together.
+"""Memory limit shared by the decoded blocks of all readers in this process. A block is a row group of Parquet, or a
+record batch of Arrow.
 
-Readers keep their blocks themselves, and this module only counts them and tells a reader which block to drop. So a
-reader's blocks are freed with the reader. The least recently used block of all readers is dropped first.
+Readers keep their own blocks; this module only counts the blocks' bytes and calls `drop` of a reader. So a reader's
+blocks are freed with the reader. The least recently used block of all readers is dropped first.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ class BlockOwner(Protocol):
     """Reader that keeps decoded blocks."""
 
     def drop(self, block: int) -> None:
-        """Drop a block, if it is still there. Any thread may call this, so it must not wait for a lock."""
+        """Drop a block from memory, if the reader still has it. Any thread may call this, so it must not wait for a
+        lock."""
 
 
 class BlockMemory:
-    """Account of decoded blocks. Safe for threads; empty in a forked child."""
+    """Count of the decoded blocks that readers keep, in the order of their last use (LRU). Safe for threads; empty in a
+    forked child."""
 
     def __init__(self, limit: int = DECODED_BYTES) -> None:
         self.limit = limit
-        """Largest number of bytes of all blocks together. One block is kept even if it is larger."""
+        """Largest number of bytes of all blocks together. A single block is kept even if it exceeds the limit."""
         self._tokens = itertools.count()
         self.reset()
 
@@ -57,14 +60,14 @@ class BlockMemory:
             self.limit = max(self.limit, limit)
 
     def add_owner(self, owner: BlockOwner) -> int:
-        """Return a token for a reader, for the other calls."""
+        """Register a reader, and return its token for the other methods."""
         token, ended = next(self._tokens), self._ended
         with self._lock:
             self._owners[token] = weakref.ref(owner, lambda _: ended.append(token))
         return token
 
     def used(self, token: int, blocks: Iterable[int]) -> None:
-        """Make these blocks the last ones to be dropped."""
+        """Mark these blocks as the most recently used ones."""
         with self._lock:
             for block in blocks:
                 if (token, block) in self._blocks:
@@ -72,8 +75,8 @@ class BlockMemory:
                     self._released.pop((token, block), None)
 
     def make_room(self, nbytes: int) -> None:
-        """Drop blocks until `nbytes` more fit, before a block of this size is decoded; and of the blocks that were
-        released, as many as take `nbytes`."""
+        """Drop blocks until a block of `nbytes`, which is decoded next, fits below the limit. Released blocks of at
+        least `nbytes` in total are dropped in any case."""
         with self._lock:
             self._forget_ended()
             freed = 0
@@ -88,21 +91,21 @@ class BlockMemory:
     def add(self, token: int, block: int, nbytes: int) -> None:
         """Count a block, and drop others if the limit is exceeded."""
         with self._lock:
-            if token not in self._owners:  # made before a fork
+            if token not in self._owners:  # the token was made before a fork
                 return
             self.nbytes += nbytes - self._blocks.pop((token, block), 0)
             self._blocks[token, block] = nbytes
         self._drop(self.limit, keep=1)
 
     def release(self, token: int, block: int) -> None:
-        """Drop this block once another one is decoded: its samples are not needed soon. Memory that is freed just
-        before it is allocated again need not come from the kernel."""
+        """Mark a block as not needed soon: `make_room` drops it before the next block is decoded, because memory that
+        is freed just before it is allocated again need not come from the kernel."""
         with self._lock:
             if (token, block) in self._blocks:
                 self._released[token, block] = None
 
     def remove_owner(self, token: int) -> None:
-        """Forget all blocks of a reader, which dropped them."""
+        """Forget all blocks of a reader that has dropped them itself."""
         self._ended.append(token)
 
     def _drop(self, limit: int, keep: int) -> None:
@@ -131,6 +134,6 @@ class BlockMemory:
 
 
 MEMORY = BlockMemory()
-"""Account of this process."""
+"""Block memory of this process."""
 
 os.register_at_fork(after_in_child=MEMORY.reset)

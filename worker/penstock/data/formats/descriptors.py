@@ -24,7 +24,8 @@ class Descriptor:
     """An open file. Any number of threads and forked children may read it at the same time, because it has no current
     position.
 
-    It is closed when the last reference is dropped. Call `close` only if nothing else uses it.
+    The file is closed when the last reference to this object is dropped. Call `close` only if nothing else uses the
+    object.
     """
 
     __slots__ = ("__weakref__", "_number")

@@ -1,8 +1,8 @@
 """Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back to the same values.
 
-A decoder gets the sample's bytes and the value's position in them, to avoid copies. It raises an error unless it uses
-all of the value's bytes, and allocates no more memory than their value needs. Decoded arrays are writable copies.
-(mosaicml-streaming returns read-only copies, about which torch.from_numpy warns.)
+A decoder gets the sample's bytes and the value's position in the sample, to avoid copies. A decoder raises an error
+unless it uses all of the value's bytes, and allocates no more memory than the value needs. Decoded arrays are writable
+copies. (mosaicml-streaming returns read-only copies, about which torch.from_numpy warns.)
 
 As in mosaicml-streaming, "int" and "str_float" become Python's numbers, "uint8" to "float64" numpy's scalars, and
 images PIL's, which are decoded only when they are used.
@@ -42,9 +42,9 @@ class Encoding:
     """Function from a value to bytes. Raises TypeError, ValueError or OverflowError for a value that cannot be stored
     unchanged."""
     decode_array: Callable[[bytes, int, int], Any] | None = None
-    """Decoder of images to arrays; None for values that are no images."""
+    """Decoder of images to arrays; None for values other than images."""
     decode_file: Callable[[bytes, int, int], Any] | None = None
-    """Decoder of images to their files, and of pickles to bytes; None for other values."""
+    """Decoder of images to the bytes of their files, and of pickles to bytes; None for other values."""
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
@@ -53,8 +53,8 @@ def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
     check_encoding(name)
     if name in UNSAFE and not allow_unsafe_types:
         raise DatasetError(
-            f"encoding {name!r} can run any code that the dataset's writer put into it; "
-            "if you trust the writer, use allow_unsafe_types=True"
+            f"encoding {name!r} needs allow_unsafe_types=True, got False: reading it runs any code that the dataset's "
+            "writer put into it. Pass allow_unsafe_types=True if you trust the writer"
         )
     family, colon, config = name.partition(":")
     return _ndarray(config) if family == "ndarray" and colon else ENCODINGS[family]
@@ -67,7 +67,7 @@ def check_encoding(name: str) -> None:
         raise DatasetError(f"the encoding must be one of {', '.join(ENCODINGS)}, got {name!r}")
     if colon:
         if family != "ndarray":
-            raise DatasetError(f"encoding {name!r}: {family} takes no parameter, use {family!r}")
+            raise DatasetError(f"encoding {name!r}: {family} takes no parameter. Use {family!r}")
         _ndarray(config)
 
 
@@ -130,7 +130,7 @@ def _scalar(dtype: type[np.generic]) -> Encoding:
     return Encoding(size, decode, encode)
 
 
-# Numbers of dtypes in MDS. `_decode_array` has the rest of the format.
+# Codes of dtypes in MDS. `_decode_array` shows the rest of the format.
 _DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint8),
     9: np.dtype(np.int8),
@@ -153,19 +153,21 @@ MAX_DIMENSIONS = 63
 
 
 def _ndarray(config: str) -> Encoding:
-    """Return the encoding "ndarray:dtype:shape". `config`: the part after "ndarray". A dtype or shape that is left out
-    of it is stored before each value."""
+    """Return the encoding "ndarray:dtype:shape". `config`: the part after "ndarray". A dtype or shape that `config`
+    leaves out is stored before each value."""
     name, colon, dims = config.partition(":")
     if not config:
         return ENCODINGS["ndarray"]
     dtype = _BY_NAME.get(name)
     if dtype is None:
-        raise DatasetError(f"encoding 'ndarray:{config}': the dtype must be one of {', '.join(_BY_NAME)}")
+        raise DatasetError(f"encoding 'ndarray:{config}': the dtype must be one of {', '.join(_BY_NAME)}, got {name!r}")
     shape = None
     if colon:
         parts = dims.split(",")
         if len(parts) > MAX_DIMENSIONS or not all(dim.isascii() and dim.isdigit() and int(dim) for dim in parts):
-            raise DatasetError(f"encoding 'ndarray:{config}': the shape must be numbers >= 1, such as 3,224,224")
+            raise DatasetError(
+                f"encoding 'ndarray:{config}': the shape must be numbers >= 1, such as 3,224,224, got {dims!r}"
+            )
         shape = tuple(map(int, parts))
     size = None if shape is None else prod(shape) * dtype.itemsize
     return Encoding(size, partial(_decode_array, dtype, shape), partial(_encode_array, dtype, shape))
@@ -185,7 +187,9 @@ def _decode_array(
         begin += count * dim.size
     items = prod(shape)
     if begin + items * dtype.itemsize != end:
-        raise ValueError(f"an array of {dtype.name} and shape {shape} does not have {end - begin} bytes")
+        raise ValueError(
+            f"an array of {dtype.name} and shape {shape} must have {items * dtype.itemsize} bytes, got {end - begin}"
+        )
     return np.frombuffer(sample, dtype, items, begin).reshape(shape).copy()
 
 
@@ -249,7 +253,7 @@ def _image(
 
 
 def _images(one: Encoding, encode: images.Encode) -> Encoding:
-    """Return the encoding of a list of images. `one`: encoding of an image."""
+    """Return the encoding of a list of images. `one`: encoding of one image."""
     decoders = (one.decode, one.decode_array or one.decode, one.decode_file or as_bytes)
     pil, array, file = map(images.list_decoder, decoders)
     return Encoding(None, pil, images.list_encoder(encode), array, file)

@@ -1,4 +1,4 @@
-"""Formats of shards: what files each consists of, how its entry in the index is checked, and its reader.
+"""Table of the formats of shards: the files of a shard, the check of its entry in the index, and its reader.
 
 A new format is a module or package beside this one, and a row in FORMATS.
 """
@@ -28,7 +28,7 @@ from penstock.data.formats.tfrecord.tfrecord_file import open_tfrecord
 __all__ = ["FORMATS", "MAX_BYTES", "Format"]
 
 MAX_BYTES = (1 << 32) - 1
-"""Largest size in bytes of a file with offsets, which have 32 bits."""
+"""Largest size in bytes of a file that is addressed by 32-bit offsets."""
 UNLIMITED = 1 << 44
 """Limit of the size in bytes of other files, see `index.MAX_NUMBER`."""
 
@@ -46,10 +46,10 @@ class Format:
     check: Callable[[dict[str, Any]], None]
     """Function that checks the settings of a shard's entry in the index. Raises InvalidField."""
     open: Callable[[Shard, Sequence[Path], ReadOptions], ShardReader]
-    """Function from (shard, paths of its raw files, options) to its reader. Raises
-    ShardCorruptError, DatasetError."""
+    """Function (shard, paths of its raw files, options) that returns the shard's reader. Raises ShardCorruptError,
+    DatasetError."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that only mosaicml-streaming's own reader needs. They are written with these values."""
+    """Settings that only mosaicml-streaming's own reader needs, with the values that are written."""
     max_bytes: int = UNLIMITED
     """Largest size of a raw file, in bytes."""
 
@@ -69,9 +69,9 @@ FORMATS: Mapping[str, Format] = {
         _of_mosaicml("xsv", _WITH_OFFSETS, partial(check_separated, any_separator=True), open_separated),
         _of_mosaicml("csv", _WITH_OFFSETS, check_separated, open_separated),
         _of_mosaicml("tsv", _WITH_OFFSETS, check_separated, open_separated),
-        # Penstock's own: mosaicml-streaming has no index of plain Parquet files.
+        # Penstock's own format: mosaicml-streaming has no index of plain Parquet files.
         Format("parquet", ("data",), check_parquet, open_parquet),
-        # Files of other libraries, as they are.
+        # Files of other libraries, read as they are.
         Format("megatron", _WITH_OFFSETS, _unchecked, open_megatron),
         Format("arrow", ("data",), check_arrow, open_arrow),
         Format("array_record", ("data",), check_records, open_array_record),

@@ -24,7 +24,7 @@ from penstock.proto.errors import DatasetError
 __all__ = ["MDSReader", "check_mds", "columns_of", "open_mds"]
 
 MAX_SIZE = (1 << 32) - 1
-"""Largest size in bytes of a value, whose length has 32 bits."""
+"""Largest size of a value in bytes: its length is stored in 32 bits."""
 
 Decode = Callable[[bytes, int, int], Any]
 
@@ -34,7 +34,7 @@ def columns_of(shard: Shard, options: ReadOptions = DEFAULT_OPTIONS) -> list[tup
     stores them. Raises DatasetError for pickles unless the options allow them."""
     settings = shard.settings
     columns = []
-    as_stored = options.encoded or options.images == "file"  # pickles are not loaded
+    as_stored = options.encoded or options.images == "file"  # the pickle's bytes are returned and not loaded
     triples = zip(settings["column_names"], settings["column_encodings"], settings["column_sizes"], strict=True)
     for name, encoding, size in triples:
         try:
@@ -56,7 +56,7 @@ def check_mds(settings: dict[str, Any]) -> None:
             raise InvalidField("column_encodings", f"is invalid for column {name!r}: {error.message}") from None
     sizes = settings.get("column_sizes")
     if not isinstance(sizes, list) or len(sizes) != len(columns):
-        raise InvalidField("column_sizes", f"must be a list with {len(columns)} sizes")
+        raise InvalidField("column_sizes", f"must be a list of {len(columns)} sizes, one for each column")
     for name, size in zip(columns, sizes, strict=True):
         if size is not None and (type(size) is not int or not 0 <= size <= MAX_SIZE):
             raise InvalidField("column_sizes", f"must be a number of bytes or null for column {name!r}, got {size!r}")
@@ -92,7 +92,7 @@ class MDSReader(SampleFile):
             sizes = self._head.unpack_from(sample)
             if self._least + sum(sizes) != len(sample):
                 raise ValueError(
-                    f"the sample has {len(sample)} bytes, but the sizes in it say {self._least + sum(sizes)}"
+                    f"the sample must have {self._least + sum(sizes)} bytes, as the sizes in it say, got {len(sample)}"
                 )
             values = {}
             following = iter(sizes)

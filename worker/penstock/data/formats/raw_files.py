@@ -1,9 +1,9 @@
 """Bytes of samples in a raw shard file, found by its table of offsets.
 
 The file is read with pread and not mapped. A mapped file that is truncated kills its reader without a message (SIGBUS);
-pread returns too few bytes, which becomes a named error. Reading a sample of 1 KiB takes 0.8 us longer that way. Values
-are copies and stay valid. An open file can be read after its removal from a cache, and after a fork. A read keeps the
-file open (see Descriptor), so another thread may close the reader at any moment.
+pread returns too few bytes, which becomes a named error. With pread, a sample of 1 KiB takes 0.8 us longer. Values are
+copies and stay valid. An open file can be read after its removal from a cache, and after a fork. A read keeps the file
+open (see Descriptor), so another thread may close the reader at any moment.
 """
 
 from __future__ import annotations
@@ -36,10 +36,16 @@ class SampleFile:
             self._file = Descriptor(path)
             self._size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
-            raise ShardCorruptError(f"{stored.name}: {path} cannot be read: {error}") from error
+            raise ShardCorruptError(
+                f"{stored.name}: {path} cannot be read: {error}. Check that the file exists and that this user may "
+                "read it"
+            ) from error
         if self._size != stored.size:
             self.close()
-            raise ShardCorruptError(f"{stored.name}: {path} has {self._size} bytes, but its index says {stored.size}")
+            raise ShardCorruptError(
+                f"{stored.name}: {path} must have {stored.size} bytes, as the dataset's index lists, got "
+                f"{self._size}. Fetch the file again, or index the folder again"
+            )
 
     def __len__(self) -> int:
         return self._count
@@ -54,17 +60,21 @@ class SampleFile:
         `samples`: expected count; `begin`: smallest allowed offset."""
         count = int.from_bytes(table[:4], "little")
         if len(table) < 4 or count != samples:
-            self._corrupt(f"its header says {count} samples, but the index says {samples}")
+            self._corrupt(
+                f"the header must say {samples} samples, as the dataset's index lists, got {count}. Write the "
+                "dataset again"
+            )
         end = 4 + 4 * (count + 1)
         if len(table) < end:
-            self._corrupt(f"it ends within the table of its {count} samples' offsets")
+            self._corrupt(f"the file ends within the table of offsets of its {count} samples. Write the file again")
         offsets = np.frombuffer(table, np.uint32, count + 1, 4)
         wrong = np.flatnonzero(offsets[1:] < offsets[:-1])
         if wrong.size:
-            self._corrupt(f"sample {wrong[0]} ends before it begins")
+            self._corrupt(f"sample {wrong[0]} must not end before it begins. Write the dataset again")
         if offsets[0] < begin or offsets[-1] != self._size:
             self._corrupt(
-                f"its samples must lie in bytes {begin} to {self._size}, got offsets {offsets[0]} to {offsets[-1]}"
+                f"the samples must lie in bytes {begin} to {self._size}, got offsets {offsets[0]} to {offsets[-1]}. "
+                "Write the dataset again"
             )
         self._offsets = memoryview(table)[4:end].cast("I")
         self._count = count
@@ -77,45 +87,60 @@ class SampleFile:
         size = self._offsets[index + 1] - begin
         data = self._read(size, begin)
         if len(data) != size:
-            self._corrupt(f"sample {index} is truncated: {len(data)} of {size} bytes are left")
+            self._corrupt(
+                f"sample {index} is truncated: {len(data)} of {size} bytes are left. Do not change the file while "
+                "it is read"
+            )
         return data
 
     def _read(self, size: int, begin: int) -> bytes:
         file = self._file
         if file is None:
-            raise ValueError(f"{self.name} is closed")
+            raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         try:
             return file.read(size, begin)
         except OSError as error:
-            raise ShardCorruptError(f"{self.name} cannot be read: {error}") from error
+            raise ShardCorruptError(
+                f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
+            ) from error
 
     def _corrupt(self, why: str) -> NoReturn:
         raise ShardCorruptError(f"{self.name}: {why}")
 
     def _undecodable(self, index: int, column: str, error: Exception) -> NoReturn:
         where = f"sample {index}, column {column!r}" if column else f"sample {index}"
-        why = f"its bytes are not a valid value: {type(error).__name__}: {error}"
+        why = f"the stored bytes must be a valid value: {type(error).__name__}: {error}. Write the dataset again"
         raise ShardCorruptError(f"{self.name}: {where}: {why}") from error
 
 
 def check_size(path: Path, stored: StoredFile) -> None:
-    """Raise ShardCorruptError unless a file has the size that its index says."""
+    """Raise ShardCorruptError unless a file has the size that the dataset's index lists."""
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise ShardCorruptError(f"{stored.name}: {path} cannot be read: {error}") from error
+        raise ShardCorruptError(
+            f"{stored.name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
+        ) from error
     if size != stored.size:
-        raise ShardCorruptError(f"{stored.name}: {path} has {size} bytes, but its index says {stored.size}")
+        raise ShardCorruptError(
+            f"{stored.name}: {path} must have {stored.size} bytes, as the dataset's index lists, got {size}. Fetch "
+            "the file again, or index the folder again"
+        )
 
 
 def read_checked(path: Path, stored: StoredFile) -> bytes:
-    """Return a small file's content. Raises ShardCorruptError if its size differs from the index's."""
+    """Return a small file's content. Raises ShardCorruptError if its size differs from the index."""
     try:
         file = Descriptor(path)
         size = os.fstat(file.fileno()).st_size
         data = file.read(stored.size, 0) if size == stored.size else b""
     except OSError as error:
-        raise ShardCorruptError(f"{stored.name}: {path} cannot be read: {error}") from error
+        raise ShardCorruptError(
+            f"{stored.name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
+        ) from error
     if len(data) != stored.size:
-        raise ShardCorruptError(f"{stored.name}: {path} has {size} bytes, but its index says {stored.size}")
+        raise ShardCorruptError(
+            f"{stored.name}: {path} must have {stored.size} bytes, as the dataset's index lists, got {size}. Fetch "
+            "the file again, or index the folder again"
+        )
     return data

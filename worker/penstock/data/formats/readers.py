@@ -18,8 +18,8 @@ __all__ = ["open_block", "open_shard"]
 def open_shard(
     shard: Shard, paths: Sequence[Path], options: ReadOptions = DEFAULT_OPTIONS, *, source: str = ""
 ) -> ShardReader:
-    """Return a reader of a shard. `paths`: its raw files, in the order of `shard.files`. `source`: address that the
-    files came from, for errors.
+    """Return a reader of a shard. `paths`: the shard's raw files, in the order of `shard.files`. `source`: address of
+    the files, for errors.
 
     Raises ShardCorruptError if the files differ from the index, and DatasetError for a column with pickles unless the
     options allow it.
@@ -38,8 +38,8 @@ def open_shard(
 def open_block(
     shard: Shard, path: Path, place: FileRange, options: ReadOptions = DEFAULT_OPTIONS, *, source: str
 ) -> ShardReader:
-    """Return a reader of a shard that is a row group of a file. `path`: file of the row group; the other arguments are
-    those of `open_shard`. Raises ShardCorruptError, DatasetError."""
+    """Return a reader of a shard that is one row group (see parquet_ranges.py). `path`: file of the row group; `place`:
+    position in the whole file; other arguments as in `open_shard`. Raises ShardCorruptError, DatasetError."""
     try:
         reader: ShardReader = ParquetReader(shard, path, place)
         if options.columns is not None:
@@ -59,7 +59,7 @@ def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:
 
 
 class _Projected:
-    """Reader that leaves out columns after they were read."""
+    """Reader that reads whole samples and leaves out the other columns."""
 
     def __init__(self, reader: ShardReader, columns: Sequence[str]) -> None:
         self._reader, self._columns = reader, columns
@@ -89,7 +89,7 @@ class _Projected:
             return {name: sample[name] for name in self._columns}
         except KeyError as error:
             raise DatasetError(
-                f"{self.name}: a sample must have the column {error}, which columns= names, got "
+                f"{self.name}: a sample must have the column {error} that the argument columns names, got "
                 f"{', '.join(map(str, sample))}"
             ) from error
 
@@ -98,7 +98,7 @@ def _reader(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ShardR
     known = FORMATS.get(shard.format)
     if known is None or len(paths) != len(known.parts):
         raise DatasetError(
-            f"{shard.name}: this version of Penstock has no reader for a shard of format {shard.format!r} that "
-            f"consists of {len(paths)} files: upgrade Penstock, or write the dataset in another format"
+            f"{shard.name}: this version of Penstock cannot read a shard of format {shard.format!r} with {len(paths)} "
+            "files. Upgrade Penstock, or write the dataset in another format"
         )
     return known.open(shard, paths, options)

@@ -1,7 +1,7 @@
-"""Description of a dataset's shards, as its index gives it: plain data that readers, writers and the cache share.
+"""Description of a dataset's shards: plain data from the index that readers, writers and the cache share.
 
-A dataset is a folder with an index and shards. A shard consists of one file, or of two for text formats: the second one
-has the offsets of the samples. Each file is stored raw, compressed, or in both forms.
+A dataset is a folder with an index and shards. A shard is a file of consecutive samples, with a second file for formats
+that lack a table of the samples' offsets. Each file is stored raw, compressed, or in both forms.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file in the dataset's folder."""
+    """File in the dataset's folder."""
 
     name: str
-    """Path relative to the folder, with forward slashes. It is never absolute and never leads out of the folder."""
+    """Path relative to the folder, with forward slashes. Never absolute, and never outside of the folder."""
     size: int
     """Size in bytes."""
     hashes: Mapping[str, str] = field(default_factory=dict)
     """Digests in hexadecimal by the algorithm's name; empty if the writer stored none."""
     source: str = ""
-    """Name of the file that this one is a range of; "" for a whole file. Only a cache has such a file by itself."""
+    """Name of the remote file that this one is a range of; "" for a whole file. Ranges are files only in a cache."""
     begin: int = 0
     """Offset of the range in `source`, in bytes."""
 
@@ -50,10 +50,10 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard, as its index describes it."""
+    """Shard, as the dataset's index describes it."""
 
     format: str
-    """Format: "mds", "json", "xsv", "csv", "tsv" or "parquet"."""
+    """Name of the format, a key of format_table.FORMATS."""
     samples: int
     files: tuple[ShardFile, ...]
     compression: str = ""
@@ -90,13 +90,13 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Options of reading values from shards, as StreamingDataset's arguments of the same names."""
+    """Options for reading values from shards; StreamingDataset has arguments of the same names."""
 
     allow_unsafe_types: bool = False
     """True if columns of pickles may be read, which can run any code."""
     images: Literal["pil", "array", "file"] = "pil"
-    """Kind of value for images: images of Pillow, arrays, or files as bytes: the stored one, a PNG file for raw pixels.
-    With "file" pickles are bytes, too."""
+    """Type of the values of image columns: "pil": images of Pillow; "array": numpy arrays; "file": bytes of the stored
+    file, or of a PNG file for raw pixels. With "file", pickles stay bytes, too."""
     columns: Sequence[str] | None = None
     """Names of the columns that samples have; None: all."""
     encoded: bool = False
@@ -107,14 +107,14 @@ DEFAULT_OPTIONS = ReadOptions()
 
 
 class ShardReader(Protocol):
-    """An open shard. Safe for threads, and for forked children.
+    """Open shard. Safe for threads, and for forked children.
 
     Readers may also have `get_many(rows: Sequence[int]) -> list[dict]`, which returns the samples at these indexes, in
     this order, and is faster than one call for each (see `rows_of`).
     """
 
     name: str
-    """Name of the shard, for errors."""
+    """Name or address of the shard, for errors."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -129,7 +129,7 @@ class ShardReader(Protocol):
 
 
 def rows_of(reader: ShardReader, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the samples at these indexes, in this order: by the reader's own `get_many`, if it has one."""
+    """Return the samples at these indexes, in this order, by the reader's own `get_many` if the reader has one."""
     many = getattr(reader, "get_many", None)
     if many is None:
         return [reader[row] for row in rows]
@@ -139,18 +139,18 @@ def rows_of(reader: ShardReader, rows: Sequence[int]) -> list[dict[str, Any]]:
 
 @runtime_checkable
 class ColumnReader(Protocol):
-    """An open shard that can read some columns without the others."""
+    """Open shard that can read some columns without the others."""
 
     def select(self, columns: Sequence[str]) -> None:
-        """Read only these columns from now on. Raises DatasetError for a column that the shard has not."""
+        """Read only these columns from now on. Raises DatasetError if the shard lacks one of these columns."""
 
 
 @runtime_checkable
 class BlockReader(Protocol):
-    """An open shard of blocks that are decoded as a whole."""
+    """Open shard of blocks that are decoded as a whole."""
 
     def load(self, block: int) -> None:
         """Decode a block, if it is not in memory. Raises what `__getitem__` raises."""
 
     def forget(self, block: int) -> None:
-        """Let a block's memory be freed, because its samples are not needed soon."""
+        """Mark a block as not needed soon, so that its memory is freed first."""

@@ -58,12 +58,12 @@ def _check_encodings(field: str, columns: dict[str, str]) -> None:
 
 
 def open_json(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> JSONReader:
-    del options  # this format has none
+    del options  # this format has no options
     return JSONReader(shard, (paths[0], paths[1]))
 
 
 def open_separated(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> XSVReader:
-    del options  # this format has none
+    del options  # this format has no options
     return XSVReader(shard, (paths[0], paths[1]))
 
 

@@ -1,4 +1,4 @@
-"""Helpers around a user's collate function: they turn StopIteration into an error, and make batches without rows."""
+"""Helpers for a user's collate function: conversion of StopIteration into an error, and batches without rows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[An
     without its remaining batches."""
     if not callable(collate_fn):
         raise InvalidArgumentError(
-            f"collate_fn must be a function that makes a batch of a list of samples, got {collate_fn!r}"
+            f"collate_fn must be a function from a list of samples to a batch, got {collate_fn!r}"
         )
-    return partial(_collated, collate_fn)  # can be pickled for a process
+    return partial(_collated, collate_fn)  # a partial can be pickled for a process
 
 
 def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
@@ -32,7 +32,8 @@ def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any
 
 
 def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
-    """Return a batch without rows, for a box that gets no row of an epoch's last batch. `sample`: any sample.
+    """Return a batch without rows, for a box (a data-parallel rank) that gets no row of an epoch's last batch.
+    `sample`: any sample.
 
     Few collate functions accept an empty list. So this function collates [sample] and [sample, sample], compares the
     two batches, and shortens each part of the first one by what the second one has more. That works for stacked
@@ -40,9 +41,8 @@ def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
     DatasetError for other objects.
     """
     warnings.warn(
-        "the epoch's last batch has fewer samples than there are boxes: the boxes without one get a batch of no rows, "
-        "so that all boxes have equally many batches. A mean over it is not a number; tail='pad', 'drop' or 'carry' "
-        "avoid it",
+        "the epoch's last batch has fewer samples than there are boxes, so some boxes get a batch without rows, and "
+        "the mean of its loss is NaN. Pass tail='pad', 'drop' or 'carry' to avoid batches without rows",
         UserWarning,
         stacklevel=2,
     )
@@ -50,8 +50,8 @@ def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
 
 
 def without_rows(batch: Any) -> Any:
-    """Return a copy of a batch's structure with no rows. The first dim of each tensor, array and list must be the
-    rows."""
+    """Return a copy of a batch without its rows. The rows must be the first dimension of each tensor, array and
+    list."""
     if isinstance(batch, Mapping):
         return {name: without_rows(value) for name, value in batch.items()}
     if isinstance(batch, list | tuple) and any(isinstance(each, _ARRAYS | Mapping | list | tuple) for each in batch):
@@ -91,7 +91,7 @@ def _like(batch: Any, values: list[Any]) -> Any:
 
 def _no_rows(where: str, value: Any) -> DatasetError:
     return DatasetError(
-        "the epoch's last batch has fewer samples than there are boxes, and a box without one needs a batch of no "
-        f"rows; but {where} is a {type(value).__qualname__}, which cannot be cut. Use tail='pad', 'drop' or 'carry', "
-        "or batches of tensors, arrays, lists and dicts"
+        f"a batch without rows must be made of tensors, arrays, lists and dicts, got a {type(value).__qualname__} as "
+        f"{where}. Some boxes get such a batch, because the epoch's last batch has fewer samples than there are boxes. "
+        "Pass tail='pad', 'drop' or 'carry', or change collate_fn"
     )

@@ -1,4 +1,4 @@
-"""Counting of samples by source and key, for the loaders' argument `counts`. penstock.proto.state.counts has the
+"""Counting of samples by source and key, for the loaders' argument `counts`. penstock.proto.state.counts defines the
 counts, and how they reach states and the training process."""
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from penstock.proto.state.counts import (
 __all__ = ["CountedBatch", "Counts", "LoaderCounts", "SampleCounter", "skipped_rows"]
 
 TOKEN_FIELDS = ("input_ids", "tokens", "token_ids")
-"""Fields of a dict sample that hold its tokens, if `Counts` names none: the first that the sample has."""
+"""Fields of a dict sample that may hold its tokens, if `Counts` names none; the first one that the sample has is
+used."""
 
 MOST_TOKENS = 1 << 40
 """Largest number of tokens of a sample."""
 NONE = "(none)"
-"""Name of the key None."""
+"""Name under which samples with the key None are counted."""
 
 _Part = str | Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts that a loader keeps: samples, tokens, truncated and skipped samples, and lengths, by source and by key.
-    Give them to MapLoader, StreamingLoader or ShardLoader.
+    """Settings of the counts that a loader keeps: samples, tokens, truncated and skipped samples, and lengths, by
+    source and by key. Pass this object to MapLoader, StreamingLoader or ShardLoader.
 
         MapLoader(dataset, batch_size=32, counts=Counts(by="language", tokens="input_ids"))
 
@@ -60,13 +61,14 @@ class Counts:
 
     by: _Part | None = None
     """Key of a sample: the name of a field, or a function from the sample to a text or a number. None: no keys. At most
-    96 pairs of source and key are counted one by one; samples of further ones are counted together, as "(other)"."""
+    96 pairs of source and key are counted one by one; samples of further pairs are counted together, as "(other)"."""
     tokens: _Part | None = None
     """Tokens of a sample: the name of a field, or a function from the sample. The value is a number, or something with
     len(). None: a sample that is one-dimensional and holds integers, or its field input_ids, tokens or token_ids;
     samples without these have no tokens."""
     truncated: _Part | None = None
-    """Name of a field, or a function from the sample, that says whether the sample was truncated. None: not counted."""
+    """Name of a bool field, or a function from the sample to a bool: True if the sample was truncated. None: truncated
+    samples are not counted."""
 
     def __post_init__(self) -> None:
         """Raise InvalidArgumentError for an argument that is neither a name nor a function."""
@@ -79,14 +81,14 @@ class Counts:
 
 
 class CountedBatch(NamedTuple):
-    """Batch with the counts of its samples, on the way from where it was made to where it is handed out."""
+    """Batch with the counts of its samples, passed from the thread or process that makes it to the loader."""
 
     batch: Any
     counted: dict[Group, Row]
 
 
 class SampleCounter:
-    """Counter of the samples of a batch. It holds only settings, so it can be sent to another process."""
+    """Counter of the samples of a batch. Has only settings, and so can be sent to another process."""
 
     def __init__(self, counts: Counts) -> None:
         self._by, self._tokens, self._truncated = counts.by, counts.tokens, counts.truncated
@@ -137,7 +139,7 @@ class SampleCounter:
         return list(map(self._key, samples))
 
     def _lengths(self, samples: Sequence[Any]) -> list[int | None]:
-        """Return the number of tokens of each sample. There is a faster way for samples that are dicts of tensors."""
+        """Return the number of tokens of each sample, with a fast path for dicts of tensors."""
         name = self._tokens
         if name is None and type(samples[0]) is dict:
             name = next((field for field in TOKEN_FIELDS if field in samples[0]), None)
@@ -179,24 +181,24 @@ class SampleCounter:
             length = -1
         if not 0 <= length <= MOST_TOKENS:
             raise DatasetError(
-                f"Counts(tokens=...) must give a number from 0 to {MOST_TOKENS}, or something with len(), for each "
+                f"Counts(tokens=...) must give a number from 0 to {MOST_TOKENS}, or a value with len(), for each "
                 f"sample, got {value!r:.100}"
             )
         return int(length)
 
 
 def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
-    """Return the field of each sample; None if the samples are not dicts that have it."""
+    """Return the field of each sample; None unless all samples are dicts with this field."""
     if isinstance(name, str) and type(samples[0]) is dict:
         try:
             return [sample[name] for sample in samples]
         except (KeyError, TypeError):
-            pass  # the general way raises the right error
+            pass  # the slow path raises the right error
     return None
 
 
 def _row_of(lengths: list[int | None]) -> Row:
-    """Return the row of samples with these numbers of tokens."""
+    """Return the row of counts for samples with these numbers of tokens."""
     row, known = new_row(), [length for length in lengths if length is not None]
     row[SAMPLES], row[TOKENS] = len(lengths), sum(known)
     for bits, count in Counter(map(int.bit_length, known)).items():
@@ -207,7 +209,7 @@ def _row_of(lengths: list[int | None]) -> Row:
 def _move_tokens(
     found: dict[Group, Row], sources: Sequence[str], keys: Sequence[str], parts: Sequence[Sequence[tuple[str, int]]]
 ) -> None:
-    """Count the tokens of a sample's documents for their own sources, which were counted for the sample's source."""
+    """Move the tokens of a sample's documents from the sample's source to the documents' own sources."""
     for source, key, own in zip(sources, keys, parts, strict=True):
         for of, size in own:
             if of != source:
@@ -220,7 +222,7 @@ def _len(value: Any) -> int:
 
 
 def _own_length(sample: Any) -> int | None:
-    """Return the number of tokens of a sample, as far as its form shows it."""
+    """Return the number of tokens of a sample; 0 if its type does not show its tokens."""
     if type(sample) is dict or isinstance(sample, Mapping):
         for name in TOKEN_FIELDS:
             if name in sample:
@@ -249,7 +251,7 @@ def _value(sample: Any, part: _Part, what: str) -> Any:
 
 
 class LoaderCounts:
-    """Counts of a loader: how its samples are counted, and the counts up to its position.
+    """Counts of a loader up to its position, with the settings of the counting.
 
     Args:
         counts: what to count; None: nothing.
@@ -258,7 +260,7 @@ class LoaderCounts:
 
     def __init__(self, counts: Counts | None, shares: Mapping[str, tuple[int, int]] | None = None) -> None:
         if counts is not None and not isinstance(counts, Counts):
-            raise InvalidArgumentError(f"counts must be a penstock.data.Counts, got {type(counts).__name__}")
+            raise InvalidArgumentError(f"counts must be a penstock.data.Counts or None, got {type(counts).__name__}")
         self.counter = None if counts is None else SampleCounter(counts)
         self._by = None if counts is None or counts.by is None else _named(counts.by)
         self._shares = shares or {}
@@ -271,12 +273,12 @@ class LoaderCounts:
             self.tally.want(shares)
 
     def handed_out(self, counted: Mapping[Group, Row]) -> None:
-        """Count a batch that is handed out."""
+        """Add the counts of a batch that the loader returns."""
         if self.tally is not None:
             self.tally.add(counted)
 
     def saved(self) -> dict[str, Any]:
-        """Return the entry of a worker's state with the counts; nothing if the loader does not count."""
+        """Return the entry of a worker's state with the counts; an empty dict if the loader does not count."""
         if self.tally is None:
             return {}
         return {COUNTS: {"by": self._by, "rows": plain_rows(self.tally.rows)}}
@@ -295,8 +297,8 @@ class LoaderCounts:
         if not isinstance(counts, Mapping):
             if self.tally is not None and state.get("done"):
                 warnings.warn(
-                    "the loaded state has no counts, so the counts begin at its position: only what is delivered from "
-                    "here on is counted",
+                    "the loaded state has no counts, so counting begins at its position. Only later batches are "
+                    "counted",
                     UserWarning,
                     stacklevel=4,
                 )
@@ -304,22 +306,24 @@ class LoaderCounts:
             return
         if self.tally is None:
             warnings.warn(
-                "the loaded state has counts, but the loader was made without counts=, so they end here", stacklevel=4
+                "the loaded state has counts, but the loader was made without counts=, so counting ends here. Pass "
+                "counts= to continue it",
+                stacklevel=4,
             )
             return
         by = counts.get("by")
         if by != self._by:
             if strict:
                 raise StateMismatchError(
-                    f"the state was saved with counts by {by!r}, but Counts(by=) is {self._by!r} now: use the saved "
-                    "one, or load with strict=False to begin the counts at zero"
+                    f"Counts(by=) must be {by!r}, as in the saved state, got {self._by!r}. Use the saved setting, or "
+                    "load with strict=False to begin the counts at zero"
                 )
             self.begin({})
             return
         self.begin(saved_rows(counts.get("rows")))
 
     def part(self, aggregated: Mapping[str, Any], box: int, num_boxes: int, worker: int) -> dict[str, Any]:
-        """Return the entry of a worker's state with its part of aggregated counts; see counts_part."""
+        """Return the entry of a worker's state with its part of aggregated counts, see counts_part."""
         counts = aggregated.get(COUNTS)
         if not isinstance(counts, Mapping):
             return {}
@@ -339,7 +343,7 @@ class LoaderCounts:
 
 
 def skipped_rows(skipped: Mapping[str, int]) -> dict[Group, Row]:
-    """Return rows that count samples left out, by source."""
+    """Return rows of counts, by source, for samples that were skipped."""
     found = {}
     for source, count in skipped.items():
         found[source, ""] = row = new_row()

@@ -1,11 +1,12 @@
-"""Batches made ahead of need, in threads or in processes, and returned in order.
+"""Prefetching of batches in threads or processes. Batches are returned in order.
 
 Threads and processes get the plans of an epoch's batches (ordering/epoch_plan.py), which name the samples to read. The
-loader counts only batches that the caller took: after a resume, batches that were made ahead are made again.
+loader's position counts only batches that the caller has taken: after a resume, prefetched batches are made again.
 
-Threads suit data that wait for disk or network, and code that releases the GIL. They only read: batches are collated in
-the main thread, which has the ring. The processes are started by torch's own DataLoader, which watches them, moves
-tensors through shared memory and returns errors. The sampler of that DataLoader yields plans of whole batches.
+Threads suit data that wait for disk or network, and code that releases the GIL. Threads only read samples: batches are
+collated in the main thread, which writes them into the ring of shared memory. The processes are started by torch's own
+DataLoader, which watches them, moves tensors through shared memory and returns errors. The sampler of that DataLoader
+yields plans of whole batches.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from penstock.runtime.process.end import describe_exit
 __all__ = ["ReadAhead", "check_threads", "in_processes", "in_threads"]
 
 EXIT_WAIT_S = 5.0
-"""Seconds to wait for the exit status of a process that stopped sending; it usually comes within milliseconds."""
+"""Seconds to wait for the exit status of a process that stopped sending. The status usually comes within
+milliseconds."""
 PREFETCHED_BATCHES = 2
 """Batches made ahead by each thread or process, as in torch's DataLoader by default."""
 
 
 class ReadAhead:
-    """Implementation of Fetcher (position_loader.py) that makes batches ahead of need. `begin` turns plans into an
+    """Implementation of Fetcher (position_loader.py) that prefetches batches. `begin`: function from plans to an
     iterator of batches; dropping the iterator stops its threads or processes."""
 
     def __init__(self, own_batches: WorkerBatches, begin: Callable[[Iterator[BatchPlan]], Iterator[Any]]) -> None:
@@ -62,13 +64,13 @@ class ReadAhead:
 
 
 def check_threads(threads: int, reseed: bool | None) -> None:
-    """Raise InvalidArgumentError for `fetch_threads` that are invalid, or that exclude `reseed`."""
+    """Raise InvalidArgumentError for an invalid `fetch_threads`, and for `fetch_threads` together with `reseed`."""
     if threads < 0:
         raise InvalidArgumentError(f"fetch_threads must be at least 0, got {threads}")
     if threads and reseed:
         raise InvalidArgumentError(
-            f"reseed=True with fetch_threads={threads}: threads share the process's generators, which therefore cannot "
-            "be set for each sample; use fetch_processes, or a generator of the dataset's own"
+            f"fetch_threads must be 0 with reseed=True, got {threads}, because threads share the process's random "
+            "generators. Use fetch_processes, or a generator of the dataset's own with reseed=False"
         )
 
 
@@ -106,19 +108,19 @@ def _read(wanted: SimpleQueue[tuple[Future[list[Any]], BatchPlan] | None], reade
                 future.set_result(reader.samples(plan))
             except BaseException as error:
                 future.set_exception(error)
-        del next_one, future  # hold no batch while waiting for the next plan
+        del next_one, future  # free the batch before waiting for the next plan
 
 
 def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, *, seed: int) -> Iterator[Any]:
     """Yield the batches of these plans, made by a torch DataLoader's processes. `seed`: seed of the processes' random
     generators, for samples read without `reseed`.
 
-    Raises InvalidArgumentError in a process that may have no children.
+    Raises InvalidArgumentError in a daemonic process, which must not have children.
     """
     if multiprocessing.current_process().daemon:
         raise InvalidArgumentError(
-            f"fetch_processes={processes} inside a worker process of a torch DataLoader, which may have no children; "
-            "use either the DataLoader's num_workers or fetch_processes"
+            "fetch_processes must be 0 inside a worker process of a torch DataLoader, which must not have children, "
+            f"got {processes}. Use either the DataLoader's num_workers or fetch_processes"
         )
     loader = torch.utils.data.DataLoader(
         _Batches(reader),
@@ -130,7 +132,7 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
         generator=torch.Generator().manual_seed(seed),  # by default torch draws from this process's generator
     )
     batches: Iterator[Any] | None = iter(loader)
-    workers = list(getattr(batches, "_workers", ()))  # torch's own list: the only source of exit codes
+    workers = list(getattr(batches, "_workers", ()))  # torch's own list is the only source of exit codes
     failed: Exception | None = None
     while batches is not None:
         try:
@@ -168,8 +170,8 @@ def _watch(batches: Iterator[Any], workers: list[Any]) -> None:
 
 
 def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
-    """Return the error to raise after `error`. If one of the processes `workers` has ended, the new error says how;
-    otherwise it is `error` without its traceback and context.
+    """Return the error to raise in place of `error`. If one of the processes `workers` has ended, the new error
+    describes its exit; otherwise return `error` without its traceback and context.
 
     The end of a process shows in several ways, and not all report the cause: torch's SIGCHLD handler, torch's check
     every five seconds, the check in `in_processes`, or a queued batch that can no longer be received.
@@ -223,7 +225,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
 
 
 class _WorkerEnded(RuntimeError):
-    """Error: a process that makes batches has closed its pipe. It is ending, but may still be alive."""
+    """Error: a process that makes batches has closed its pipe. The process is ending, but may still be alive."""
 
 
 def _received(batch: bytes) -> Any:

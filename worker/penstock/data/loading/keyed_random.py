@@ -2,8 +2,8 @@
 
 User code draws from the generators of python, numpy and torch. If these are not seeded, a sample depends on which
 samples the process read before it, and so on the numbers of workers and boxes and on restarts. Each generator is seeded
-in its cheapest way: Python's by 64 bits, numpy's and torch's by 32 (torch uses no more bits of a seed).
-torch.manual_seed would take twenty times as long, because it asks every kind of device.
+in the cheapest way: Python's with 64 bits, numpy's and torch's with 32 (torch uses no more). torch.manual_seed would
+take twenty times as long, because it also seeds all devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.data.ordering.permutation import mix
 __all__ = ["Seeds", "seed_generators", "seeds_of"]
 
 _PYTHON, _OTHERS = 0, 1
-"""Constants mixed into the keys, so that Python's generator and the others get different ones."""
+"""Constants mixed into the keys, so that Python's generator and the others get different seeds."""
 
 Seeds = tuple[int, int]
 """Pair of seeds: one for Python's generator, one for numpy's and torch's."""

@@ -40,11 +40,11 @@ class MapLoader(PositionLoader):
         def input_fn():
             return MapLoader(dataset, batch_size=32, shuffle=True)
 
-    Inside an input_fn it makes this worker's share of the batches, and implements RestartableDataLoader: its state can
-    be resumed on any number of boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None,
-    num_workers=4)`) the worker processes share the batches, and the order is the same; use `set_epoch` and
-    `state_after` there, because the worker processes count batches in their own copies of the loader. Anywhere else it
-    yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
+    Inside an input_fn the loader makes this worker's share of the batches, and implements RestartableDataLoader: a
+    saved state can be resumed on any number of boxes (data-parallel ranks) and workers. In a plain torch DataLoader
+    (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker processes share the batches, and the order is the
+    same; use `set_epoch` and `state_after` there, because the worker processes count batches in their own copies of the
+    loader. Anywhere else the loader yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
 
     One iteration is one epoch, or the rest of it after a loaded state.
     """
@@ -73,42 +73,41 @@ class MapLoader(PositionLoader):
     ) -> None:
         """
         Args:
-            dataset: map-style dataset. Its length, and its attribute `fingerprint` (a text) if it has one, are part of
-                a state. Its method `__getitems__`, if it has one, reads many samples at once; it is not used with
-                `reseed`.
+            dataset: map-style dataset. Its length, and its optional attribute `fingerprint` (a text), are part of a
+                state. An optional method `__getitems__` reads many samples at once; it is not used with `reseed`.
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
-            global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share the rows as evenly
-                as possible, and each gets at least one.
+            global_batch_size: rows of all boxes' batches together. Give either batch_size or global_batch_size. Boxes
+                share the rows as evenly as possible, and each gets at least one.
             seed: seed of the shuffle and of `reseed`; None: the run's seed (0 outside a worker).
             shuffle_block: number of neighbouring samples that are shuffled with each other, for data where neighbours
                 are faster to read; None: all samples are shuffled with each other.
-            num_samples: number of samples in an epoch; None: as many as the dataset has. With another number, an epoch
-                continues where the one before stopped: no sample repeats before all have come.
+            num_samples: number of samples in an epoch; None: the length of the dataset. With another number, an epoch
+                continues where the one before stopped, so no sample repeats before all samples have come.
             tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
                 "drop" it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With
                 "emit" a box may get a batch of no rows, if the rest of an epoch has fewer samples than boxes.
             skip: ranges of sample numbers to leave out, counted over all epochs (epoch * samples of an epoch +
                 position). The other samples come in the same order as without `skip`. A resumed run may add ranges
                 after its position.
-            order_file: file that `penstock import-state` wrote: the order of one epoch, which another library began. It
-                must be at this path on each worker. All other epochs have the loader's own order; once a state lies
-                in a later epoch, the file may be left out.
-            fetch_threads: threads that read ahead; the dataset must be thread-safe.
-            fetch_processes: processes that make batches ahead.
-            reseed: seed the global generators of python, numpy and torch from seed, epoch and position before each
-                sample is read, so that random augmentation depends on nothing else. They are also seeded before the
-                collate function is called, from the position of the batch's first row. After a batch they get back the
-                state that they had before. Takes 10 us a sample and 0.25 ms a batch (docs/datasets.md).
-                None: True, unless `fetch_threads` are used, which would share the generators.
-            keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
-                that is not a dict becomes {"batch": it, keys: ...}.
-            counts: what to count of the samples, by source and key; None: nothing. See `Counts`.
+            order_file: path, the same on each worker, of a file that `penstock import-state` wrote: the order of one
+                epoch that another library began. All other epochs have the loader's own order, so the file may be left
+                out once a state lies in a later epoch.
+            fetch_threads: number of threads that read samples ahead; 0: none. The dataset must be thread-safe.
+            fetch_processes: number of processes that make batches ahead; 0: none.
+            reseed: True: seed the global generators of python, numpy and torch from seed, epoch and position before
+                each sample is read, so that random augmentation depends on nothing else; also before the collate
+                function is called, from the position of the batch's first row. After a batch the generators get back
+                their earlier state. Takes 10 us a sample and 0.25 ms a batch (docs/datasets.md). None: True, but False
+                with `fetch_threads`, which would share the generators.
+            keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
+                read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
+            counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
             rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
-            balance: deal the rows of a step to the boxes by cost, see Balance: the rows of some steps, if it says so. A
-                step's rows are then the same on any number of boxes. Balance over several steps needs the same global
-                batch when it is resumed, so give `global_batch_size`.
+            balance: distribution of the rows of a step, or of several steps, to the boxes by cost, see Balance; None:
+                rows are dealt in turn. A step has the same rows on any number of boxes. A balance over several steps
+                needs the same global batch after a resume, so give `global_batch_size`.
             collate_fn: function from a list of samples to a batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
@@ -172,8 +171,8 @@ class MapLoader(PositionLoader):
         length = _length_of(self.dataset)
         if length != self._length:
             raise DatasetError(
-                f"{self._name}: it had {self._length} samples when the loader was made, and has {length} now; the "
-                "order needs a fixed number. Make a new loader"
+                f"{self._name} must keep the {self._length} samples that it had when the loader was made, got "
+                f"{length}. Make a new loader"
             )
         return super().__iter__()
 
@@ -203,7 +202,8 @@ def _check_fetching(threads: int, processes: int, reseed: bool | None) -> None:
         raise InvalidArgumentError(f"fetch_processes must be at least 0, got {processes}")
     if threads and processes:
         raise InvalidArgumentError(
-            f"fetch_threads={threads} and fetch_processes={processes} exclude each other: give at most one of them"
+            f"one of fetch_threads and fetch_processes must be 0, got {threads} and {processes}. Pass at most one of "
+            "them"
         )
 
 
@@ -211,11 +211,14 @@ def _length_of(dataset: Any) -> int:
     """Return the dataset's length. Raises InvalidArgumentError unless it is map-style, DatasetError if it is empty."""
     name = type(dataset).__qualname__
     if not hasattr(type(dataset), "__getitem__") or isinstance(dataset, torch.utils.data.IterableDataset):
-        raise InvalidArgumentError(f"dataset must have samples by number (__getitem__), got {name}")
+        raise InvalidArgumentError(
+            f"dataset must be map-style, with __getitem__, got {name}. Pass an iterable dataset to torch's "
+            "DataLoader or to ShardLoader"
+        )
     try:
         length = len(dataset)
     except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
-        raise InvalidArgumentError(f"dataset must have a length, got {name}: {error}") from error
+        raise InvalidArgumentError(f"dataset must have a length, got {name}: {error}. Define __len__") from error
     if length == 0:
-        raise DatasetError(f"{name}: the dataset has no samples")
+        raise DatasetError(f"{name} must have at least one sample, got none")
     return length

@@ -1,8 +1,8 @@
 """Reading of samples by number, for MapLoader and StreamingLoader. Seeds random generators, and adds notes to errors of
 user code.
 
-Random augmentation draws from the process's generators. These are seeded before each sample from the loader's seed and
-the sample's position in the order (keyed_random.py), and set back to their earlier state after the batch.
+Random augmentation draws from the process's generators. The generators are seeded before each sample from the loader's
+seed and the sample's position in the order (keyed_random.py), and set back to their earlier state after the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["MapReader"]
 
 
 class MapReader:
-    """Reader of samples and maker of batches. It contains only the dataset and settings, so it can be sent to another
+    """Reader of samples and maker of batches. Has only the dataset and settings, and so can be sent to another
     process."""
 
     def __init__(
@@ -46,7 +46,7 @@ class MapReader:
             reseed: seed the random generators before each sample is read.
             reseed_collate: seed the random generators before a batch is collated; None: as `reseed`.
             many: function that reads all samples of a batch in one call, and names the failing sample in its errors.
-            counter: counter of the samples; batches then come as CountedBatch. None: nothing is counted.
+            counter: counter of the samples; batches then come as CountedBatch. None: samples are not counted.
         """
         self.dataset, self.collate = dataset, collate
         self.name, self._length = name, epoch_size
@@ -81,7 +81,7 @@ class MapReader:
             restore_rng(before)
 
     def collated(self, plan: BatchPlan, samples: list[Any]) -> Any:
-        """Return the batch of samples that were read before, with the generators seeded as in `batch`."""
+        """Return the collated batch of samples that were read earlier, with the generators seeded as in `batch`."""
         if self._collate_key is None:
             return self._collated(plan, samples)
         before = capture_rng()
@@ -104,8 +104,8 @@ class MapReader:
         return CountedBatch(self.collate(samples), counted)
 
     def sources(self, numbers: Ints) -> Sequence[str] | None:
-        """Return the source of each of the samples with these numbers, as the dataset's method `sources_of` names them,
-        with long names cut; None if it has no such method."""
+        """Return the source of each of the samples with these numbers, from the dataset's method `sources_of`, with
+        long names truncated; None if the dataset lacks the method."""
         names = getattr(self.dataset, "sources_of", None)
         if not callable(names):
             return None
@@ -131,13 +131,14 @@ class MapReader:
         if not callable(getattr(type(self.dataset), "__getitems__", None)):
             dataset, left = self.dataset, iter(numbers)
             try:
-                return [dataset[number] for number in left]  # a method called for each sample takes a third longer
+                # inlined: a method call for each sample takes a third longer
+                return [dataset[number] for number in left]
             except Exception as error:
                 self._annotate(error, self._sample_position(plan, len(numbers) - operator.length_hint(left) - 1))
                 raise
         try:
             found = self.dataset.__getitems__(numbers)
-            if isinstance(found, Mapping):  # iterating it would yield its keys as samples
+            if isinstance(found, Mapping):  # iterating over the dict would yield its keys as samples
                 raise DatasetError(f"{self.name}: __getitems__ must return a list of samples, got a dict")
             found = list(found)
         except Exception as error:

@@ -1,8 +1,9 @@
-"""Base class of loaders whose order is a function from position to sample, whatever the storage.
+"""Base class of loaders whose order is a function from position to sample, for any kind of storage.
 
 The order (ordering/sharded_order.py, unsharded_order.py) maps positions to samples, ordering/epoch_plan.py defines the
 batches of an epoch, and WorkerBatches selects the batches that this process makes. So a position is a few integers, and
-a state with these integers can be resumed on any topology. Subclasses define how the samples of a batch are read.
+a state with these integers can be resumed on any topology (numbers of boxes and workers; a box is one data-parallel
+rank). Subclasses define how the samples of a batch are read.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ COUNTED_AT_ONCE = 1 << 16
 
 
 class Fetcher(Protocol):
-    """Source of a worker's batches that makes them before they are needed."""
+    """Source of a worker's batches, which are made ahead of need."""
 
     def take(self, done: int) -> Any:
-        """Return batch number `done`, counted from 0, of the worker's batches in this epoch. The caller makes sure that
-        it exists. `done` grows by one at each call; after an error it may stay the same."""
+        """Return batch number `done`, counted from 0, of the worker's batches in this epoch. The batch must exist.
+        `done` grows by one at each call, or stays the same after an error."""
 
     def close(self) -> None:
         """Stop making batches ahead; the next `take` starts again."""
@@ -81,11 +82,11 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
     ) -> None:
         """
         Args:
-            name: name of the data, for messages.
-            described: all settings that decide the order. A state with other settings is refused.
+            name: name of the data in messages.
+            described: all settings that decide the order. load_state_dict refuses a state with other settings.
             batch: rows of all boxes' batches together.
-            balance: costs of the samples, and what balance does with them.
-            counts: counts of the samples. If they are kept, `_make_batch` and fetchers return a CountedBatch.
+            balance: balance of the loader, see Balanced; None: rows are dealt in turn.
+            counts: counts of the samples. If the loader counts, `_make_batch` and fetchers return a CountedBatch.
         """
         super().__init__()
         self._name, self._order, self._described, self._identity, self._batch = name, order, described, identity, batch
@@ -94,17 +95,18 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._keys, self._key_field = PositionKeys.of(described, len(order)), checked_name(keys)
         self._counts = counts
         if counts.tally is not None:
-            self.advance_state = None  # type: ignore[method-assign, assignment]  # counts need the samples
+            self.advance_state = None  # type: ignore[method-assign, assignment]  # counting needs the samples, so batches cannot be skipped unread
         self._last: tuple[EpochRemainder, int] | None = None
-        """Epoch's remainder, and number in it, of the batch that was handed out last; None: none yet."""
+        """(remainder of the epoch, number of the batch in the remainder) of the last returned batch; None before the
+        first."""
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
-        """Topology among whose processes the batches are divided since this worker began to count `_done`."""
+        """Topology whose processes have shared the batches since `_done` was 0."""
         self._at_position = True
         self._epoch_is_set = False
-        """True if `set_epoch` was called since the last iteration began: it then has that epoch, even if no batch of it
-        is left."""
-        """True if the next iteration begins at the present position; False if it begins the next epoch."""
+        """True if `set_epoch` was called since the last iteration began. The next iteration then has that epoch, even
+        if the epoch has no batch left."""
+        """True if the next iteration begins at the present position; False if at the next epoch's beginning."""
         self._counted = 0, 0
         """Position (epoch, start) from which `state_after` counts batches."""
         self._epochs_begun = 0
@@ -112,8 +114,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         has changed since the iterator was made."""
         if EpochPlan(len(order), tail).remainder(0, 0, batch, identity.boxes).batches == 0:
             raise DatasetError(
-                f"{name}: {len(order)} samples make no batch of {batch} with tail={tail!r}; use a smaller batch or "
-                "another tail"
+                f"{name}: a global batch must have at most {len(order)} rows, the samples of an epoch, with "
+                f"tail={tail!r}, got {batch}. Use a smaller batch or another tail"
             )
         self._epoch, self._start = self._worker_batches().remainder.position_after(0)
         self._count_from_here()
@@ -135,11 +137,11 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """Return the collated batch that a plan describes."""
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Find what the next batches need, and prefetch it. `own_batches`: this worker's batches of the epoch;
-        `plans`: those needed first."""
+        """Prepare the prefetch for the next batches. `own_batches`: this worker's batches of the epoch; `plans`: plans
+        of the batches that are needed first."""
 
     def _approach(self, plan: BatchPlan) -> None:
-        """Prefetch what is due now. Called before each batch, with its plan."""
+        """Prefetch the data that is due. Called before each batch, with its plan."""
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
         """Return a fetcher for a new epoch; None if each batch is made only when it is needed. `own_batches`: this
@@ -149,11 +151,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
     # ---- cost
 
     def imbalance(self, steps: int = 100) -> Imbalance:
-        """Return how unequal the boxes' costs are in the first steps of the present epoch, with and without balance. It
-        reads no sample. Raises InvalidArgumentError for a loader without `balance`."""
+        """Return the imbalance of the boxes' costs in the first steps of the present epoch, with and without balance.
+        Reads no sample. Raises InvalidArgumentError for a loader without `balance`."""
         if self._balance is None:
             raise InvalidArgumentError(
-                f"{self._name}: imbalance() needs the costs of samples: give balance=Balance(cost, report=True)"
+                f"{self._name}: imbalance() needs the costs of samples. Pass balance=Balance(cost, report=True) to the "
+                "loader"
             )
         return self._balance.imbalance(self._remainder(self._epoch, 0), at_least_one("steps", steps))
 
@@ -161,7 +164,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     def __len__(self) -> int:
         """Return the number of batches that this process makes in a whole epoch. With tail="carry" epochs differ by up
-        to one batch, so the number holds for the present epoch."""
+        to one batch; the number is that of the present epoch."""
         begin = self._epochs.begin(self._epoch, self._batch, (self._epoch, self._start))
         return self._identity.turn().done(
             self._epochs.remainder(self._epoch, begin, self._batch, self._identity.boxes).batches
@@ -171,7 +174,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """Return an iterator over the next epoch, or over the rest of the epoch in which a loaded state lies."""
         self._repartition()
         own_batches = self._worker_batches()
-        # Skip an epoch that has no batch left; do not skip one that never had a batch.
+        # Skip an epoch that has no batch left, but not an epoch that never had a batch.
         ended = (
             (self._done > 0 or self._start > 0)
             and own_batches.ended(self._done)
@@ -188,7 +191,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. The iteration starts at the epoch's beginning; or, if a state in this
-        epoch was loaded, at that state's position. If that is the epoch's end, the iteration has no batch."""
+        epoch was loaded, at that state's position. If that position is the epoch's end, the iteration has no batch."""
         epoch = whole("epoch", epoch)
         if epoch < 0:
             raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
@@ -206,8 +209,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return a worker's state after `batches` more of its batches in the same epoch. The state is computed: nothing
-        is read again, and no user code runs."""
+        """Return a worker's state after `batches` more of its batches in the same epoch. The state is computed, without
+        reading data or running user code."""
         return {**state_dict, "done": progress_of(state_dict).done + batches}
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -217,12 +220,11 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             cls.advance_state = None  # type: ignore[assignment]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state. A state from aggregate_state_dict or state_after fits any topology, and so
-        does the state of a box's only worker. Any other state fits only the numbers of boxes and workers with which it
-        was saved.
+        """Go to the position of a state. A state from aggregate_state_dict or state_after, or from a box with a single
+        worker, fits any topology. Any other state fits only the numbers of boxes and workers with which it was saved.
 
         Raises:
-            StateMismatchError: the state is of another order, or of one of several workers of another topology, or
+            StateMismatchError: the state belongs to another order; or to one of several workers of another topology; or
                 `skip` leaves out more samples before the position than when the state was saved.
             StateCorruptError, StateVersionError: the state cannot be read.
         """
@@ -236,17 +238,17 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         elif progress.done and progress.topology != topology:
             if progress.topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state is that of a single worker in {progress.topology}, and cannot be loaded "
-                    f"by a worker in {topology}: load one that aggregate_state_dict or state_after returned, which "
-                    "fits any number of workers"
+                    f"{self._name}: the state of a single worker must be loaded in its own topology, "
+                    f"{progress.topology}, got {topology}. Load a state that aggregate_state_dict or state_after "
+                    "returned, which fits any topology"
                 )
             progress = self._part(state_dict, strict=strict)  # all boxes have delivered equally many batches
         elif skip_of(state_dict) != self._epochs.skip:
             if progress.done and topology.workers > 1:
                 raise StateMismatchError(
-                    f"{self._name}: the state is that of a single worker with skip={skip_of(state_dict)}, but skip is "
-                    f"{self._epochs.skip} now: load one that aggregate_state_dict or state_after returned, which fits "
-                    "any skip"
+                    f"{self._name}: the state of a single worker must be loaded with the same skip, "
+                    f"{skip_of(state_dict)}, got {self._epochs.skip}. Load a state that aggregate_state_dict or "
+                    "state_after returned, which fits any skip"
                 )
             start = replanned(state_dict, self._epochs, progress.done, strict=strict)
             progress = OrderProgress(progress.epoch, start, 0, topology, progress.first)
@@ -260,12 +262,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return {**whole, **LoaderCounts.aggregated(worker_states)}
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """Return this worker's part of an aggregated state: one that `aggregate_state_dict` or `state_after`
-        returned."""
+        """Return this worker's part of a state that `aggregate_state_dict` or `state_after` returned."""
         progress = progress_of(aggregated)
         if "others" not in aggregated and progress.done and progress.topology.workers > 1:
             raise StateMismatchError(
-                "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one worker"
+                "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one "
+                "worker. Merge the states of all workers first"
             )
         check_order(aggregated, self._described, self._epochs, strict=strict)
         part = state_of(self._part(aggregated, strict=strict), self._described, self._epochs.skip)
@@ -287,11 +289,11 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return {"kind": type(self).__name__, **copy.deepcopy(self._described)}
 
     def can_restore_sample(self) -> bool:
-        """Return True: any sample can be read again by its key."""
+        """Return True: `restore_sample` can read any sample again."""
         return True
 
     def restore_sample(self, key: str) -> Any:
-        """Read the sample that a restore key (see `keys`) names.
+        """Read again the sample of a row. `key`: the row's entry in the batch's field `keys`.
 
         Raises InvalidArgumentError for an invalid key, StateMismatchError for a key of other data or settings.
         """
@@ -318,12 +320,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     @property
     def key_field(self) -> str | None:
-        """Field of a batch with its restore keys; None if it has none."""
+        """Name of the field of a batch that holds its restore keys; None without `keys`."""
         return self._key_field
 
     def last_samples(self) -> list[range]:
-        """Return the sample numbers of the global batch that was handed out last, as `skip` takes them; an empty list
-        before the first batch."""
+        """Return the sample numbers of the last returned global batch, in the form of `skip`; an empty list before the
+        first batch."""
         if self._last is None:
             return []
         remainder, number = self._last
@@ -331,12 +333,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return [range(first + begin, end + begin) for first, end in remainder.kept_ranges(number)]
 
     def _sources_of(self, numbers: Ints) -> Sequence[str] | None:
-        """Return the sources of the samples with these numbers; None if they are not known."""
+        """Return the source of each of the samples with these numbers; None if sources are unknown."""
         return None
 
     def _skipped(self, remainder: EpochRemainder, number: int) -> dict[str, int]:
-        """Return how many samples `skip` leaves out after batch `number` - 1 and before the end of batch `number`, by
-        source. Only box 0 counts them."""
+        """Return the number of samples, by source, that `skip` leaves out between the ends of batches `number` - 1 and
+        `number`; empty on boxes other than 0, because only box 0 counts them."""
         if not self._epochs.skip or self._identity.box:
             return {}
         found: Counter[str] = Counter()
@@ -363,14 +365,14 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         processes share the batches."""
         topology = self._topology()
         if not self._done or self._partitioned_for == topology:
-            # fixed from now on: with persistent_workers=True each copy counts its epochs itself
+            # the topology stays fixed: with persistent_workers=True each copy counts its own epochs
             self._partitioned_for = topology
             return
         if self._partitioned_for.workers > 1:
             raise StateMismatchError(
-                f"{self._name}: the state was loaded for {self._partitioned_for}, but the loader is read by "
-                f"{topology}: load the state in the processes that read (torchdata's StatefulDataLoader does), or load "
-                "one that state_after returned"
+                f"{self._name}: the loader must be read in the topology for which its state was loaded, "
+                f"{self._partitioned_for}, got {topology}. Load the state in the processes that read (torchdata's "
+                "StatefulDataLoader does), or load a state that state_after returned"
             )
         self._move_to(*self._worker_batches().remainder.position_after(self._done))
 
@@ -392,13 +394,13 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
 
 class _Epoch:
-    """Iterator over one epoch. It advances the position of its loader."""
+    """Iterator over one epoch, which advances the position of its loader."""
 
     def __init__(self, loader: PositionLoader, own_batches: WorkerBatches) -> None:
         self._loader, self._worker_batches, self._number = loader, own_batches, loader._epochs_begun
         self._fetcher = loader._fetcher(own_batches)
         self._ready: list[BatchPlan] = []
-        """Plans of the next batches, the last one first."""
+        """Plans of the next batches, in reverse order."""
 
     def __iter__(self) -> _Epoch:
         return self
@@ -415,7 +417,7 @@ class _Epoch:
             try:
                 batch = with_keys(batch, loader._key_field, [loader._keys.key(*progress) for progress in positions])
             except BaseException:
-                # the fetcher has advanced and the loader has not: restart the fetcher from the loader's position
+                # the fetcher has advanced but the loader has not, so restart the fetcher from the loader's position
                 self._close()
                 raise
         if counted is not None:
@@ -474,7 +476,7 @@ class _Epoch:
 def balanced_order(
     balance: Balance | None, order: SampleOrder, dataset: Any, length: int, batch: int, described: dict[str, Any]
 ) -> Balanced | None:
-    """Return a loader's balance, and enter it into the settings that decide the loader's order.
+    """Return a loader's balance, and add it to `described`, the settings that decide the loader's order.
 
     Raises InvalidArgumentError or DatasetError for invalid costs or steps.
     """
@@ -483,8 +485,8 @@ def balanced_order(
     found = Balanced(balance, order, dataset, length, batch)
     if found.described and ORDER_FILE in described:
         raise InvalidArgumentError(
-            "order_file excludes a balance over several steps, which would deal rows that were delivered before: give "
-            "Balance(cost, over_steps=1) until a state lies in a later epoch"
+            f"over_steps must be 1 with order_file, got {balance.over_steps}, because rows that were delivered before "
+            "would be dealt again. Pass Balance(cost, over_steps=1) until a state lies in a later epoch"
         )
     if found.described:
         described["balance"] = found.described

@@ -1,4 +1,4 @@
-"""Restore keys: short texts in a batch, one for each row, that name the sample of the row."""
+"""Restore keys: short texts in a batch, one for each row, by which the row's sample can be read again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 __all__ = ["PositionKeys", "checked_name", "with_keys"]
 
 KIND = "p"
-"""Prefix of the restore keys that name an epoch and a position."""
+"""Prefix of restore keys that consist of an epoch and a position."""
 
 
 def checked_name(keys: str | None) -> str | None:
     if keys is not None and (not isinstance(keys, str) or not keys):
-        raise InvalidArgumentError(f"keys must be the name of a field, got {keys!r}")
+        raise InvalidArgumentError(f"keys must be the name of a field to add to each batch, got {keys!r}")
     return keys
 
 
@@ -29,7 +29,9 @@ def with_keys(batch: Any, name: str, keys: Sequence[str]) -> dict[str, Any]:
     if not isinstance(batch, dict):
         return {"batch": batch, name: list(keys)}
     if name in batch:
-        raise InvalidArgumentError(f"keys={name!r}: the batch already has a field of this name; choose another")
+        raise InvalidArgumentError(
+            f"keys must be a field name that the batch does not have yet, got {name!r}. Choose another name"
+        )
     return {**batch, name: list(keys)}
 
 
@@ -59,12 +61,12 @@ class PositionKeys:
         epoch, _, position = numbers.partition(":")
         if kind != KIND or not all(part.isascii() and part.isdecimal() for part in (epoch, position)):
             raise InvalidArgumentError(
-                f"a restore key must be one that a loader with keys= put into a batch, got {key!r}"
+                f"a restore key must be a text that a loader with keys= put into a batch, got {key!r}"
             )
         if order != self.order:
             raise StateMismatchError(
-                f"the restore key {key!r} was made by a loader with another dataset, seed or order (digest {order}, "
-                f"this loader's is {self.order}): make the loader with the settings of that run"
+                f"the restore key {key!r} must come from a loader with the same dataset, seed and order (digest "
+                f"{self.order}), got digest {order}. Make the loader with the settings of that run"
             )
         if int(position) >= self.length:
             raise InvalidArgumentError(

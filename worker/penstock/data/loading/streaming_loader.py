@@ -47,18 +47,18 @@ __all__ = ["StreamingLoader"]
 BLOCK = 1 << 18
 """Default number of samples that are shuffled with each other."""
 SHUFFLE_MEMORY = 64 << 20
-"""Default number of bytes of decoded row groups that are shuffled with each other: the present ones, the next ones that
-are decoded ahead, and those before fit into the default decoded_limit."""
+"""Default number of bytes of decoded row groups that are shuffled with each other. Three such sets of row groups, the
+previous, the present and the next one, fit into the default decoded_limit."""
 DECODED_AHEAD = 1 << 12
-"""Number of samples, without shuffling, whose row groups are decoded ahead."""
+"""Upcoming samples whose row groups are decoded ahead, without shuffling."""
 DECODED_RUNS = 64
-"""Largest number of runs of positions that are looked at to find the row groups to decode ahead."""
+"""Largest number of runs of positions that are examined to find the row groups to decode ahead."""
 PREFETCH_S = 60.0
-"""Default number of seconds of reading whose shards are fetched ahead: longer than the usual hiccup of a remote."""
+"""Default of prefetch_seconds, in seconds: longer than the usual stalls of a remote."""
 FIRST_BATCHES = 2
-"""Number of a worker's batches whose shards are fetched while the rate of reading is unknown."""
+"""Upcoming batches of a worker whose shards are fetched while the rate of reading is unknown."""
 EXAMINED_POSITIONS = 1 << 14
-"""Largest number of upcoming positions that are looked at to find the shards to prefetch."""
+"""Largest number of upcoming positions that are examined to find the shards to prefetch."""
 
 
 class StreamingLoader(PositionLoader):
@@ -69,11 +69,11 @@ class StreamingLoader(PositionLoader):
         def input_fn():
             return StreamingLoader(StreamingDataset("s3://bucket/train"), batch_size=32, shuffle=True)
 
-    Inside an input_fn it makes this worker's share of the batches, and implements RestartableDataLoader: its state can
-    be resumed on any number of boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None,
-    num_workers=4)`) the worker processes share the batches, and the order is the same; use `set_epoch` and
-    `state_after` there, because the worker processes count batches in their own copies of the loader. Anywhere else it
-    yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
+    Inside an input_fn the loader makes this worker's share of the batches, and implements RestartableDataLoader: a
+    saved state can be resumed on any number of boxes (data-parallel ranks) and workers. In a plain torch DataLoader
+    (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker processes share the batches, and the order is the
+    same; use `set_epoch` and `state_after` there, because the worker processes count batches in their own copies of the
+    loader. Anywhere else the loader yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
 
     One iteration is one epoch, or the rest of it after a loaded state.
     """
@@ -107,8 +107,8 @@ class StreamingLoader(PositionLoader):
         """
         Args:
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
-            global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share the rows as evenly
-                as possible, and each gets at least one.
+            global_batch_size: rows of all boxes' batches together. Give either batch_size or global_batch_size. Boxes
+                share the rows as evenly as possible, and each gets at least one.
             seed: seed of the shuffle and of `reseed`; None: the run's seed (0 outside a worker).
             shuffle_block: approximate number of samples that are shuffled with each other. A block consists of whole
                 shards whose sizes add up to about this number, and all shards of a block are needed at the same time.
@@ -118,46 +118,46 @@ class StreamingLoader(PositionLoader):
                 (Parquet) use it: the row groups of a block of files are shuffled, and samples only among some
                 neighbouring row groups, which must be in memory at the same time (see decoded_limit of
                 StreamingDataset). None: all samples of a block are shuffled with each other.
-            partitions: number of parts that the data are divided into. Rows are drawn from the parts in turn. If the
-                number of boxes divides this number, each box reads only the shards of its own parts; so give the
-                largest number of boxes that you will use.
-            interleave: how streams are mixed. "shards": the shards of all streams are shuffled together. "samples":
-                every prefix of the order has each stream's share of samples. "batches": each global batch comes from
-                one stream.
+            partitions: number of parts that the data are divided into. Rows are drawn from the parts in turn. If
+                `partitions` is a multiple of the number of boxes, each box reads only the shards of its own parts; so
+                give the largest number of boxes that you will use.
+            interleave: way to mix streams. "shards": the shards of all streams are shuffled together. "samples": every
+                prefix of the order has each stream's share of samples. "batches": each global batch comes from one
+                stream.
             epoch_size: number of samples in an epoch, or a text such as "100k"; each stream gets its proportion of
-                them. None: as many samples as the streams have.
+                them. None: the number of samples in all streams.
             tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
                 "drop" it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With
                 "emit" a box may get a batch of no rows, if the rest of an epoch has fewer samples than boxes.
             skip: ranges of sample numbers to leave out, counted over all epochs (epoch * samples of an epoch +
                 position). The other samples come in the same order as without `skip`. A resumed run may add ranges
                 after its position.
-            order_file: file that `penstock import-state` wrote: the order of one epoch, which another library began. It
-                must be at this path on each worker. All other epochs have the loader's own order; once a state lies
-                in a later epoch, the file may be left out.
-            predownload: largest number of upcoming samples whose shards are fetched ahead of need; None: as many as in
+            order_file: path, the same on each worker, of a file that `penstock import-state` wrote: the order of one
+                epoch that another library began. All other epochs have the loader's own order, so the file may be left
+                out once a state lies in a later epoch.
+            predownload: largest number of upcoming samples whose shards are fetched ahead of need; None: the size of
                 two shuffle blocks.
-            prefetch_seconds: seconds of reading whose shards are fetched ahead of need, at the rate of reading that is
-                measured; until there is one, the shards of the next two batches are. None: 60, or without limit if
+            prefetch_seconds: seconds of reading, at the measured rate, whose shards are fetched ahead of need. Until a
+                rate is measured, the shards of the next two batches are fetched. None: 60, or without limit if
                 predownload is given; inf: without limit. `prefetch_bytes` of StreamingDataset limits the bytes, too.
             fetch_threads: threads that read and decode samples ahead; 0: samples are read when they are needed. Threads
-                help where decoding releases the GIL (JPEG files with `images="array"`). A `__getitem__` of your own
-                must be thread-safe, and `reseed` does not cover it.
-            reseed: seed the global generators of python, numpy and torch from seed, epoch and position before each
-                sample is read, so that random augmentation depends on nothing else. They are also seeded before the
-                collate function is called, from the position of the batch's first row. After a batch they get back the
-                state that they had before. None: seed them only for user code: for samples if the dataset's class
-                overrides `__getitem__`, for batches if `collate_fn` is given. No other code draws random numbers.
-            keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
-                that is not a dict becomes {"batch": it, keys: ...}.
-            counts: what to count of the samples, by source and key; None: nothing. See `Counts`.
+                help where decoding releases the GIL (JPEG files with `images="array"`). A subclass's `__getitem__` must
+                be thread-safe, and `reseed` does not apply to it.
+            reseed: True: seed the global generators of python, numpy and torch from seed, epoch and position before
+                each sample is read, so that random augmentation depends on nothing else; also before the collate
+                function is called, from the position of the batch's first row. After a batch the generators get back
+                their earlier state. None: seed them only for user code: for samples if the dataset's class overrides
+                `__getitem__`, for batches if `collate_fn` is given. No other code draws random numbers.
+            keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
+                read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
+            counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
             rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
-            balance: deal the rows of a step to the boxes by cost, see Balance: the rows of some steps, if it says so. A
-                step's rows are then the same on any number of boxes. Balance over several steps needs the same global
-                batch when it is resumed, so give `global_batch_size`.
-                With `partitions`, a box reads other parts' shards too. It excludes interleave="batches".
+            balance: distribution of the rows of a step, or of several steps, to the boxes by cost, see Balance; None:
+                rows are dealt in turn. A step has the same rows on any number of boxes. A balance over several steps
+                needs the same global batch after a resume, so give `global_batch_size`. With `partitions`, a box reads
+                other parts' shards too. Cannot be combined with interleave="batches".
             collate_fn: function from a list of samples to a batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
@@ -175,10 +175,10 @@ class StreamingLoader(PositionLoader):
         check_threads(fetch_threads, reseed)
         if not isinstance(dataset, StreamingDataset):
             raise InvalidArgumentError(
-                f"dataset must be a StreamingDataset, made of a folder or URL, got {type(dataset).__qualname__}. For "
-                "other datasets of samples by number use MapLoader"
+                f"dataset must be a StreamingDataset, got {type(dataset).__qualname__}. Use MapLoader for other "
+                "map-style datasets"
             )
-        # `_follow` makes the loader again, perhaps where nothing says any more which worker this is.
+        # `_follow` makes the loader again, perhaps where the identity of the worker is no longer known.
         identity = getattr(self, "_identity", None) or WorkerIdentity.now(rank)
         batch = global_batch(batch_size, global_batch_size, identity.boxes)
         check_settings(
@@ -236,27 +236,28 @@ class StreamingLoader(PositionLoader):
         if order_file is not None:
             if interleave == "batches" and mixed:
                 raise InvalidArgumentError(
-                    "interleave='batches' excludes order_file, whose order mixes the streams within a batch: use "
-                    "another interleave"
+                    "order_file must be None with interleave='batches', because its order mixes the streams within a "
+                    "batch. Use another interleave"
                 )
             file = OrderFile.read(order_file)
             filed = FiledOrder(order, file, dataset.name, int(order.starts[-1]))
             described[ORDER_FILE] = file.described
         if balance is not None and interleave == "batches" and mixed:
             raise InvalidArgumentError(
-                "interleave='batches' excludes balance, which deals the rows of several batches: use another interleave"
+                "balance must be None with interleave='batches', because it deals the rows of several batches. Use "
+                "another interleave"
             )
         balanced = balanced_order(balance, filed or order, dataset, int(order.starts[-1]), batch, described)
         self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
         self._threads = fetch_threads
         self._shuffle = shuffle
         self._decoded: Ints = np.zeros(0, np.int64)
-        """Row groups that were needed for the batches of the call of `_decode_ahead` before."""
+        """Row groups that the previous call of `_decode_ahead` needed."""
         self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
         self._seconds = math.inf if predownload and prefetch_seconds is None else prefetch_s
         self._first_batches = FIRST_BATCHES + PREFETCHED_BATCHES * fetch_threads
-        """Batches whose shards are fetched while the rate of reading is unknown."""
+        """Upcoming batches whose shards are fetched while the rate of reading is unknown."""
         self._turns = 1
         """Number of workers that make the box's batches in turn."""
         self._rate = ReadingRate()
@@ -278,7 +279,7 @@ class StreamingLoader(PositionLoader):
 
     @property
     def order(self) -> ShardedOrder:
-        """Order of the samples of all epochs, without what an order file or `balance` says."""
+        """Order of the samples of all epochs, before an order file or `balance` changes it."""
         return self._shards
 
     @property
@@ -289,30 +290,31 @@ class StreamingLoader(PositionLoader):
     # ---- versions of the data
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state, as every PositionLoader does. If the dataset was opened without a `version`,
-        go to the version of the state first; with "newest", and a state between two epochs, go on with the newest
-        one."""
+        """Go to the position of a state, see PositionLoader. If the dataset was opened without a `version`, first
+        switch to the version of the state; with "newest", and a state between two epochs, switch to the newest
+        version."""
         super().load_state_dict(self._follow(state_dict, moves=True), strict)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """Return this worker's part of an aggregated state, after going to its version as `load_state_dict` does."""
+        """Return this worker's part of an aggregated state, after switching to the state's version as `load_state_dict`
+        does."""
         return super().deaggregate_state_dict(self._follow(aggregated, moves=True), strict)
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        """Merge the states of all workers, after going to their version of the data."""
+        """Merge the states of all workers, after switching to the states' version of the data."""
         for state in worker_states[:1]:
             self._follow(state, moves=False)
         return super().aggregate_state_dict(worker_states)
 
     def _follow(self, state: Any, *, moves: bool) -> Any:
-        """Go to the version of the data that a state is of, and return the state; or, if the newest version was asked
-        for and an epoch begins at the state's position, return the state of this version's epoch. `moves`: False if the
-        loader must not go to another version than the state's."""
+        """Switch to the version of the data with which a state was saved, and return the state. But with
+        version="newest", and a state between two epochs, stay at the newest version and return the state at the
+        beginning of its epoch. `moves`: False to switch to the state's version in any case."""
         own = self.dataset.versions
         order = state.get("order") if isinstance(state, Mapping) else None
         if not isinstance(order, Mapping) or not order or all(version is None for version in own):
             return state
-        # The data were given versions after the state was saved: what was there became version 1.
+        # The data got versions after the state was saved; the data of the state became version 1.
         saved = order.get(VERSIONS, [version and 1 for version in own])
         if not isinstance(saved, list) or len(saved) != len(own) or saved == own:
             return state
@@ -324,13 +326,13 @@ class StreamingLoader(PositionLoader):
             if epoch is not None and not self._epochs.skip and ORDER_FILE not in order:
                 return self._begun(state, epoch)
         if any(isinstance(version, int) and version != old for version, old in zip(asked, saved, strict=True)):
-            return state  # whose order is refused
+            return state  # the state of another order is then refused
         StreamingLoader.__init__(self, self.dataset.at_versions(saved), **self._settings)
         return state
 
     def _begun(self, state: Mapping[str, Any], epoch: int) -> dict[str, Any]:
-        """Return the state at an epoch's beginning in the order of this loader. `state`: the one at the end of the
-        epoch before, in the order of another version."""
+        """Return the state at an epoch's beginning in the order of this loader. `state`: state at the end of the epoch
+        before, in the order of another version."""
         topology = progress_of(state).topology
         begun = state_of(OrderProgress(epoch, 0, 0, topology), self._described)
         return {**begun, **{name: state[name] for name in ("workers", "others", COUNTS) if name in state}}
@@ -350,7 +352,7 @@ class StreamingLoader(PositionLoader):
         return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Decode what the next batches need, and list the shards to prefetch."""
+        """Decode the row groups of the next batches, and list the shards to prefetch."""
         remainder, position = own_batches.remainder, int(plans[0].positions[0])
         self._turns = own_batches.turn.of
         if self.dataset.has_blocks:
@@ -370,7 +372,7 @@ class StreamingLoader(PositionLoader):
             ahead = min(ahead, max(seen, int((rate or 0.0) * self._seconds)))
         window = self._upcoming.window(position, last, ahead)
         if window is not None:
-            # What the batch needs may be in the list of an earlier batch, which another worker has made.
+            # The shards of this batch may be in the list of an earlier batch, which another worker has made.
             own = np.unique(self._shards.shards_of(plan.ids))
             ahead_of_need = self._upcoming.shards[window.begin : window.end]
             count = self.dataset.fetch_ahead(np.concatenate([own, ahead_of_need]), needed=len(own) + window.needed)
@@ -390,8 +392,9 @@ class StreamingLoader(PositionLoader):
         return UpcomingShards(np.concatenate(shards), np.concatenate(needed_at), position, ahead)
 
     def _add_needs(self, shards: list[Ints], needed_at: list[Ints], epoch: int, positions: Ints, shift: int) -> None:
-        """Append the shards that these positions of an epoch need, and the positions plus `shift`. If there are too
-        many positions to look at all, further shards of their blocks are appended as needed a quarter of the way."""
+        """Append the shards that these positions of an epoch need to `shards`, and the positions plus `shift` to
+        `needed_at`. Of too many positions only some are examined; other shards of their blocks count as needed after a
+        quarter of the positions."""
         if not len(positions):
             return
         filed = self._filed is not None and self._filed.covers(epoch)
@@ -399,7 +402,7 @@ class StreamingLoader(PositionLoader):
         shards.append(self._shards.shards_of(ids))
         needed_at.append(positions + shift)
         first, span = int(positions[0]), int(positions[-1]) + 1 - int(positions[0])
-        boxes = self._identity.boxes if self._box is not None else 1  # whose positions these are
+        boxes = self._identity.boxes if self._box is not None else 1  # the shards of positions that were not examined
         if self._shuffle and not filed and len(positions) * boxes < span:
             others = self._shards.shards(epoch, positions)
             shards.append(others)
@@ -430,8 +433,8 @@ class StreamingLoader(PositionLoader):
         return self._identity.box if self._balance is None or not self._balance.deals else None
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
-        """Return this box's positions among the next `count`, from `position` on. If there are too many to look at,
-        return only some evenly spread runs of them; each run touches all partitions."""
+        """Return this box's positions among the next `count`, from `position` on. Of too many positions, only some
+        evenly spread runs are returned; each run touches all partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
         return remainder.near(self._box, position, count, run=run, runs=max(1, EXAMINED_POSITIONS // run))
 
@@ -464,7 +467,8 @@ def _reader(
 
 def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, partitions: int) -> int | None:
     """Return the number of samples of a partition that are shuffled with each other in files with several row groups;
-    None: as many as in a block of files. It depends only on the data and on settings that a state holds."""
+    None: all samples of a block of files. The number depends only on the data and on settings that are part of a
+    state."""
     sample_bytes = mean_sample_bytes(layouts)
     if shuffle_memory is None or not sample_bytes:
         return None
@@ -472,23 +476,22 @@ def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, par
 
 
 def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_memory: int | None) -> None:
-    """Warn if the row groups whose samples are shuffled with each other do not fit into the process's memory for
-    them. Each would be read and decoded again for almost every sample."""
+    """Warn if the row groups whose samples are shuffled with each other exceed decoded_limit, because each would be
+    read and decoded again for almost every sample."""
     block = min(len(dataset), shuffle_block or len(dataset)) * dataset.sample_bytes
     needed = int(min(block, shuffle_memory or block))
     limit = max(MEMORY.limit, dataset.decoded_limit or 0)
     if needed > limit:
         warnings.warn(
-            f"{dataset.name}: row groups of {needed} bytes are shuffled with each other, but decoded_limit keeps "
-            f"{limit} bytes in memory, so each row group will be decoded many times. Give StreamingDataset a "
+            f"{dataset.name}: decoded_limit must be at least {needed} bytes, the row groups that are shuffled with "
+            f"each other, got {limit} bytes, so each row group will be decoded many times. Give StreamingDataset a "
             "decoded_limit of twice as much, or the loader a smaller shuffle_memory",
             stacklevel=3,
         )
 
 
 def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: list[range]) -> None:
-    """Raise InvalidArgumentError if some global batch would have samples of several streams with
-    interleave="batches"."""
+    """Check that with interleave="batches" each global batch has samples of one stream. Raises InvalidArgumentError."""
     if batch % partitions:
         raise InvalidArgumentError(
             f"with interleave='batches' the global batch must be a multiple of partitions={partitions} rows, got "
@@ -496,12 +499,12 @@ def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: l
         )
     if tail == "carry":
         raise InvalidArgumentError(
-            "interleave='batches' excludes tail='carry', which shifts all batches by the samples left over, so that "
-            "each would mix two streams: use another tail"
+            "tail must not be 'carry' with interleave='batches', because the carried samples would shift all batches, "
+            "and each would mix two streams. Use another tail"
         )
     for number in (number for piece in ranges_of(skip) for number in piece):
         if number % length % batch:
             raise InvalidArgumentError(
-                f"with interleave='batches' skip must begin and end at whole batches of {batch} samples, counted from "
+                f"skip must begin and end at whole batches of {batch} samples with interleave='batches', counted from "
                 f"the beginning of each epoch of {length} samples, got sample {number}"
             )

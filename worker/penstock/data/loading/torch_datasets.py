@@ -2,8 +2,8 @@
 batch_size=32, ...)`.
 
 A map-style dataset becomes a MapLoader, whose order and position do not depend on the number of workers. An iterable
-dataset is read by torch's DataLoader in each worker. It must shard itself by get_worker_info(), as torch demands, and
-is restored by replay from the start of its epoch.
+dataset is read by torch's DataLoader in each worker. The dataset must shard itself by get_worker_info(), as torch
+demands, and its state is restored by replay from the start of the epoch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["read_batches", "stream_batches"]
 
 
 class _OnlySample:
-    """Collate function for `batch_size=None`. It returns the only sample of its list, with values converted to tensors
-    as torch does it."""
+    """Collate function for `batch_size=None`. Returns the only sample of its list, with values converted to tensors as
+    torch does."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert

@@ -1,8 +1,8 @@
-"""The shards that a loader needs next, and how many of them it fetches ahead: those of the next seconds of reading.
+"""Selection of the shards that a loader prefetches: those that it needs within the next seconds of reading.
 
-The order says at which position each shard is needed first. The rate at which the loop passes positions is measured, so
-a number of seconds is a number of positions. Until there is a rate, only the shards of the next batches are fetched: a
-loop that takes a single batch fetches hardly more than it reads.
+The order gives the first position that needs each shard. The rate at which the loop passes positions is measured, so a
+number of seconds becomes a number of positions. Until a rate is measured, only the shards of the next batches are
+fetched: a loop that takes a single batch fetches hardly more than it reads.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["ReadingRate", "UpcomingShards", "Window"]
 
 MEASURE_S = 0.25
-"""Least number of seconds over which a rate is measured."""
+"""Shortest time in seconds over which a rate is measured."""
 MARKS = 64
-"""Number of moments that are remembered. The rate is the mean since the oldest one: a second, or 64 batches ago."""
+"""Largest number of (time, position) marks that are kept. The rate is the mean since the oldest mark: a second, or 64
+batches ago."""
 FEW_MARKS = 16
-"""Number of the last moments whose mean counts too, if it is higher: after a pause of the loop, such as compilation."""
+"""Number of latest marks whose mean rate is used if it is higher, which happens after a pause of the loop such as
+compilation."""
 MARK_PAUSE_S = 1.0 / MARKS
-"""Least number of seconds between two moments that are remembered."""
+"""Shortest time in seconds between two marks."""
 
 
 class ReadingRate:
@@ -36,13 +38,13 @@ class ReadingRate:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._marks: deque[tuple[float, int]] = deque(maxlen=MARKS)
-        """(seconds, position) of moments at which a batch was asked for."""
+        """Marks: (time in seconds, position) of requests for batches."""
         self._last = -math.inf, 0
         self._per_s: float | None = None
 
     def passed(self, position: int) -> float | None:
         """Count a batch that begins at `position`, counted over all epochs. Return the rate in positions per second;
-        None while it is unknown. A position behind the last one begins a new measurement."""
+        None while it is unknown. A position before the last one begins a new measurement."""
         now = self._clock()
         if position < self._last[1]:
             self._marks.clear()
@@ -56,25 +58,25 @@ class ReadingRate:
 
 
 class Window(NamedTuple):
-    """Part of a list of upcoming shards."""
+    """Part of a list of upcoming shards that is given to the prefetch."""
 
     begin: int
     end: int
     needed: int
-    """Number of its first shards that the present batch needs."""
+    """Number of shards, at the beginning of the part, that the present batch needs."""
 
 
 class UpcomingShards:
-    """Shards in the order of the positions that need them first, and the part of the list that was given to the
-    prefetch. Positions are counted over all epochs."""
+    """List of shards in the order of the positions that need them first, and the window of the list that was given to
+    the prefetch. Positions are counted over all epochs."""
 
     def __init__(self, shards: Ints, needed_at: Ints, begin: int, listed: int) -> None:
         """
         Args:
-            shards: numbers of the shards, possibly several times.
-            needed_at: position at which each is needed; shape (len(shards),).
+            shards: numbers of the shards; a shard may occur several times.
+            needed_at: position at which each entry is needed; shape (len(shards),).
             begin: position of the present batch.
-            listed: number of positions after which the list ends.
+            listed: number of positions that the list covers.
         """
         order = np.argsort(needed_at, kind="stable")
         _, first = np.unique(shards[order], return_index=True)
@@ -84,17 +86,17 @@ class UpcomingShards:
         self._begin, self._listed = begin, listed
         self._given = Window(0, 0, 0)
         self._complete = False
-        """True if the budget in bytes admitted the whole of the last window."""
+        """True if the budget in bytes admitted the whole last window."""
         self._is_given = False
 
     def is_old(self, position: int) -> bool:
-        """Return True if a new list is due: a quarter of the positions of this one have passed."""
+        """Return True if a new list is due, because a quarter of the positions of this list have passed."""
         return position - self._begin >= self._listed // 4
 
     def window(self, position: int, last: int, ahead: int) -> Window | None:
-        """Return the part of the list to fetch at a position; None while most of the last one is still ahead, so that
-        not every batch makes a new list. `last`: last position of the present batch; `ahead`: number of positions whose
-        shards are fetched."""
+        """Return the part of the list to prefetch at a position; None while most of the last window is still ahead, so
+        that not every batch makes a new window. `last`: last position of the present batch; `ahead`: number of
+        positions whose shards are fetched."""
         begin = bisect_left(self._needed_at, position)
         needed = bisect_left(self._needed_at, last + 1, begin)
         end = max(needed, bisect_left(self._needed_at, position + ahead, begin))
@@ -105,7 +107,8 @@ class UpcomingShards:
         return Window(begin, end, needed - begin)
 
     def gave(self, window: Window, count: int) -> None:
-        """Remember which window was given to the prefetch, and how many of its shards the budget in bytes admitted."""
+        """Record the window that was given to the prefetch, and the number of its shards that the budget in bytes
+        admitted."""
         self._given = window._replace(end=window.begin + count)
         self._complete = self._given.end == window.end
         self._is_given = True

@@ -1,4 +1,5 @@
-"""Identity of this process in a job: its box, and its number among the workers that make the box's batches.
+"""Identity of this process in a job: its box (data-parallel rank), and its number among the workers that make the box's
+batches.
 
 Inside an input_fn the identity comes from the assignment. Elsewhere it comes from torchrun's variables; without these
 the process is the only one. If such a process uses a torch DataLoader, the DataLoader's worker processes share its
@@ -61,18 +62,18 @@ class WorkerIdentity:
         )
 
     def turn(self, first: int = 0) -> WorkerTurn:
-        """Return which batches this process makes: those of its slot, or a part of them in a worker process of a torch
-        DataLoader. `first`: slot that makes the first batch."""
+        """Return the turn of this process among those that make its box's batches: that of its slot (logical worker),
+        shared out among the worker processes of a torch DataLoader. `first`: slot that makes the first batch."""
         info = torch.utils.data.get_worker_info()
         number = (self.slot - first) % self.workers
         # in a runner, get_worker_info() describes the runner itself, without a dataset
         if info is None or info.dataset is None:
             return WorkerTurn(number, self.workers)
-        # Whichever slot is first, its first process makes its first batch.
+        # The first process of a slot makes the slot's first batch, also if the slot is not the first one.
         return WorkerTurn(number + self.workers * info.id, self.workers * info.num_workers)
 
     def alone(self, turn: WorkerTurn) -> bool:
-        """Return True if this process makes all batches of its box, so that no other process counts epochs with it."""
+        """Return True if this process alone makes the batches of its box, so that it alone counts the epochs."""
         return self.standalone and turn.of == 1
 
 
@@ -81,12 +82,15 @@ def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: i
     `batch_size` and `global_batch_size` is given, and each box gets a row."""
     batch_size, global_batch_size = whole("batch_size", batch_size), whole("global_batch_size", global_batch_size)
     if (batch_size is None) == (global_batch_size is None):
-        raise InvalidArgumentError("give either batch_size (rows of a box's batch) or global_batch_size (rows of all)")
+        raise InvalidArgumentError(
+            "exactly one of batch_size (rows of a box's batch) and global_batch_size (rows of all boxes' batches) "
+            f"must be given, got {batch_size!r} and {global_batch_size!r}"
+        )
     batch = batch_size * boxes if batch_size is not None else global_batch_size
     assert batch is not None
     if batch < boxes:
         given = f"batch_size={batch_size}" if batch_size is not None else f"global_batch_size={global_batch_size}"
-        raise InvalidArgumentError(f"{given}: each of {boxes} boxes needs at least one row; use larger batches")
+        raise InvalidArgumentError(f"{given} must give each of {boxes} boxes at least one row. Use larger batches")
     return batch
 
 
@@ -94,7 +98,10 @@ def _torchrun_rank() -> tuple[int, int]:
     """Return (rank, number of ranks) of a distributed job, from torchrun's variables; (0, 1) without them."""
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and ranks.isdecimal()):
-        raise InvalidArgumentError(f"RANK and WORLD_SIZE must be whole numbers, got RANK={rank} and WORLD_SIZE={ranks}")
+        raise InvalidArgumentError(
+            f"the environment variables RANK and WORLD_SIZE must be whole numbers, got RANK={rank} and "
+            f"WORLD_SIZE={ranks}"
+        )
     return int(rank), int(ranks)
 
 

@@ -24,8 +24,7 @@ from penstock.data.ordering.shard_selection import ShardParts
 __all__ = ["Blocks", "PartSequence"]
 
 Blocks = list[tuple[int, Ints]]
-"""List of blocks: for each, the index of the first requested position that lies in the block, and the numbers of the
-block's shards."""
+"""List of blocks, each as (index of the first requested position in the block, numbers of the block's shards)."""
 
 
 class PartSequence:
@@ -47,14 +46,14 @@ class PartSequence:
     ) -> None:
         """
         Args:
-            files: number of the file that each shard is a block of; None: shards have no blocks.
-            inner: approximate number of samples of blocks of files that are permuted together; None: as `block`.
+            files: number of the file that each shard is a block of; None: each shard is a file.
+            inner: approximate number of samples that are permuted together in files with blocks; None: as `block`.
         """
         self._parts, self._sizes, self._starts = parts, sizes, starts
         self._key, self._shuffle, self._partitions, self._inner = key, shuffle, partitions, inner
         self._part_bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(parts.count)])
         self._runs = _runs(parts.shard, files)
-        """Part at which each run begins, and at the end the number of parts; shape (runs + 1,)."""
+        """Number of the first part of each run, then the number of parts; shape (runs + 1,)."""
         self._nested = shuffle and files is not None
         self._known: OrderedDict[int, NestedBlocks] = OrderedDict()
         samples = np.diff(self._part_bounds[self._runs])
@@ -68,7 +67,7 @@ class PartSequence:
         """Index in the sequence at which each partition begins. If the sequence cannot be divided evenly, the first
         partitions have one sample more."""
         self._first = self._rank(self._partition_starts[:-1])
-        """Rank, in the permuted sequence of runs, of the run in which each partition begins."""
+        """Rank in the permuted sequence of the run in which each partition begins; shape (partitions,)."""
 
     @property
     def _count(self) -> int:
@@ -98,7 +97,7 @@ class PartSequence:
         return ids
 
     def blocks(self, positions: Ints) -> Blocks:
-        """Return the blocks in which these positions lie, each once, with the shards that it needs."""
+        """Return the blocks in which these positions lie, each block once, with the shards that the block needs."""
         at = self._at(positions)
         low, high, keys = self._blocks(at, positions % self._partitions)
         found = []
@@ -115,7 +114,8 @@ class PartSequence:
         return found
 
     def _windows(self, low: Ints, high: Ints, keys: Words) -> list[tuple[Ints, NestedBlocks]]:
-        """Return, for each block of the sequence that occurs: the positions in it, and the order within it."""
+        """Return, for each block of the sequence that occurs, the positions in the block and the order within the
+        block."""
         found = []
         for begin in np.unique(low).tolist():
             chosen = np.flatnonzero(low == begin)
@@ -123,7 +123,7 @@ class PartSequence:
             if nested is None:
                 nested = self._nested_blocks(begin, int(high[chosen[0]]), int(keys[chosen[0]]))
             self._known[begin] = nested
-            while len(self._known) > 2 * self._partitions:  # a block and the next one, of each partition
+            while len(self._known) > 2 * self._partitions:  # the present and the next block of each partition
                 self._known.popitem(last=False)
             found.append((chosen, nested))
         return found
@@ -136,7 +136,7 @@ class PartSequence:
         return NestedBlocks(begins[inside], ends[inside], key=key, block=self._inner)
 
     def _at(self, positions: Ints) -> Ints:
-        """Return the index in the sequence of each position. The blocks are not permuted yet."""
+        """Return the index in the sequence of each position, before the permutation within blocks."""
         at: Ints = self._partition_starts[positions % self._partitions] + positions // self._partitions
         return at
 
@@ -159,7 +159,7 @@ class PartSequence:
         return permuted(ranks, self._count, np.uint64(self._key)) if self._shuffle else ranks
 
     def _part_of(self, at: Ints) -> tuple[Ints, Ints]:
-        """Return, for each index in the sequence, the number of its part, and the offset in it."""
+        """Return, for each index in the sequence, the number of its part, and the offset in the part."""
         rank = self._rank(at)
         run = self._run_at(rank)
         first = self._runs[run]
@@ -185,5 +185,6 @@ def _runs(shards: Ints, files: Ints | None) -> Ints:
     if files is None or not len(shards):
         return np.arange(len(shards) + 1)
     file = files[shards]
-    new = (file[1:] != file[:-1]) | (shards[1:] <= shards[:-1])  # the latter where an epoch repeats a file
+    # the second condition holds where an epoch repeats a file
+    new = (file[1:] != file[:-1]) | (shards[1:] <= shards[:-1])
     return np.concatenate([np.zeros(1, np.int64), np.flatnonzero(new) + 1, np.full(1, len(shards), np.int64)])

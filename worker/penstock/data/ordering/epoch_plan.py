@@ -1,9 +1,9 @@
 """Plan of an epoch: its batches, the samples of each batch, and where the next epoch begins.
 
 A position is (epoch, start), where `start` counts all samples of the epoch's order, also those that are skipped
-(skips.py). So a position means the same whatever is skipped, for any batch size and number of boxes. `start` is
-negative if samples of earlier epochs are still to come, as with tail="carry". Batches are cut from the samples that are
-not skipped.
+(skips.py). So skipped samples, the batch size and the number of boxes do not change the meaning of a position. `start`
+is negative if samples of earlier epochs are still to come, as with tail="carry". Batches are cut from the samples that
+are not skipped.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class SampleOrder(Protocol):
 
 
 class BatchPlan(NamedTuple):
-    """Plan of one batch of a box: which samples it has, and at which positions they are."""
+    """Plan of one batch of a box (data-parallel rank): the samples of its rows, and their positions in the order."""
 
     epoch: int
     """Number of the epoch."""
     positions: Ints
-    """Positions of the batch's rows in the epoch; negative ones lie in earlier epochs."""
+    """Positions of the batch's rows in the epoch; negative positions belong to earlier epochs."""
     ids: Ints
     """Numbers of the samples in the batch's rows."""
     empty: bool = False
-    """True if the box has no row in this batch. The plan then names one row of another box, from which a batch without
+    """True if the box has no row in this batch. The plan then has one row of another box, from which a batch without
     rows is derived."""
     imbalance: float | None = None
     """Cost of the step's most expensive box, divided by the mean of all boxes; None: not measured."""
@@ -83,7 +83,7 @@ class EpochRemainder:
         return int(self.kept.positions(np.array([self._partition.position(batches) - 1]))[0]) + 1
 
     def position_after(self, batches: int) -> tuple[int, int]:
-        """Return the (epoch, start) after `batches` batches; at the end of this epoch, the beginning of the next one
+        """Return the (epoch, start) after `batches` batches; at the end of this epoch, the beginning of the next epoch
         that has a batch."""
         return self.following() if batches >= self.batches else (self.epoch, self.position(batches))
 
@@ -113,7 +113,7 @@ class EpochRemainder:
         return self.kept.positions(self._partition.rows(number, boxes=1))
 
     def kept_ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return the (first, end) positions of the runs of samples that batch `number` of all boxes has."""
+        """Return the ranges (first, end) of consecutive positions in global batch `number`."""
         rows = np.sort(self.all_positions(number))
         if not len(rows):
             return []
@@ -122,8 +122,8 @@ class EpochRemainder:
         return [(int(rows[first]), int(rows[end]) + 1) for first, end in zip(firsts, ends, strict=True)]
 
     def skipped_ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return the (first, end) positions of this epoch that are skipped after batch `number` - 1, and before the end
-        of batch `number`."""
+        """Return the ranges (first, end) of skipped positions of this epoch between the ends of batches `number` - 1
+        and `number`."""
         begin, end = max(0, self.position(number)), self.position(number + 1)
         offset = self.epoch * self.epochs.length
         found = [(max(first - offset, begin), min(last - offset, end)) for first, last in self.epochs.skip]
@@ -131,7 +131,7 @@ class EpochRemainder:
 
     def near(self, box: int | None, begin: int, count: int, *, run: int, runs: int) -> Ints:
         """Return some of a box's positions, or of all boxes' if `box` is None, among the next `count` samples of this
-        epoch, from position `begin` on. They come from at most `runs` evenly spread runs of `run` samples."""
+        epoch, from position `begin` on. The positions come from at most `runs` evenly spread runs of `run` samples."""
         partition = self._partition
         first = max(self.kept.rank(begin), self.kept.rank(0))
         end = min(partition.length, first + count)
@@ -143,7 +143,7 @@ class EpochRemainder:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Settings that all epochs of a loader have in common: length, tail and skipped ranges."""
+    """Settings that are the same in all epochs of a loader: length, tail and skipped ranges."""
 
     length: int
     """Number of samples in an epoch."""
@@ -154,8 +154,8 @@ class EpochPlan:
         return EpochRemainder(self, epoch, start, batch, boxes)
 
     def begin(self, epoch: int, batch: int, position: tuple[int, int]) -> int:
-        """Return the beginning (`start`) of an epoch, from any position in it. With tail="carry" it is the position
-        that lies a whole number of batches before `position`; otherwise it is 0."""
+        """Return the beginning (`start`) of an epoch, from any position in it. With tail="carry" the beginning lies a
+        whole number of batches before `position`; otherwise it is 0."""
         if self.tail != "carry":
             return 0
         kept = KeptPositions(self.skip, epoch * self.length)
@@ -169,17 +169,17 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class WorkerBatches:
-    """Batches of an epoch's remainder that one worker makes."""
+    """Batches that one worker makes of an epoch's remainder."""
 
     remainder: EpochRemainder
     order: SampleOrder
     turn: WorkerTurn
     box: int
     deal: Deal | None = None
-    """Function that deals the rows of a global batch to the boxes; None: each box takes every N-th row."""
+    """Function that deals the rows of a global batch to the boxes; None: box b of N takes the rows b, b + N, ..."""
 
     def ended(self, done: int) -> bool:
-        """Return True if the worker has no more batch after its first `done` batches."""
+        """Return True if the worker has no further batch after its first `done` batches."""
         return self.turn.batch(done) >= self.remainder.batches
 
     def plans(self, done: int) -> list[BatchPlan]:
@@ -195,7 +195,7 @@ class WorkerBatches:
             if (len(rows) + 1) * len(rows[0]) > ORDERED_AT_ONCE:
                 break
             rows.append(remainder.positions(number, self.box))
-        empty = not len(rows[-1])  # possible in an epoch's last batch only
+        empty = not len(rows[-1])  # possible only in an epoch's last batch
         if empty:
             rows[-1] = remainder.positions(remainder.batches - 1, 0)[:1]
         ids = np.split(self._ids(np.concatenate(rows)), np.cumsum([len(own) for own in rows[:-1]]))
@@ -221,7 +221,7 @@ class WorkerBatches:
 
     def _ids(self, positions: Ints) -> Ints:
         epoch, length = self.remainder.epoch, self.remainder.epochs.length
-        if positions[0] >= 0:  # the first row is in this epoch, so the batch has no rows of earlier ones
+        if positions[0] >= 0:  # the first row is in this epoch, so the batch has no rows of earlier epochs
             return self.order.ids(epoch, positions)
         ids = np.empty_like(positions)
         epochs = positions // length

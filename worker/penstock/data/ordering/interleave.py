@@ -1,7 +1,7 @@
 """Interleaving of several sequences, so that every prefix of the result has each sequence's share: a function from
 position to (sequence, unit).
 
-The sequences are the leaves of a binary tree, a Huffman tree ("A Method for the Construction of Minimum- Redundancy
+The sequences are the leaves of a binary tree, a Huffman tree ("A Method for the Construction of Minimum-Redundancy
 Codes", 1952): the two smallest trees are joined repeatedly. If an inner node has n units and its left child has l, then
 x l/n of the node's first x units, rounded half up, belong to the left child. So a look-up takes one exact integer
 division on each level, and each sequence has had all of its units at the end.
@@ -45,12 +45,12 @@ class _Inner:
     units: int
 
     def left_of(self, units: Ints) -> Ints:
-        """Return how many of the node's first `units` units belong to the left child: floor(x l / n + 1/2), for x =
-        `units`."""
+        """Return the number of units of the left child among the node's first x = `units` units: floor(x l / n +
+        1/2)."""
         n, part = self.units, self.left.units
         found: Ints = np.floor(units * (part / n) + 0.5).astype(np.int64)
         # A float has 53 bits, so for n < 2^48 the quotient is off by less than one. The division's remainder is small:
-        # it survives the overflow of the products, and shows which candidate is exact.
+        # the remainder survives the overflow of the products, and shows which candidate is exact.
         with np.errstate(over="ignore"):
             rest = 2 * part * units + n - found * (2 * n)
         exact: Ints = found - (rest < 0) + (rest >= 2 * n)
@@ -58,7 +58,8 @@ class _Inner:
 
 
 class Interleaving:
-    """Interleaving of sequences, made from the number of units of each; together they have fewer than 2^48."""
+    """Interleaving of sequences, made from the number of units of each sequence. The sum of units must be below
+    2^48."""
 
     def __init__(self, units: Sequence[int]) -> None:
         order = count()
@@ -74,8 +75,8 @@ class Interleaving:
         """Number of units of all sequences together."""
 
     def split(self, positions: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield, for each sequence that occurs at these positions: its number, the indexes in `positions` that belong
-        to it, and the number of the sequence's unit at each of them."""
+        """Yield, for each sequence that occurs at these positions, (number of the sequence, its indexes in `positions`,
+        number of the sequence's unit at each of these indexes)."""
         if self._root is not None and len(positions):
             yield from _split(self._root, np.arange(len(positions)), positions)
 

@@ -1,10 +1,10 @@
-"""Shuffle of a few files that consist of blocks, such as row groups: blocks are permuted, and samples within some
-neighbouring blocks.
+"""Shuffle of a few files that consist of blocks, such as row groups: the blocks are permuted, and samples are permuted
+within groups of neighbouring blocks.
 
     index -> group of permuted pieces -> permuted within the group -> piece -> index in the sequence
 
-A block is decoded as a whole, so a reader needs the blocks of one group in memory and no others: shuffled reading
-decodes each block once, as sequential reading does.
+A block is decoded as a whole, and a reader needs only the blocks of one group in memory: shuffled reading decodes each
+block once, as sequential reading does.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PIECES, _SAMPLES = 1, 2
 
 
 class NestedBlocks:
-    """Order of the samples in a range of a sequence that consists of pieces: blocks of files, or what a partition's
-    border left of them."""
+    """Order of the samples in a range of a sequence. The range consists of pieces: blocks of files, or parts of blocks
+    that a partition's border has cut."""
 
     def __init__(self, begins: Ints, ends: Ints, *, key: int, block: int | None) -> None:
         """
@@ -38,18 +38,18 @@ class NestedBlocks:
         sizes = (ends - begins)[pieces]
         self._begins: Ints = begins[pieces]
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        """Index, in the permuted order, at which each piece begins, and at the end the number of samples."""
+        """Index, in the permuted order, at which each piece begins, then the number of samples."""
         mean = int(self._bounds[-1]) / count
         together = count if block is None else max(1, min(count, round(block / mean)))
         firsts = np.append(np.arange(0, count, together), count)
         self._firsts: Ints = firsts
-        """First piece of each group of pieces that are permuted together, and the number of pieces."""
+        """First piece of each group of pieces that are permuted together, then the number of pieces."""
         self._group_bounds: Ints = self._bounds[firsts]
         self._key = int(mix(key, _SAMPLES))
 
     def indexes(self, at: Ints) -> Ints:
-        """Return the index in the sequence of the samples at these indexes of the range, both counted from the
-        sequence's beginning."""
+        """Return the indexes in the sequence of the samples at indexes `at` of the range. All indexes are counted from
+        the sequence's beginning."""
         inside = at - self._low
         group = self._group(inside)
         low = self._group_bounds[group]
@@ -59,8 +59,8 @@ class NestedBlocks:
         return found
 
     def blocks(self, at: Ints) -> Iterator[tuple[int, Ints]]:
-        """Yield, for each group of pieces that these indexes need: the first of the indexes that needs it, as an index
-        into `at`, and the index in the sequence at which each of its pieces begins."""
+        """Yield, for each group of pieces that the indexes `at` need, (position in `at` of the first index that needs
+        the group, index in the sequence at which each piece of the group begins)."""
         groups, firsts = np.unique(self._group(at - self._low), return_index=True)
         for group, first in zip(groups.tolist(), firsts.tolist(), strict=True):
             yield first, self._begins[self._firsts[group] : self._firsts[group + 1]]

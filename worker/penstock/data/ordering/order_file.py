@@ -1,13 +1,13 @@
-"""The order of one epoch, read from a file: the rest of an epoch that another library began.
+"""Order of one epoch, read from a file: the rest of an epoch that another library began.
 
-`penstock import-state` writes such a file. It holds the numbers of all samples of that epoch: those that the other
-library delivered, then the others in its order. So the epoch's remaining positions are exactly the remaining samples,
-and a state in it is a position like any other: it fits any topology. All other epochs have the loader's own order.
+`penstock import-state` writes such a file. The file holds the numbers of all samples of that epoch: the samples that
+the other library delivered, then the remaining ones in that library's order. So a state in this epoch is a position
+like any other, and fits any topology. All other epochs have the loader's own order.
 
     magic (8 bytes), format and bytes of a number (u32 each), epoch, samples (i64 each), digest (u64), zeros to 64 bytes
     the samples' numbers, little-endian u32 or u64
 
-Workers map the file into memory, so it takes no memory of its own, and they check its digest when they open it.
+Workers map the file into memory, so all workers of a host share its pages, and check its digest when they open it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ MAGIC, FORMAT = b"PENORDER", 1
 _HEADER = struct.Struct("<8sIIqqQ24x")
 _EPOCH = struct.Struct("<qq")
 CHUNK = 1 << 24
-"""Numbers that are checked at a time."""
+"""Sample numbers that are checked at a time."""
 
 
 def write_order(path: Path, epoch: int, ids: Ints) -> OrderFile:
-    """Write the order of an epoch, atomically, and return it. Raises InvalidArgumentError unless `ids` has each sample
-    from 0 on once."""
+    """Write the order of an epoch, atomically, and return it. Raises InvalidArgumentError unless `ids` has each number
+    from 0 to len(ids) - 1 once."""
     if len(ids) == 0 or not np.array_equal(np.bincount(ids, minlength=len(ids)), np.ones(len(ids), np.int64)):
-        raise InvalidArgumentError(f"an order must have each of its {len(ids)} samples once, got others")
+        raise InvalidArgumentError(
+            f"an order must have each of the samples 0 to {len(ids) - 1} once, got repeated or other numbers"
+        )
     kind = np.dtype("<u4" if len(ids) <= 1 << 32 else "<u8")
     numbers = ids.astype(kind)
     digest = _digest(epoch, numbers)
@@ -56,7 +58,7 @@ class OrderFile:
     path: Path
     epoch: int
     samples: int
-    """Samples of the epoch."""
+    """Number of samples in the epoch."""
     digest: str
     """Digest of the epoch's number and of the order, 16 hexadecimal digits."""
     numbers: npt.NDArray[Any]
@@ -64,11 +66,11 @@ class OrderFile:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The part of a loader's state that names this order."""
+        """Identity of this order in a loader's state."""
         return {"epoch": self.epoch, "digest": self.digest}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OrderFile.read, (self.path,)  # a copy in another process maps the file too
+        return OrderFile.read, (self.path,)  # a pickled copy maps the file again in the other process
 
     @staticmethod
     def read(given: str | os.PathLike[str]) -> OrderFile:
@@ -80,7 +82,7 @@ class OrderFile:
                 size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise DatasetError(
-                f"order_file {path} cannot be read: {error.strerror}. It must be at the same path on each worker"
+                f"order_file {path} cannot be read: {error.strerror}. Copy the file to the same path on each worker"
             ) from error
         if len(header) < _HEADER.size or not header.startswith(MAGIC):
             raise DatasetError(
@@ -94,17 +96,19 @@ class OrderFile:
                 "it. Run `penstock import-state` of this version"
             )
         if width not in (4, 8) or samples < 1 or epoch < 0 or size != _HEADER.size + samples * width:
-            raise _damaged(path, f"{size} bytes do not fit {samples} samples of epoch {epoch}, {width} bytes each")
+            raise _damaged(
+                path, f"the file must have {samples} samples of epoch {epoch} with {width} bytes each, got {size} bytes"
+            )
         numbers = np.memmap(path, f"<u{width}", "r", _HEADER.size, (samples,))
         if _digest(epoch, numbers) != digest:
-            raise _damaged(path, "its digest does not fit its content")
+            raise _damaged(path, "the digest does not match the content")
         if any(int(part.max()) >= samples for part in _parts(numbers)):
-            raise _damaged(path, f"it names samples beyond its {samples}")
+            raise _damaged(path, f"it has sample numbers above {samples - 1}")
         return OrderFile(path, epoch, samples, f"{digest:016x}", numbers)
 
 
 class FiledOrder:
-    """An order of which one epoch comes from a file."""
+    """Order of all epochs, one of which comes from a file."""
 
     def __init__(self, own: SampleOrder, file: OrderFile, name: str, count: int) -> None:
         """
@@ -113,17 +117,17 @@ class FiledOrder:
             name: name of the data, for errors.
             count: samples of the data.
 
-        Raises DatasetError unless an epoch of the file and one of `own` have each sample once.
+        Raises DatasetError unless the file's epoch and an epoch of `own` have each sample of the data once.
         """
         if not file.samples == len(own) == count:
             raise DatasetError(
-                f"{name} has {count} samples, and {len(own)} in an epoch, but order_file {file.path} orders "
-                f"{file.samples}: give the dataset whose position was imported, and epochs of all its samples"
+                f"order_file {file.path} must have the samples of {name}, {count} samples and {len(own)} in an epoch, "
+                f"got {file.samples}. Pass the dataset whose position was imported, with epochs of all its samples"
             )
         self._own, self._file = own, file
 
     def __len__(self) -> int:
-        """Return the samples of an epoch."""
+        """Return the number of samples in an epoch."""
         return len(self._own)
 
     def covers(self, epoch: int) -> bool:

@@ -6,12 +6,12 @@ order, so a mismatch of settings is an error that names both values.
 The workers of one topology share the batches from `start` on; `done` counts the batches that one worker has made. If a
 run is resumed on the same topology, each worker continues after its `done` batches. On another topology, the box's
 batches before the first one that no worker has made count as done, and the samples after them are partitioned anew. If
-only the batch size differs, the worker whose turn it is still makes the next batch, because the box reads from that
-worker next.
+only the batch size differs, the next batch still comes from the worker that would have made it, because the box reads
+from that worker next.
 
-Positions count skipped samples too (skips.py). A state records the skipped ranges, which show which samples its batches
-had. A resumed run may skip other ranges after the position. It is an error to skip more before the position, because
-those samples have already been delivered.
+Positions count skipped samples, too (skips.py). A state records the skipped ranges, which show which samples its
+batches had. A resumed run may skip other ranges after the position. Skipping more samples before the position is an
+error, because those samples have already been delivered.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 FORMAT = 3
 """Version of the format of these states."""
 ORDER_FILE = "order_file"
-"""Name of the setting that names an order file."""
+"""Name of the setting with the path of an order file."""
 VERSIONS = "versions"
 """Name of the setting with the versions of the data."""
 NUMBER_LIMIT = 1 << 62
@@ -55,7 +55,7 @@ NUMBER_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class Topology:
-    """Numbers of boxes and of workers of each box, and number of samples in a global batch."""
+    """Numbers of boxes (data-parallel ranks) and of workers of each box, and number of samples in a global batch."""
 
     boxes: int
     workers: int
@@ -98,12 +98,13 @@ class OrderProgress:
         return progress
 
     def turn(self, number: int) -> WorkerTurn:
-        """Return which of the box's batches a worker makes. `number`: the worker's number within its box."""
+        """Return the turn of a worker among the workers of its box, which selects its batches. `number`: the worker's
+        number within its box."""
         return WorkerTurn((number - self.first) % self.topology.workers, self.topology.workers)
 
     def of_worker(self, number: int) -> OrderProgress:
-        """Return the progress of one worker of a box. `number`: the worker's number within the box. Call it on the
-        progress of the whole box."""
+        """Return the progress of one worker of a box. `number`: the worker's number within the box. Call this method on
+        the progress of the whole box."""
         return replace(self, done=self.turn(number).done(self.done))
 
 
@@ -122,8 +123,8 @@ def state_of(progress: OrderProgress, order: Mapping[str, Any], skip: Ranges = (
 def progress_of(state: Any) -> OrderProgress:
     """Return the progress that a state contains.
 
-    Raises StateMismatchError for a state of another kind, StateVersionError for one of another version,
-    StateCorruptError for a damaged one.
+    Raises StateMismatchError for a state of another kind, StateVersionError for a state of another version,
+    StateCorruptError for a damaged state.
     """
     check_format(state, "a StreamingLoader or MapLoader")
     try:
@@ -142,14 +143,14 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
     last = -1
     for number in (number for piece in skip for number in piece):
         if type(number) is not int or not last < number < NUMBER_LIMIT:
-            raise ValueError(f"skip must be rising ranges of sample numbers, got {state['skip']!r:.200}")
+            raise ValueError(f"skip must be ascending ranges of sample numbers, got {state['skip']!r:.200}")
         last = number
     return skip
 
 
 def epoch_to_begin(state: Mapping[str, Any], tail: Tail) -> int | None:
-    """Return the epoch that begins at a state's position, between two epochs; None for any other position, for the
-    state of one of several workers, and for one that skipped samples. `tail`: that of the loader."""
+    """Return the epoch that begins at a state's position, if the position lies between two epochs; None for any other
+    position, for the state of one of several workers, and for a state with skipped samples. `tail`: the loader's."""
     progress, samples = progress_of(state), state["order"].get("samples")
     several = progress.topology.workers > 1 and "others" not in state
     if several or skip_of(state) or others_of(state, {}) or not isinstance(samples, list | int):
@@ -161,43 +162,47 @@ def epoch_to_begin(state: Mapping[str, Any], tail: Tail) -> int | None:
 
 
 def check_format(state: Any, loader: str, *names: str) -> None:
-    """Raise StateMismatchError unless `state` comes from the kind of loader called `loader`. Raise StateVersionError
-    for a state of another format version, and StateCorruptError for a damaged one. `names`: entries that such states
-    have besides the common ones."""
+    """Check the format of a state. `loader`: name of the kind of loader, for errors; `names`: entries that its states
+    have besides the common ones. Raises StateMismatchError for a state of another loader, StateVersionError for another
+    format version, StateCorruptError for a damaged state."""
     if not isinstance(state, Mapping) or not {"format", "order", *names} <= state.keys():
-        raise StateMismatchError(f"the state must be that of {loader}, got one of another loader: {str(state)[:200]}")
+        raise StateMismatchError(
+            f"the state must come from {loader}, got the state of another loader: {str(state)[:200]}. Load it with "
+            "the loader that saved it"
+        )
     if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
         raise StateCorruptError(
-            f"format and order of a loader's state must be a positive integer and a dict, got {str(state)[:200]}: load "
-            "an older state"
+            f"a loader's state must have a positive integer format and a dict order, got {str(state)[:200]}. Load an "
+            "older state"
         )
     if state["format"] != FORMAT:
         raise StateVersionError(
             f"the format of a loader's state must be {FORMAT}, got {state['format']}: another version of Penstock "
-            "wrote it. Use that version to load the state"
+            "wrote it. Load the state with that version"
         )
 
 
 def others_of(state: Mapping[str, Any], default: Any = None) -> Mapping[str, Any]:
-    """Return the states that an aggregated state contains of those workers that are not at the common position, by
+    """Return the states of those workers that are not at the common position of an aggregated state, by
     global_worker_id."""
     others = state.get("others", default)
     if not isinstance(others, Mapping):
-        raise StateCorruptError(f"the loader's state is damaged: others must be a dict, got {others!r:.200}")
+        raise StateCorruptError(f"the loader's state is damaged: its entry others must be a dict, got {others!r:.200}")
     return others
 
 
 def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: EpochPlan, *, strict: bool) -> None:
-    """Raise StateMismatchError if the state is a position in another order; without `strict` warn instead. Raise
-    StateCorruptError if the position lies outside of this order. `order`: settings of this loader's order."""
+    """Check that a state is a position in this loader's order. `order`: settings of this loader's order; `strict`:
+    False to warn instead of raising StateMismatchError. Raises StateMismatchError for another order, StateCorruptError
+    for a position outside of the order."""
     saved, order = _deciding(state, order, state["epoch"] + state["start"] // epochs.length)
     names = [name for name in {**saved, **order} if saved.get(name) != order.get(name)]
     if not names:
         least = -state["epoch"] * epochs.length if epochs.tail == "carry" else 0
         if not least <= state["start"] <= epochs.length or state["done"] > epochs.length - least:
             raise StateCorruptError(
-                f"the loader's state is damaged: it has {state['done']} batches after sample {state['start']}, but an "
-                f"epoch has {epochs.length} samples"
+                f"the loader's state is damaged: its position must lie in an epoch of {epochs.length} samples, got "
+                f"{state['done']} batches after sample {state['start']}. Load an older state"
             )
         return
     differing = ", ".join(f"{name} was {saved.get(name)!r} and is {order.get(name)!r} now" for name in names)
@@ -209,15 +214,15 @@ def _deciding(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the settings, of a state and of a loader, that decide the order at the state's position and after it.
 
-    An imported state has only its order file (order_file.py): the loader's other settings decide later epochs. In the
-    epochs after that of an order file, the file decides nothing. `epoch`: that of the next sample.
+    An imported state has only an order file (order_file.py); the loader's other settings decide later epochs. An order
+    file decides only its own epoch. `epoch`: epoch of the next sample.
     """
     saved = state["order"]
     if saved.keys() == {ORDER_FILE}:
         if ORDER_FILE not in order:
             raise StateMismatchError(
-                "the state was written by `penstock import-state`, and its position is one in an order file, but the "
-                "loader has none: pass order_file=, the path of the file that was written beside the state"
+                "order_file must be given for a state that `penstock import-state` wrote, got None. Pass the path of "
+                "the order file that was written beside the state"
             )
         return saved, {ORDER_FILE: order[ORDER_FILE]}
     return _without_past_file(saved, epoch), _without_past_file(order, epoch)
@@ -230,8 +235,8 @@ def _without_past_file(order: Mapping[str, Any], epoch: int) -> Mapping[str, Any
 
 
 def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise StateMismatchError unless the states show that all workers divided the same order into the same batches. If
-    they did not, samples were left out or repeated."""
+    """Raise StateMismatchError unless the states show that all workers divided the same order into the same batches.
+    Otherwise samples were left out or repeated."""
     first = _settings(states[0])
     for number, state in enumerate(states):
         settings = _settings(state)
@@ -239,8 +244,9 @@ def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
         if names:
             differing = ", ".join(f"{name} {first.get(name)!r} and {settings.get(name)!r}" for name in names)
             raise StateMismatchError(
-                f"worker {number} reads samples in another order than worker 0, so samples were lost and repeated. The "
-                f"settings of worker 0 and worker {number} differ: {differing}. Make the same loader on each worker"
+                f"all workers must read samples in the same order, but worker {number} and worker 0 differ, so samples "
+                f"were lost and repeated. The settings of worker 0 and worker {number} differ: {differing}. Make the "
+                "same loader on each worker"
             )
 
 
@@ -253,8 +259,8 @@ def _check_same_epochs(workers: Mapping[str, Any], identity: Mapping[str, Any]) 
             f"{name} is {workers.get(name)!r} on the workers and {identity.get(name)!r} here" for name in names
         )
         raise StateMismatchError(
-            f"the loader that aggregates the workers' states has other data or settings than theirs: {differing}. Make "
-            "the same loader in the training process as on the workers"
+            "the loader that aggregates the states must have the data and settings of the workers' loaders: "
+            f"{differing}. Make the same loader in the training process as on the workers"
         )
 
 
@@ -266,7 +272,7 @@ def _settings(state: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse(message: str, *, strict: bool) -> None:
     if strict:
         raise StateMismatchError(f"{message}. Use the settings of the saved run, or load with strict=False to continue")
-    warnings.warn(f"{message}; samples may be missing or repeated in this epoch", UserWarning, stacklevel=5)
+    warnings.warn(f"{message}. Samples may be missing or repeated in this epoch", UserWarning, stacklevel=5)
 
 
 def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict: bool) -> int:
@@ -282,8 +288,8 @@ def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict:
     added = added_before(saved, epochs.skip, number)
     if added is not None:
         _refuse(
-            f"skip: samples {added[0]} to {added[1] - 1} have been read already, because the state is at sample "
-            f"{number}: load a state from before them",
+            f"skip must not have samples before the state's position, sample {number}, that were not skipped when the "
+            f"state was saved, got {added[0]} to {added[1] - 1}. Load a state from before these samples",
             strict=strict,
         )
     return position
@@ -293,7 +299,7 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
     """Merge the states of all workers, in order of global_worker_id, into one. `order`: settings of the calling
     loader's order. Topology and skipped ranges are taken from the states, because any process may call this."""
     if not states:
-        raise InvalidArgumentError("aggregate_state_dict() needs the states of all workers, got none")
+        raise InvalidArgumentError("aggregate_state_dict needs the states of all workers, got an empty list")
     workers_progress, skip = [progress_of(state) for state in states], skip_of(states[0])
     _check_same_order(states)
     _check_same_epochs(states[0]["order"], order)
@@ -323,7 +329,7 @@ def deaggregated(
         other = others_of(state).get(str(number))
         return whole.of_worker(number % topology.workers) if other is None else progress_of(other)
     start = replanned(state, epochs, whole.done, strict=strict)
-    if same:  # also at the epoch's end, which the worker detects itself
+    if same:  # also at the epoch's end, which the worker itself detects
         return OrderProgress(whole.epoch, start, 0, topology, (whole.first + whole.done) % topology.workers)
     remainder = epochs.remainder(whole.epoch, start, topology.batch, topology.boxes)
     return OrderProgress(*remainder.position_after(0), 0, topology)

@@ -1,8 +1,9 @@
 """Partition of an epoch into batches, and of each batch into the boxes' rows.
 
 Global batch j of a partition is the next B positions of the epoch's order. Box b of N takes its rows b, b + N, b + 2N
-..., so the order of all rows is the same for any number of boxes. A box's batches are made by its workers in turn. All
-boxes have the same number of batches, because a loop on many boxes ends on all of them together.
+..., so the order of all rows is the same for any number of boxes. A box's batches are made by its workers in turn. (A
+box is one data-parallel rank.) All boxes have the same number of batches, so that a training loop ends on all boxes at
+the same step.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ __all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
-"""Value of `tail` for an order whose samples are whole batches. An incomplete last batch is emitted, as with "emit",
-but never added to the batch before."""
+"""Value of `tail` for an order whose samples are whole batches. An incomplete last batch is emitted as with "emit", but
+is never added to the batch before."""
 
 
 @dataclass(frozen=True)
 class WorkerTurn:
-    """Turn of a worker among the `of` workers of its box. It makes the box's batches number, number + of, number + 2
-    of, and so on."""
+    """Turn of a worker among the `of` workers of its box: the worker makes the box's batches number, number + of,
+    number + 2 of, and so on."""
 
     number: int
     of: int
 
     def done(self, batches: int) -> int:
-        """Return how many of the box's first `batches` batches this worker makes."""
+        """Return the number of batches that this worker makes among the box's first `batches` batches."""
         return max(0, -(-(batches - self.number) // self.of))
 
     def batch(self, done: int) -> int:
-        """Return the number of the next batch of this worker, after its first `done`. Batches are counted among all
-        batches of the box."""
+        """Return the number, among all batches of the box, of this worker's next batch after its first `done`
+        batches."""
         return self.number + done * self.of
 
 
@@ -45,11 +46,11 @@ class WorkerTurn:
 class Partition:
     """Rest of an epoch, from position `start` on, in global batches of `batch` samples for `boxes` boxes.
 
-    `tail` says what happens to an incomplete last batch: it is emitted, padded with positions from the epoch's
-    beginning, dropped, or carried. The samples of a carried batch become the first ones of the next epoch, whose
-    `start` is then negative. If a batch to emit has fewer rows than there are boxes, its rows are added to the batch
-    before. If there is no batch before (the epoch has too few samples, or too few are left after a resume on more
-    boxes), the last boxes get a batch without rows. So no sample comes twice.
+    `tail` decides whether an incomplete last batch is emitted, padded with positions from the epoch's beginning,
+    dropped, or carried. The samples of a carried batch become the first ones of the next epoch, whose `start` is then
+    negative. If a batch to emit has fewer rows than there are boxes, its rows are added to the batch before. If there
+    is no batch before (the epoch has too few samples, or too few are left after a resume on more boxes), the last boxes
+    get a batch without rows. So no sample is repeated.
     """
 
     length: int

@@ -1,9 +1,9 @@
-"""Selection of the shards that an epoch takes of a stream, and how often it takes each, if the epoch's share is not the
+"""Selection of the shards that an epoch takes from a stream, and their repeats, if the epoch's share differs from the
 stream's length.
 
-Suppose that an epoch takes q L + r samples of a stream of L samples. Then it takes every shard q times, and r samples
-more. Each epoch's r samples begin where the r samples of the epoch before ended. So no sample repeats before the whole
-stream has come, and each repeat has a new order. With a share of a tenth, every sample is seen once in ten epochs.
+An epoch that takes q L + r samples of a stream of L samples takes every shard q times, and r samples more. Each epoch's
+r samples begin where the r samples of the epoch before ended. So no sample repeats before the whole stream was read,
+and each repeat has a new order. With a share of a tenth, every sample is seen once in ten epochs.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def parts_of(
     shuffle: bool,
     files: Ints | None = None,
 ) -> ShardParts:
-    """Return the shards and pieces of shards that an epoch takes of a stream.
+    """Return the shards and pieces of shards that an epoch takes from a stream.
 
     Args:
         sizes: number of samples in each of the stream's shards.
         share: number of samples that the epoch takes of the stream.
         first_shard: number of the stream's first shard.
         key: key of the stream.
-        files: number of the file that each of the stream's shards is a block of, ascending; None: each is a file. The
-            shards that an epoch takes of a file come one after another.
+        files: number of the file that each of the stream's shards is a block of, ascending; None: each shard is a file.
+            The shards that an epoch takes from a file stay consecutive.
     """
     count, total = len(sizes), int(sizes.sum())
     times, rest = divmod(share, total) if total else (0, 0)

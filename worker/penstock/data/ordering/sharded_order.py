@@ -4,7 +4,7 @@ and workers.
     position -> stream, and position in its sequence -> partition -> shuffled block -> shard and sample
 
 - **Parts.** An epoch consists of whole shards, and pieces of shards where a stream's share is not all of it
-  (shard_selection.py). They come in a permuted sequence.
+  (shard_selection.py), in a permuted sequence.
 - **Partitions.** The sequence is cut into C equal partitions, and position p takes the next sample of partition p mod
   C. Rows go to boxes in turn, so if the number of boxes divides C, each box reads its own partitions and so its own
   shards. The order itself does not depend on the number of boxes.
@@ -14,8 +14,7 @@ and workers.
   decoded as a whole (row groups of Parquet). Blocks of a file stay near each other (nested_blocks.py).
 - **Streams.** Either the parts of all streams are in one sequence ("shards"), or each stream has a sequence of its own
   and they are interleaved: in units of C samples ("samples") or of a whole batch ("batches"). Then every prefix of the
-  order has each stream's share (interleave.py); the samples that are left of each stream, less than a unit, come at the
-  end.
+  order has each stream's share (interleave.py); the rest of each stream, less than a unit, comes at the end.
 
 The memory used does not grow with the number of samples. It is a few numbers for each part of an epoch.
 """
@@ -105,7 +104,7 @@ class ShardedOrder:
 
     @property
     def starts(self) -> Ints:
-        """Number of the first sample of each shard, and at the end the number of all samples; shape (shards + 1,)."""
+        """Number of the first sample of each shard, then the number of all samples; shape (shards + 1,)."""
         return self._starts
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
@@ -124,7 +123,7 @@ class ShardedOrder:
 
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return the numbers of all shards that are needed for the samples at these positions, in the order in which
-        the positions need them. These are all shards of the positions' blocks."""
+        the positions need them. All shards of the positions' blocks are included."""
         at = np.asarray(positions, np.int64)
         blocks = [
             (int(chosen[index]), shards)
@@ -137,8 +136,8 @@ class ShardedOrder:
         return needed[np.sort(first)]
 
     def _split(self, epoch: int, at: Ints) -> Iterator[tuple[PartSequence, Ints, Ints]]:
-        """Yield, for each sequence of the epoch that occurs at the positions `at`: the sequence, the indexes in `at`
-        that belong to it, and the positions in the sequence."""
+        """Yield, for each sequence of the epoch that occurs at the positions `at`, (the sequence, its indexes in `at`,
+        the positions in the sequence)."""
         sequences = self._epoch(epoch)
         if len(sequences) == 1:
             yield sequences[0], np.arange(len(at)), at

@@ -1,8 +1,8 @@
-"""Skips: samples left out of an order, so that a run avoids data on which it failed.
+"""Skipped samples: samples left out of an order, for example because training failed on them.
 
 A sample's number counts from the run's beginning over all epochs: epoch * samples of an epoch + position. Skipping
-removes numbers from the order and changes no other number, so a position means the same whatever is skipped. A sample's
-rank counts only the samples that are not skipped.
+removes numbers from the order and changes no other number, so the meaning of a position does not depend on the skipped
+samples. A sample's rank counts only the samples that are not skipped.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] |
 
 class KeptPositions:
     """Conversion between positions in an epoch and ranks, which count only the positions that are not skipped. Rank 0
-    is the first of these in the epoch; positions before the epoch have negative ranks."""
+    is the first such position of the epoch; positions before the epoch have negative ranks."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]], begin: int) -> None:
         """
@@ -74,13 +74,13 @@ class KeptPositions:
         self._ends = [end for _, end in near]
         before = sum(max(0, min(end, 0) - first) for first, end in near)
         self._out = list(accumulate((end - first for first, end in near), initial=-before))
-        """Number of skipped samples from the epoch's beginning to the beginning of each range; and, as the last entry,
-        to the end of the last range."""
+        """Number of skipped samples before each range, counted from the epoch's beginning, then the number before the
+        end of the last range."""
         ranks = [first - out for first, out in zip(self._firsts, self._out, strict=False)]
         self._arrays = (np.array(ranks, np.int64), np.array(self._out, np.int64)) if near else None
 
     def rank(self, position: int) -> int:
-        """Return the rank of `position`. If it is skipped, return the rank of the next position that is not."""
+        """Return the rank of `position`, or of the next position that is not skipped."""
         index = bisect_right(self._ends, position)
         inside = max(0, position - self._firsts[index]) if index < len(self._ends) else 0
         return position - self._out[index] - inside

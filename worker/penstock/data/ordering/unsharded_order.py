@@ -5,10 +5,10 @@ All epochs laid end to end repeat the dataset, each repeat in another permutatio
 
     epoch, position -> number over all epochs -> repeat, and index in it -> permuted
 
-So no sample comes again before all have come, however many samples an epoch has, and the look-up of every position
-takes the same time. With blocks, neighbouring samples stay near each other: the blocks of a repeat are permuted, and
-the samples within each block. Blocks are equally long, except one short block with the rest of the samples, which
-stands at a random place among them.
+So no sample repeats before all samples have come, for any number of samples in an epoch, and the look-up of every
+position takes the same time. With blocks, neighbouring samples stay near each other: the blocks of a repeat are
+permuted, and the samples within each block. Blocks are equally long, except one short block with the rest of the
+samples, which stands at a random place among them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["UnshardedOrder"]
 SAMPLE_LIMIT = 1 << 48
 """Exclusive upper bound of the number of samples in a dataset, and in an epoch."""
 _BLOCKS, _SHORT, _INSIDE = 0, 1, 2
-"""Constants mixed into keys, so that three permutations of a repeat get different ones: of its blocks, of the place of
-the short block, and of the samples within a block."""
+"""Constants mixed into keys, so that three random choices of a repeat get different keys: the order of its blocks, the
+place of the short block, and the order of the samples within a block."""
 
 
 class UnshardedOrder:
-    """Order of the samples of all epochs."""
+    """Order of a map-style dataset's samples in all epochs."""
 
     def __init__(self, count: int, epoch_size: int, *, seed: int, shuffle: bool, block: int | None = None) -> None:
         """
@@ -43,8 +43,8 @@ class UnshardedOrder:
         """
         if not 0 < count < SAMPLE_LIMIT or not 0 < epoch_size < SAMPLE_LIMIT:
             raise DatasetError(
-                f"dataset and epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {count} "
-                f"and {epoch_size}"
+                f"the dataset and an epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {count} and "
+                f"{epoch_size}"
             )
         self._count, self._length, self._shuffle = count, epoch_size, shuffle
         self._block = count if block is None else min(block, count)

@@ -1,4 +1,4 @@
-"""Calls with deadlines to fsspec's filesystems that have no event loop (SFTP, FTP, archives, chained URLs).
+"""Deadlines for calls to those fsspec filesystems that have no event loop (SFTP, FTP, archives, chained URLs).
 
 A call to such a filesystem may block forever. So each call runs in a thread of its own, which the caller may abandon;
 the thread ends when the call does. Few of these filesystems may be used by two threads at a time: FTP has one

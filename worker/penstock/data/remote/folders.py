@@ -1,4 +1,4 @@
-"""A dataset's folder on this machine, a web server, an object store, or anything else that fsspec reaches.
+"""Access to a dataset's folder on this machine, a web server, an object store, or anything else that fsspec reaches.
 
 A temporary failure is retried until the deadline, with growing pauses; a permanent one is raised at once. Every
 transfer has a deadline and a minimum rate: a server that sends a byte now and then counts as stalled.
@@ -63,23 +63,23 @@ __all__ = ["LARGEST_READ", "RemoteFolder", "joined"]
 LARGEST_READ = 1 << 30
 """Largest file that is read into memory as a whole, in bytes."""
 RANGE_BYTES = 16 << 20
-"""Largest part of a range that is requested at a time, in bytes."""
+"""Largest number of bytes that one request for a range asks for."""
 PAST_END = 416
-"""Status of HTTP for a range that begins after the file's end."""
+"""HTTP status for a range that begins after the file's end."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 LAST_PAUSE_S = 0.2
-"""Last seconds before a deadline, in which no new attempt begins."""
+"""Seconds before a deadline in which no new attempt begins."""
 QUIET_TRIES = 5
-"""Number of failed attempts in a row, within some two seconds, before the first warning is logged."""
+"""Failed attempts in a row, about two seconds' worth, before the first warning is logged."""
 MIN_PROGRESS_BYTES = 1 << 16
-"""Number of bytes that must arrive in each period of `stall_s` seconds. If fewer arrive, the transfer is broken off,
-and continued in a new attempt."""
+"""Number of bytes that must arrive in each period of `stall_s` seconds. If fewer arrive, the attempt is cancelled, and
+a new attempt continues the transfer."""
 _SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
-"""Names of options of fsspec's filesystems that say which server a URL is on."""
+"""Names of the options of fsspec's filesystems that select the server of a URL."""
 _BY_RANGES: dict[str, dict[str, Any]] = {"hf": {"cache_type": "none"}}
-"""Filesystems without an event loop that request each part of a file by itself: parts are requested at the same time.
-The options keep `cat_file` from reading more than was asked for."""
+"""Filesystems without an event loop that request each part of a file independently, so that parts can be requested at
+the same time. The options keep `cat_file` from reading more than was asked for."""
 _log = logging.getLogger(__name__)
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
 
@@ -95,7 +95,7 @@ def joined(url: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Call of a filesystem's method, see `transfer.Request`."""
+    """Call of a filesystem's method, an implementation of `transfer.Request`."""
 
     folder: RemoteFolder
     future: concurrent.futures.Future[Any]
@@ -110,8 +110,8 @@ class _Request:
 
 
 class RemoteFolder:
-    """Folder on any filesystem, local or remote. Safe for threads; each process opens the filesystem when it first
-    needs it."""
+    """Folder on any filesystem, local or remote. Safe for threads; each process opens the filesystem at its first
+    transfer."""
 
     def __init__(
         self,
@@ -124,9 +124,9 @@ class RemoteFolder:
         """
         Args:
             storage_options: keyword arguments for fsspec's filesystem.
-            tries: number of failures in a row, without a new byte, after which a transfer is given up; None: only the
-                deadline ends it.
-            stall_s: seconds without progress after which an attempt is broken off.
+            tries: number of failures in a row, without a new byte, after which a transfer fails; None: retry until the
+                deadline.
+            stall_s: seconds without progress after which an attempt is cancelled.
         """
         if (tries is not None and tries < 1) or stall_s <= 0:
             raise InvalidArgumentError(f"tries must be at least 1 and stall_s above 0, got {tries} and {stall_s}")
@@ -143,18 +143,19 @@ class RemoteFolder:
             kind = fsspec.get_filesystem_class(self._protocol)
         except ValueError as error:
             raise InvalidArgumentError(
-                f"{self.url} must have a scheme that fsspec knows, got {self._protocol}://"
+                f"{self.url} must have a scheme that fsspec knows, got {self._protocol}://. Correct the address, or "
+                "install the package of that filesystem"
             ) from error
         except ImportError as error:
             extra = _EXTRAS.get(self._protocol)
             remedy = f"install penstock[{extra}]" if extra else str(error)
-            raise DatasetError(f"{self.url} needs a package that is not installed: {remedy}") from error
+            raise DatasetError(f"{self.url} needs a package that is not installed. {remedy}") from error
         if self._protocol in ("file", "local"):
             self.local = Path(kind._strip_protocol(self._url)).absolute()
         self._is_http = self._protocol in ("http", "https")
         if self._is_http:
-            # Files are needed as they are stored. If a server declares .gz as an encoding, aiohttp would decompress
-            # them.
+            # Files must arrive as they are stored, but aiohttp would decompress them if a server declares .gz as an
+            # encoding.
             self._options["client_kwargs"] = {"auto_decompress": False} | self._options.get("client_kwargs", {})
         self._asynchronous = kind.async_impl and "::" not in self._url
         self._reset()
@@ -180,7 +181,7 @@ class RemoteFolder:
 
     @property
     def address(self) -> str:
-        """Address as it was given, which may hold credentials: not for messages."""
+        """Address as the user gave it, which may contain credentials; never use it in messages."""
         return self._url
 
     @property
@@ -190,8 +191,8 @@ class RemoteFolder:
 
     @property
     def identity(self) -> str:
-        """Text that identifies the remote: its URL and server. The server is needed because two servers may have
-        buckets of the same name."""
+        """Text that identifies the remote: its URL, and its server, because two servers may have buckets of the same
+        name."""
         options = {**self._options, **self._options.get("client_kwargs", {})}
         server = [scrubbed(str(options[name])) for name in _SERVERS if options.get(name)]
         return " ".join([self.url, *(["at", *server] if server else [])])
@@ -249,7 +250,7 @@ class RemoteFolder:
             info = self._call(until, "info", self._path_of(name, until))
             if type(info.get("size")) is not int:
                 raise DatasetError(
-                    f"{self.url_of(name)}: the server must report a file's size, got {info.get('size')!r}"
+                    f"{self.url_of(name)}: the server must report the file's size, got {info.get('size')!r}"
                 )
             return int(info["size"])
 
@@ -268,7 +269,8 @@ class RemoteFolder:
         if len(data) > end - begin:
             raise DatasetError(
                 f"{self.url_of(name)}: the server must send bytes {begin} to {end} of it, got {len(data)}: it knows no "
-                "ranges. Use another server; or make the index of a copy of the files, with index_parquet(ranges=False)"
+                "ranges. Use another server; or make the index of a copy of the files, with "
+                "index_parquet(ranges=False)"
             )
         return data
 
@@ -286,7 +288,7 @@ class RemoteFolder:
         return data
 
     def download_range(self, name: str, to: Path, *, begin: int, size: int, deadline_s: float) -> None:
-        """Download `size` bytes of a file, from `begin` on, to the path `to`. Raises what `read_range` raises, and
+        """Download `size` bytes of a file, from offset `begin` on, to the path `to`. Raises as `read_range` does, and
         ShardUnavailableError if the disk is full."""
         until = time.monotonic() + deadline_s
         with open(to, "wb", opener=open_plain) as file:
@@ -353,7 +355,10 @@ class RemoteFolder:
                 (self.local / name).parent.mkdir(parents=True, exist_ok=True)
                 write_whole(self.local / name, data)
             except OSError as error:
-                raise ShardUnavailableError(f"{self.url_of(name)} could not be written: {error.strerror}") from error
+                raise ShardUnavailableError(
+                    f"{self.url_of(name)} could not be written: {error.strerror}. Make space, or give a folder that "
+                    "you can write to"
+                ) from error
             return
         self._retry(
             lambda until: self._call(until, "pipe_file", self._path_of(name, until), data, stall_s=math.inf),
@@ -376,7 +381,7 @@ class RemoteFolder:
 
     def _retry(self, work: Callable[[float], Any], name: str, deadline_s: float, done: str) -> Any:
         """Call `work` until it succeeds, fails permanently, or the deadline passes. `work` gets the deadline as
-        monotonic time; `done`: word for errors that says what is done with the file."""
+        monotonic time; `done`: past participle for errors, such as "read"."""
         until = time.monotonic() + deadline_s
         failures = 0
         while True:
@@ -386,13 +391,16 @@ class RemoteFolder:
                 raise
             except Exception as error:
                 failure_kind = judge(error)
-                error.__traceback__ = None  # its frames refer to it, and to the caller's dataset and locks
+                error.__traceback__ = (
+                    None  # the traceback's frames refer to the error, and to the caller's dataset and locks
+                )
             failures += 1
             left = until - time.monotonic()
             pause = _pause(failures, left, failure_kind)
             if failure_kind.final or failures == self._tries:
                 raise ShardUnavailableError(
-                    f"{self.url_of(name)} could not be {done} after {_tries(failures)}: {failure_kind.reason}"
+                    f"{self.url_of(name)} could not be {done} after {_tries(failures)}: {failure_kind.reason}. Check "
+                    "the address and storage_options"
                 ) from self._absent(name, failure_kind)
             if pause >= left or left < LAST_PAUSE_S:
                 raise self._too_late(name, done, deadline_s, failures, failure_kind)
@@ -421,10 +429,12 @@ class RemoteFolder:
             target = DownloadTarget(file, progress.at, limit, source)
             try:
                 if self._closed.is_set():
-                    raise ShardUnavailableError(f"{source} was not fetched, because its cache was closed")
+                    raise ShardUnavailableError(
+                        f"{source} was not fetched, because its cache was closed. Open the dataset again"
+                    )
                 self._try(name, target, progress, until, source)
                 if expected is not None and target.at != expected:
-                    raise TransferBroken(f"ended after {target.at} of {expected} bytes")
+                    raise TransferBroken(f"the transfer ended after {target.at} of {expected} bytes")
                 self._reached = True
                 return target.at
             except PenstockError:
@@ -440,9 +450,10 @@ class RemoteFolder:
                 progress.begin_again()
             mistyped = failure_kind.no_such_host and not self._reached and failures == QUIET_TRIES
             if failure_kind.final or mistyped or failures == self._tries:
-                # The cause is left out: its text may contain the credentials that this error leaves out.
+                # The cause is left out, because its text may contain credentials.
                 raise ShardUnavailableError(
-                    f"{source} could not be fetched after {_tries(failures)}: {failure_kind.reason}"
+                    f"{source} could not be fetched after {_tries(failures)}: {failure_kind.reason}. Check the address "
+                    "and storage_options"
                 ) from self._absent(name, failure_kind)
             left = until - time.monotonic()
             pause = _pause(failures, left, failure_kind)
@@ -450,12 +461,13 @@ class RemoteFolder:
                 raise self._too_late(name, "fetched", deadline_s, failures, failure_kind)
             if failures == QUIET_TRIES:
                 _log.warning(
-                    "%s could not be fetched so far: %s; trying for %.0f s more", source, failure_kind.reason, left
+                    "%s could not be fetched yet: %s; retrying for %.0f s more", source, failure_kind.reason, left
                 )
             self._closed.wait(pause)
 
     def _absent(self, name: str, failure_kind: FailureKind) -> FileNotFoundError | None:
-        """Return the cause of the error for a file that the remote does not have; None for any other failure."""
+        """Return a FileNotFoundError, to be the cause of the error, if the remote does not have the file; None for any
+        other failure."""
         return (
             FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url_of(name))
             if failure_kind.absent
@@ -465,11 +477,11 @@ class RemoteFolder:
     def _too_late(
         self, name: str, done: str, deadline_s: float, failures: int, failure_kind: FailureKind
     ) -> ShardUnavailableError:
-        """Return the error for a file with which nothing could be done before the deadline."""
+        """Return the error for an operation on a file that did not succeed before the deadline."""
         return ShardUnavailableError(
             f"{self.url_of(name)} could not be {done} within {deadline_s:.3g} s, {_tries(failures)}: "
-            f"{failure_kind.reason}. See whether the server answers and storage_options are right; timeout_s sets how "
-            "long it is tried"
+            f"{failure_kind.reason}. Check that the server answers and that storage_options are right, or raise "
+            "timeout_s"
         )
 
     def _try(self, name: str, target: DownloadTarget, progress: DownloadProgress, until: float, source: str) -> None:
@@ -501,12 +513,12 @@ class RemoteFolder:
         return self._begin(until, method, *args, **kwargs).result()
 
     def _begin(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> _Request:
-        """Begin a call of a method of the filesystem. For a filesystem with an event loop this is the coroutine whose
-        name begins with "_". `stall_s`: seconds without progress that end the call; None: `stall_s` of the remote."""
+        """Begin a call of a method of the filesystem: on a filesystem with an event loop, of the coroutine whose name
+        has the prefix "_". `stall_s`: seconds without progress that end the call; None: `stall_s` of the remote."""
         if not self._asynchronous:
             if method == "cat_file":
                 kwargs |= _BY_RANGES.get(self._protocol, {})
-            # One call may transfer a whole file or archive, so only the deadline ends it.
+            # One call may transfer a whole file or archive, so only the deadline ends the call.
             future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
             return _Request(self, future, until, math.inf)
         loop, fs, _ = self._opened(until)
@@ -528,8 +540,8 @@ class RemoteFolder:
     def _wait(
         self, future: concurrent.futures.Future[Any], until: float, stall_s: float, target: DownloadTarget | None
     ) -> Any:
-        """Wait for a future as long as its transfer makes progress; then cancel the future and raise TransferBroken.
-        `target`: counts the bytes that have arrived."""
+        """Wait for a future while its transfer makes progress. Without progress, cancel the future and raise
+        TransferBroken. `target`: counter of the bytes that have arrived."""
         try:
             with self._lock:
                 if self._closed.is_set():
@@ -543,7 +555,7 @@ class RemoteFolder:
                 if future.done():
                     return future.result()
                 if time.monotonic() >= until:
-                    raise TransferBroken("time ran out")
+                    raise TransferBroken("the deadline passed")
                 if not target or target.at - before < MIN_PROGRESS_BYTES:
                     received = f"{target.at - before} bytes" if target else "nothing"
                     raise TransferBroken(f"{received} arrived in {stall_s:g} s")
@@ -559,17 +571,18 @@ class RemoteFolder:
                 raise TransferBroken("was closed")
             if self._loop is None:
                 self._loop = RemoteLoop(self._url, self._options)
-                weakref.finalize(self, RemoteLoop.close, self._loop)  # also at the interpreter's exit
+                weakref.finalize(self, RemoteLoop.close, self._loop)  # raised also at the interpreter's exit
             loop = self._loop
             if loop.ended:
                 raise ShardUnavailableError(
-                    f"{self.url} cannot be read, because it was closed or the interpreter is exiting"
+                    f"{self.url} cannot be read, because the remote was closed or the interpreter is exiting. Open the "
+                    "dataset again"
                 )
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if loop.opening.cancelled():
-            raise TransferBroken("was closed while it was being opened")
+            raise TransferBroken("the remote was closed while it was being opened")
         if not loop.opening.done():
-            raise TransferBroken("was not opened in time")
+            raise TransferBroken("the remote was not opened before the deadline")
         if loop.opening.exception():
             with self._lock:
                 self._loop = None if self._loop is loop else self._loop

@@ -1,4 +1,4 @@
-"""Limits on where a server of shards may redirect its readers.
+"""Limits on the addresses to which a server of shards may redirect its readers.
 
 Data hubs answer a request with a redirect to another host, and such redirects are followed. But a server, or an
 attacker who controls it, could make a worker request addresses that only this network can reach: a cloud's metadata
@@ -36,7 +36,7 @@ def _reach(address: Address) -> int:
 
 def watch_redirects(fs: Any) -> None:
     """Make a filesystem of fsspec refuse redirects to nearer addresses. Call it before the filesystem has a session."""
-    import aiohttp  # imported here, because it comes with an extra
+    import aiohttp  # imported here, because aiohttp is installed only with an extra
 
     watch = aiohttp.TraceConfig()
     watch.on_request_redirect.append(_check_redirect)
@@ -54,9 +54,8 @@ async def _check_redirect(session: Any, context: Any, request: Any) -> None:
     for address in targets:
         if sources and all(is_nearer(address, source) for source in sources):
             raise ShardUnavailableError(
-                f"{request.url.host} redirects to {target.host} ({address}), an address closer to this machine (its "
-                "own, or in its private network) than the server's: to allow it, give the target's address as the "
-                "remote"
+                f"{request.url.host} must not redirect to {target.host} ({address}), an address on this machine or its "
+                "private network. Give the target's address as the remote to allow it"
             )
 
 

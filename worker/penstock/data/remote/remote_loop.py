@@ -51,7 +51,7 @@ class RemoteLoop:
 
     @property
     def ended(self) -> bool:
-        """True once no more calls can begin, for example while the interpreter exits."""
+        """True after the loop has stopped accepting calls, for example while the interpreter exits."""
         return self._ending
 
     def call(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
@@ -85,8 +85,8 @@ class RemoteLoop:
 
 
 async def _close_client(fs: Any) -> None:
-    """Close the client of a filesystem that has one instead of a session (Azure). The filesystem would close it itself
-    when it is freed, in the loop that has ended by then; so its finalizers are removed."""
+    """Close the client of a filesystem that has a client instead of a session (Azure). When the filesystem is freed, it
+    would close the client in the loop, which has ended by then; so its finalizers are removed."""
     client = getattr(fs, "service_client", None)
     if client is None:
         return
@@ -96,5 +96,5 @@ async def _close_client(fs: Any) -> None:
     for each in (client, getattr(fs, "credential", None)):
         close = getattr(each, "close", None)
         if asyncio.iscoroutinefunction(close):
-            with contextlib.suppress(Exception):  # the library's own errors do not matter any more
+            with contextlib.suppress(Exception):  # errors of the library no longer matter
                 await close()

@@ -49,8 +49,8 @@ __all__ = [
 ]
 
 PIECE = 4 << 20
-"""Number of bytes requested from an object store at a time. It is large compared with a request's latency, and small
-compared with what a slow connection transfers before it counts as stalled."""
+"""Bytes requested from an object store at a time: many enough that latency hardly matters, few enough that a slow
+connection does not count as stalled."""
 PARALLEL, LARGE_PIECE = 4, 8 << 20
 """Number and size in bytes of pieces of a file that are requested at the same time, as long as nothing fails. A request
 to an object store has a latency of tens of milliseconds and a limited rate; these bring 32 MiB in little more than the
@@ -59,9 +59,9 @@ LARGEST_COPY = 1 << 44
 """Largest file of an unknown size that is copied to a disk, in bytes."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PASSING = frozenset((408, 425, 429))
-"""HTTP statuses below 500 that count as temporary errors."""
+"""HTTP statuses below 500 that are temporary errors, which are retried."""
 _ABSENT = (404, 410)
-"""HTTP statuses that say that there is no such file."""
+"""HTTP statuses for a file that does not exist."""
 _PERMANENT = (
     FileNotFoundError,
     PermissionError,
@@ -87,17 +87,17 @@ _AGES = (
     "etag",
     "blob_id",
 )
-"""Names of the fields in which remotes report when a file was written, the best first. ETag and blob_id come last,
-because they may be digests of the content and not change when the same content is written again."""
+"""Names of the fields in which remotes report the time or version of a file's last write, the best first. ETag and
+blob_id come last, because they may be digests of the content and not change when the same content is written again."""
 _ADDRESS = re.compile(r"(\w+://)(?:[^/\s?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?")
 
 
 class TransferBroken(Exception):
-    """Error: an attempt ended before all bytes arrived. Another attempt may continue it."""
+    """Error: an attempt ended before all bytes arrived. Another attempt may continue the transfer."""
 
 
 class FileChanged(Exception):
-    """Error: the file was changed while it was read. It has to be read again from its beginning."""
+    """Error: the file the file was changed while it was read, so it has to be read again from its beginning."""
 
 
 def scrubbed(text: str) -> str:
@@ -126,11 +126,11 @@ class DownloadTarget(io.RawIOBase):
     def write(self, data: Any) -> int:
         with self._lock:
             if self._abandoned:
-                raise TransferBroken("was abandoned")
+                raise TransferBroken("the attempt was abandoned")
             if self.at + len(data) > self._limit:
                 raise ShardCorruptError(
-                    f"{self._source} must have {self._limit} bytes, by the dataset's index, got more: index and "
-                    "file are of different versions of the dataset"
+                    f"{self._source} must have {self._limit} bytes, as the dataset's index lists, got more. Upload the "
+                    "index and the files of the same version of the dataset"
                 )
             view = memoryview(data)
             while view:
@@ -157,12 +157,12 @@ class DownloadTarget(io.RawIOBase):
 def unwritable(error: OSError, path: str, needed: int, source: str) -> ShardUnavailableError:
     """Return the error to raise when the local disk refuses to store bytes at `path`. `needed`: size of the whole
     file."""
-    name = os.path.realpath(path)  # the file may have been opened by its descriptor
+    name = os.path.realpath(path)  # the path may be a descriptor's number
     text = f"{source} could not be written to {name}: {error if error.filename else error.strerror}"
     if error.errno in (*_FULL, errno.EFBIG):
         disk = os.statvfs(name if os.path.isdir(name) else os.path.dirname(name))
         text += (
-            f"; it needs {needed} bytes, {disk.f_bavail * disk.f_frsize} are free: free space or raise the quota, set "
+            f"; it needs {needed} bytes, {disk.f_bavail * disk.f_frsize} are free. Free space or raise the quota, set "
             "cache_limit, or give a cache folder on another disk"
         )
     return ShardUnavailableError(text)
@@ -176,15 +176,14 @@ def is_full(error: BaseException, kinds: Collection[int] = _FULL) -> bool:
 
 @dataclass
 class DownloadProgress:
-    """Progress of a file's download, which the next attempt continues."""
+    """Progress of a file's download, from which the next attempt continues."""
 
     expected: int | None
     """Size of the file in bytes, according to the index; None if it is unknown."""
     at: int = 0
     """Number of bytes written so far."""
     validator: str = ""
-    """Validator of a file read over HTTP: the strong ETag, or Last-Modified if there is no ETag; "" if there is
-    neither. Of a file on S3: its ETag."""
+    """Validator of the file. Over HTTP: the strong ETag, or else Last-Modified, or else ""; on S3: the ETag."""
     info: Any = None
     """Result of fsspec's `info` for a file that is not read over HTTP."""
     parallel: int = 1
@@ -201,8 +200,8 @@ class DownloadProgress:
     def check_size(self, size: int, source: str) -> None:
         if self.expected is not None and size != self.expected:
             raise ShardCorruptError(
-                f"{source} has {size} bytes, but its index says {self.expected}: if it was "
-                "written again, open the dataset again"
+                f"{source} must have {self.expected} bytes, as the dataset's index lists, got {size}. Open the dataset "
+                "again if it was written anew"
             )
 
 
@@ -219,21 +218,21 @@ async def over_http(fs: Any, url: str, target: DownloadTarget, progress: Downloa
 
     async def check(response: aiohttp.ClientResponse) -> None:
         if response.status == 416:
-            raise FileChanged("became shorter while it was read")
+            raise FileChanged("the file became shorter while it was read")
         if response.status >= 400:
             response.raise_for_status()
         validator = _validator(response.headers)
         if response.status == 206 and target.at:
             found = re.match(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
             if not found or int(found[1]) != target.at or (validator and validator != progress.validator):
-                raise FileChanged("was changed while it was read")
+                raise FileChanged("the file was changed while it was read")
         else:
             target.rewind()
             progress.validator = validator
         if response.content_length is not None:
             progress.check_size(target.at + response.content_length, source)
 
-    timeout = aiohttp.ClientTimeout(total=None)  # the waiting thread watches the progress instead
+    timeout = aiohttp.ClientTimeout(total=None)  # no timeout here: the waiting thread watches the progress
     await fs._get_file(url, target, headers=headers, raise_for_status=check, timeout=timeout)
 
 
@@ -248,8 +247,8 @@ async def http_headers(fs: Any, url: str) -> Any:
 
 
 def age_of(info: Any) -> str | None:
-    """Return the text that shows when a file was written, from a remote's `info`, for comparison; None if the remote
-    does not report it."""
+    """Return a text that identifies a file's last write, from a remote's `info`, for comparison; None if the remote
+    reports none."""
     return next((f"{name}: {info[name]}" for name in _AGES if info.get(name)), None)
 
 
@@ -270,7 +269,7 @@ class _Piece:
     size: int
     """Size of the whole file in bytes."""
     etag: str
-    """ETag of the file that the bytes are from. It changes with the file's content."""
+    """ETag of the file that the bytes are from, which changes with the file's content."""
 
 
 async def s3_piece(fs: Any, path: str, start: int, end: int) -> _Piece:
@@ -282,7 +281,7 @@ async def s3_piece(fs: Any, path: str, start: int, end: int) -> _Piece:
     except OSError as error:
         if _status(error.__cause__) != 416:
             raise
-        info = await fs._info(path, refresh=True)  # there is no byte at `start`: the file is shorter
+        info = await fs._info(path, refresh=True)  # the file ends before `start`
         return _Piece(b"", info["size"], info.get("ETag", ""))
     body = response["Body"]
     try:
@@ -307,7 +306,7 @@ def by_s3_pieces(
 
     def checked(piece: _Piece) -> bytes:
         if progress.validator and piece.etag != progress.validator:
-            raise FileChanged("was changed while it was read")
+            raise FileChanged("the file was changed while it was read")
         progress.check_size(piece.size, source)
         progress.validator = piece.etag
         return piece.data
@@ -318,13 +317,13 @@ def by_s3_pieces(
 
 
 class Request(Protocol):
-    """Call of a filesystem's method that has begun."""
+    """Call in progress of a filesystem's method."""
 
     def result(self) -> Any:
         """Wait for the call's result, until its deadline. Raises the error of the call, or TransferBroken."""
 
     def cancel(self) -> object:
-        """End the call, whose result is not needed."""
+        """Cancel the call."""
 
 
 def by_pieces(
@@ -338,7 +337,7 @@ def by_pieces(
 
     size = progress.expected
     if size is not None and progress.is_small:
-        # One request for one byte more than expected, to detect a longer file.
+        # Request one byte more than expected, to detect a longer file.
         data = call("cat_file", path, start=0, end=size + 1)
         progress.check_size(len(data) if len(data) <= size else call("info", path)["size"], source)
         target.write(data)
@@ -353,7 +352,7 @@ def by_pieces(
     progress.check_size(size, source)
     _copy_pieces(lambda start, end: begin("cat_file", path, start=start, end=end), bytes, size, target, progress)
     if call("info", path) != progress.info:
-        raise FileChanged("was changed while it was read")
+        raise FileChanged("the file was changed while it was read")
 
 
 def _copy_pieces(
@@ -365,8 +364,8 @@ def _copy_pieces(
 ) -> None:
     """Copy the bytes of a file from `target.at` to `size`. `bytes_of`: function from a request's result to its bytes.
 
-    After an error, further attempts request one smaller piece at a time: on a slow connection several pieces share its
-    rate, so that each would count as stalled; or the server has refused some.
+    After an error, further attempts request one smaller piece at a time: several pieces would share the rate of a slow
+    connection, so that each counts as stalled, and some servers refuse parallel requests.
     """
     requests: deque[tuple[int, Request]] = deque()
     requested = target.at
@@ -378,7 +377,8 @@ def _copy_pieces(
                 requested = end
             end, request = requests.popleft()
             data = bytes_of(request.result())
-            if len(data) == size and end - target.at < size:  # the server knows no ranges and sent the whole file
+            # the server does not support ranges, and sent the whole file
+            if len(data) == size and end - target.at < size:
                 data, end = data[target.at :], size
             if len(data) != end - target.at:
                 raise TransferBroken(f"{end - target.at} bytes were requested, but {len(data)} arrived")
@@ -393,16 +393,16 @@ def _copy_pieces(
 
 @dataclass(frozen=True)
 class FailureKind:
-    """Classification of a failed attempt: why it failed, and whether another attempt may succeed."""
+    """Classification of a failed attempt: the reason, and whether another attempt may succeed."""
 
     reason: str
     final: bool
     again_after_s: float = 0.0
-    """Seconds to wait before the next attempt, as the server asks; 0 if it does not."""
+    """Seconds to wait before the next attempt, as the server asks; 0 if the server does not say."""
     no_such_host: bool = False
-    """True if the host's name does not exist. This is also reported while the network is down."""
+    """True if DNS reports that the host's name does not exist, as it also does while the network is down."""
     absent: bool = False
-    """True if the server says that it has no such file."""
+    """True if the server reports that the file does not exist."""
 
 
 def judge(error: Exception) -> FailureKind:
@@ -414,7 +414,7 @@ def judge(error: Exception) -> FailureKind:
         again_after_s = _retry_after(getattr(error, "headers", None) or {})
         return FailureKind(reason, final, again_after_s, absent=status in _ABSENT)
     if isinstance(error, FileNotFoundError):
-        return FailureKind("there is no such file", final=True, absent=True)
+        return FailureKind("the file does not exist", final=True, absent=True)
     if isinstance(error, PermissionError):
         return FailureKind(f"access is denied ({scrubbed(str(error))})", final=True)
     text = f"{type(error).__name__}: {scrubbed(str(error))}" if str(error) else type(error).__name__
@@ -425,14 +425,13 @@ def judge(error: Exception) -> FailureKind:
 
 
 def _no_such_host(error: BaseException) -> bool:
-    """Return True if the host's name does not exist in DNS. A missing answer is another error (EAI_AGAIN)."""
+    """Return True if the host's name does not exist in DNS. An unreachable DNS server is another error (EAI_AGAIN)."""
     cause: Any = getattr(error, "os_error", error)  # aiohttp's errors have the system's error in `os_error`
     return isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME
 
 
 def _retry_after(headers: Any) -> float:
-    """Return the seconds to wait according to the header Retry-After, which has a number or a date; 0 for anything
-    else."""
+    """Return the seconds to wait from the header Retry-After, a number or a date; 0 for anything else."""
     text = str(headers.get("Retry-After", "")).strip()
     if text.isdecimal():
         return float(text)

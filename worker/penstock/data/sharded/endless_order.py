@@ -6,10 +6,10 @@ the r-th sample of column t is sample r div C of shard t * C + r mod C.
 
 The order does not depend on batches, boxes and workers. A batch is a range of positions of any size, so a batch may
 also be halved and accumulated. Only the choice of which worker reads which shard depends on the block. A shard is read
-by a single worker if two conditions hold. First, the block is the global batch, a multiple of it, or a divisor of it,
-and each worker's batches fall on columns of its own (T is a multiple of the number of workers, if the block is the
-global batch). Second, the number of boxes divides both C and the batch, so that each box takes its rows from its own
-shards of each column.
+by a single worker if two conditions hold. First, the block is the global batch, or a multiple or divisor of the global
+batch, and each worker's batches fall on columns of its own (T is a multiple of the number of workers, if the block is
+the global batch). Second, the number of boxes divides both C and the batch, so that each box takes its rows from its
+own shards of each column.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EndlessOrder:
         return columns * self.partitions + partitions, indices
 
     def counts(self, position: int) -> Ints:
-        """Return, for each shard, how many of its samples come before `position`."""
+        """Return, for each shard, the number of its samples before `position` in the stream."""
         blocks, inside = divmod(position, self.block)
         column_blocks, column = divmod(blocks, self.columns)
         rows = np.full(self.columns, column_blocks * self.block, np.int64)
@@ -59,8 +59,8 @@ class EndlessOrder:
         return found
 
     def place(self, shard: int) -> Place:
-        """Return a shard's Place: the function from the index of a sample in the shard to its position in the
-        stream."""
+        """Return a function from the index of a sample in a shard to the sample's position in the stream (see
+        protocol.Place)."""
         column, partition = divmod(shard, self.partitions)
 
         def place(index: int) -> int:

@@ -1,10 +1,11 @@
-"""Epoch of a finite source as one sequence of samples, each at a position. A worker reads the samples of its own
-batches; these samples are called its rows.
+"""Epoch of a finite source as one sequence of samples, each at a position. The samples of a worker's own batches are
+called its rows.
 
 If the lengths of the shards are known, positions are found by arithmetic (round_robin.py), and a worker skips the rows
-of other workers. If they are unknown, each worker has to pass over all rows, its own or not, to find where shards end.
-It reads ahead only as far as needed to decide whether a batch is the last one. With tail="emit" it reads ahead one row
-for each box beyond the batch: if fewer rows are left, they are added to this batch.
+of other workers. If the lengths are unknown, each worker has to pass over the rows of all workers to find where shards
+end. A worker reads ahead only as far as needed to decide whether a batch is the last one. With tail="emit" the worker
+reads ahead one row for each box (data-parallel rank) beyond the batch: if fewer rows are left, these rows are added to
+this batch.
 """
 
 from __future__ import annotations
@@ -73,20 +74,22 @@ class EpochStream:
         begin = self._start + number * self._batch
         if self._round_robin.length is None:
             self._look_ahead(begin, read)
-        if self._round_robin.length is None:  # the number of samples is unknown: assume enough positions for any batch
+        # the number of samples is unknown, so assume enough positions for any batch
+        if self._round_robin.length is None:
             return self._rows(np.arange(begin + self._box, begin + self._batch, self._boxes))
         partition = Partition(self._round_robin.length, self._start, self._batch, self._boxes, self._tail)
         if self._round_robin.length < self._start:
             raise DatasetError(
-                f"the epoch must continue after sample {self._start}, but has only {self._round_robin.length} samples. "
-                "The data may have changed since the state was saved: use the same data, or start without the state"
+                f"the epoch must have more than the {self._start} samples of the loaded state's position, got "
+                f"{self._round_robin.length}. The data may have changed since the state was saved: use the same data, "
+                "or start without the state"
             )
         if number >= partition.batches:
             return None
         return self._rows(partition.rows(number, self._box), begin)
 
     def first(self, number: int) -> tuple[int, int]:
-        """Return the shard, and the index in it, of the first row of batch `number`. That row belongs to box 0."""
+        """Return (shard, index in the shard) of the first row of batch `number`, which belongs to box 0."""
         (shard,), (index,) = self._round_robin.at(np.array([self._start + number * self._batch]))
         return shard, index
 
@@ -136,14 +139,14 @@ class EpochStream:
 
     def _is_own(self, row: int, read: bool) -> bool:
         """Return True if this worker may have to read a row. `row`: number of the row, counted from the batch's first
-        one. The rows it may have to read are those of the batch, those that may be added to it at the epoch's end, and
-        those of the next batch. `read`: True if the caller will read the batch."""
+        one. The worker may have to read the rows of the batch, the rows that may be added to the batch at the epoch's
+        end, and the rows of the next batch. `read`: True if the caller will read the batch."""
         if row < self._batch or self._every > 1:
             return read and row % self._boxes == self._box
         return (read and row % self._boxes == self._box) or (row - self._batch) % self._boxes == self._box
 
     def _pass_over(self, position: int) -> None:
-        """Skip the samples of each shard that come before `position`, because this worker needs none of them."""
+        """Skip the samples before `position` in each shard, because this worker does not need these samples."""
         while self._reached < position and self._round_robin.length is None:
             targets: Ints = self._round_robin.counts(position)
             over = True

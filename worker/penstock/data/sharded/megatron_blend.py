@@ -1,7 +1,7 @@
-"""Mixture of Megatron-core's token files, from the blend that a Megatron job is given.
+"""Mixture of Megatron-core's token files, from the blend of a Megatron job.
 
-Megatron takes a blend as a list of prefixes, or of weights and prefixes in turn (--data-path), as a file with such a
-list (--data-args-path), or as a JSON file with a list for each part (--per-split-data-args-path). --split divides the
+Megatron takes a blend as a list of prefixes, or of alternating weights and prefixes (--data-path); as a file with such
+a list (--data-args-path); or as a JSON file with a list for each part (--per-split-data-args-path). --split divides the
 documents of each file into parts.
 """
 
@@ -48,8 +48,8 @@ def megatron_blend(
         source = Packed(megatron_blend("blend.txt", shards=64, split="969,30,1"), length=4096)
 
     Args:
-        blend: list of prefixes, or of weights and prefixes in turn, as Megatron's --data-path has them; or the path of
-            a file with such a list, or of a .json file with a list for each of "train", "valid" and "test". Without
+        blend: list of prefixes, or of alternating weights and prefixes, as in Megatron's --data-path; or the path of a
+            file with such a list, or of a .json file with a list for each of "train", "valid" and "test". Without
             weights, each file's weight is its number of tokens. Prefixes in a file are relative to the working
             directory, as in Megatron.
         shards: number of logical shards, see LogicalShards.
@@ -81,14 +81,16 @@ def megatron_blend(
 
 
 def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: MegatronPart) -> list[str]:
-    """Return the list of prefixes, or of weights and prefixes."""
+    """Return the list of prefixes, or of alternating weights and prefixes."""
     if not isinstance(blend, str | os.PathLike):
         return [str(each).strip() for each in blend]
     path = Path(blend)
     try:
         text = read_plain(path, MAX_BYTES).decode()
     except (OSError, ValueError) as error:
-        raise DatasetError(f"the blend file {path} cannot be read: {error}. Give a list to name files here") from error
+        raise DatasetError(
+            f"the blend file {path} cannot be read: {error}. Pass a list of prefixes to name the token files directly"
+        ) from error
     if path.suffix != ".json":
         return text.split()
     try:
@@ -115,7 +117,7 @@ def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
             continue
     if weights and len(weights) < len(given) // 2:
         raise InvalidArgumentError(
-            f"blend must have a weight before each prefix, or none at all, got {' '.join(given)[:300]!r}"
+            f"blend must have a weight before each prefix, or no weights, got {' '.join(given)[:300]!r}"
         )
     return (given[1::2], weights) if weights else (given, None)
 
@@ -136,7 +138,7 @@ def _part(documents: MegatronDocuments, bounds: tuple[float, float], part: Megat
     begin, end = (round(bound * float(len(documents))) for bound in bounds)
     if begin >= end:
         raise DatasetError(
-            f"{documents.prefix}: the part {part!r} must have documents, got none of {len(documents)}: change split, "
+            f"{documents.prefix}: the part {part!r} must have documents, got none of {len(documents)}. Change split, "
             "or leave the file out of this part's blend"
         )
     return documents if (begin, end) == (0, len(documents)) else documents[begin:end]

@@ -1,9 +1,9 @@
-"""Contract that every source in logical shards keeps, with the layers and the loader that read it.
+"""Interface of sources in logical shards, and the promises that sources, layers and the loader rely on.
 
-A source has L logical shards, whatever the number of boxes and workers. A shard of an epoch is read sequentially by a
-cursor, and each sample's position is (shard, index). Everything that has a buffer or a counter (packing, mixing,
-windows) works inside one shard, and a cursor's token contains its state. So a change of the number of workers moves
-whole shards and never divides a buffer. Layers are sources made from sources:
+A source has a fixed number L of logical shards, for any number of boxes (data-parallel ranks) and workers. A shard of
+an epoch is read sequentially by a cursor, and each sample's position is (shard, index). Everything that has a buffer or
+a counter (packing, mixing, windows) works inside one shard, and a cursor's token contains its state. So a change of the
+number of workers moves whole shards and never divides a buffer. Layers are sources made from sources:
 
     LogicalShards -> Mapped -> Chunked -> Packed -> WindowShuffled -> ShardLoader
 
@@ -11,13 +11,13 @@ Every source makes these promises, and tests/datasets/sharded checks them for ea
 
 - `open(shard, epoch, seed)` yields the same samples each time, in any process, whatever else is open.
 - `open(shard, epoch, seed, token)` with a token taken after n samples yields the samples from n on. A token is a value
-  of penstock.proto.state.codec without references to mutable objects. It can be taken before the first sample,
-  between two, and after the last; taking it changes nothing, and takes microseconds. For a source with restore keys
-  the token of a position must always be the same, however the position was reached: keys contain it, and batches
-  contain keys.
+  of penstock.proto.state.codec without references to mutable objects. A token can be taken before the first sample,
+  between two samples, and after the last; taking a token changes nothing, and takes microseconds. For a source with
+  restore keys a position must always have the same token, however the position was reached, because restore keys
+  contain tokens, and batches contain restore keys.
 - `skip(n)` leaves the cursor where n times `next` would have left it, without making samples where possible.
-- A layer never loses samples that it took from its source: if samples are in its buffer, its token contains the
-  source's position from which to read them again.
+- A layer never loses samples that it took from its source: while samples are in its buffer, the layer's token contains
+  the source's position from which to read these samples again.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ which batches contain them."""
 
 
 class Origin(NamedTuple):
-    """Origin of a sample, for counts by source. A cursor that knows it has an attribute `origin`: that of the sample
-    that `next` returned last."""
+    """Origin of a sample, for counts by source. A cursor may have an attribute `origin`: the origin of the sample that
+    `next` returned last."""
 
     source: str = ""
-    """Name of the source in a Mixture; of nested ones "outer/inner"; "": none."""
+    """Name of the source in a Mixture; "outer/inner" for nested Mixtures; "" without a Mixture."""
     skipped: Mapping[str, int] = {}
-    """Number of samples that were left out since the shard's sample before, by source."""
+    """Number of samples, by source, that were left out between the shard's previous sample and this one."""
     parts: tuple[tuple[str, int], ...] = ()
     """Pairs (source, number of tokens) of the documents in a packed line; empty for any other sample."""
 
     def within(self, name: str) -> Origin:
-        """Return the origin as seen from a mixture in which the source is called `name`."""
+        """Return the origin with the name of an outer mixture's source, `name`, before the source's own name."""
         if not (self.source or self.skipped or self.parts):
             return Origin(name)
 
@@ -59,12 +59,12 @@ class Origin(NamedTuple):
         return Origin(inner(self.source), skipped, tuple((inner(source), size) for source, size in self.parts))
 
     def after(self, left_out: Mapping[str, int]) -> Origin:
-        """Return the origin with more samples that were left out."""
+        """Return the origin with further samples that were left out."""
         return self._replace(skipped=summed(self.skipped, left_out)) if left_out else self
 
     def leaving_out(self, left_out: Mapping[str, int]) -> dict[str, int]:
-        """Return `left_out`, numbers of samples by source, with what this origin adds to them if its own sample is left
-        out too."""
+        """Return `left_out`, numbers of samples by source, plus the samples that are left out if this origin's own
+        sample is, too."""
         return summed(left_out, summed(self.skipped, {self.source: 1}))
 
 
@@ -72,14 +72,14 @@ NOWHERE = Origin()
 
 
 def cursor_origin(cursor: Any) -> Origin:
-    """Return the origin of the sample that a cursor returned last; NOWHERE if the cursor does not know it."""
+    """Return the origin of the sample that a cursor returned last; NOWHERE if the cursor has no origins."""
     found = getattr(cursor, "origin", NOWHERE)
     return found if isinstance(found, Origin) else NOWHERE
 
 
 def is_traced(cursor: Any) -> bool:
-    """Return True if the origins of a cursor's samples may differ, so that a layer that reorders them must keep
-    them."""
+    """Return True if the origins of a cursor's samples may differ, so that a layer that reorders samples must keep
+    their origins."""
     return getattr(cursor, "traced", False) is True
 
 
@@ -92,14 +92,14 @@ class Cursor(Iterator[Any], Protocol):
     """Sequential reader of one shard in one epoch. After the last sample every call of `next` raises StopIteration."""
 
     def skip(self, count: int) -> int:
-        """Skip `count` samples, or all that are left. Return how many were skipped."""
+        """Skip `count` samples, or all remaining ones if there are fewer. Return the number of skipped samples."""
 
     def token(self) -> Token:
         """Return the cursor's position as a token. `ShardedSource.open` with this token continues at the next
         sample."""
 
     def close(self) -> None:
-        """Close files; may be called twice."""
+        """Close files. May be called twice."""
 
 
 @runtime_checkable
@@ -112,26 +112,26 @@ class ShardedSource(Protocol):
 
     @property
     def endless(self) -> bool:
-        """True if the shards never end. The epoch is then always 0: each shard begins to repeat its data by itself."""
+        """True if the shards never end. The epoch is then always 0, and each shard repeats its own data."""
 
     def described(self) -> dict[str, Any]:
         """Return a description of everything that decides the samples and their order, as a JSON value: kind, settings,
-        and the description of each `source` below. It is saved with a state. A state with a different description is
-        refused, by an error that names the differing values."""
+        and the description of each `source` below. The description is saved with a state. A state with a different
+        description is refused, by an error that names the differing values."""
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
-        """Return the number of samples in each shard in this epoch, or None if it is unknown before the shards are
-        read."""
+        """Return the number of samples in each shard in this epoch; None if the numbers are unknown before the shards
+        are read."""
 
     def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
         """Return a cursor at the shard's beginning, or at the token's position.
 
         Args:
             seed: seed of all randomness. A layer derives its own seed by derive_seed(seed, NAME, ...), and passes
-                `seed` on to its source. A layer with several sources passes a different seed to each.
+                `seed` on to its source, or a different seed to each of several sources.
             place: function from the index of a sample to its position among the samples of all shards; None: sample i
                 of shard s is at position i * num_shards + s. A layer that yields one sample for each sample of its
-                source passes `place` on, unless it yields them in another order.
+                source passes `place` on, unless the layer changes the order.
 
         Raises DatasetError for data that cannot be read or differ from their description, StateCorruptError for an
         invalid token.

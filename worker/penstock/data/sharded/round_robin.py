@@ -18,7 +18,7 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["RoundRobin", "Tail"]
 
 Tail = Literal["emit", "pad", "drop", "emit apart"]
-"""Ways to treat an epoch's incomplete last batch: those of ordering/partition.py that need no samples of another
+"""Treatment of an epoch's incomplete last batch: the values from ordering/partition.py that need no samples of another
 epoch."""
 
 UNKNOWN = 1 << 62
@@ -30,7 +30,8 @@ class RoundRobin:
     def __init__(self, shards: int, lengths: Sequence[int] | Mapping[int, int]) -> None:
         """
         Args:
-            lengths: number of samples in each shard, or a mapping from shard to number with those that are known.
+            lengths: number of samples in each shard; or a mapping from shard to number of samples, for the shards whose
+                length is known.
         """
         self._lengths: Ints = np.full(shards, UNKNOWN, np.int64)
         if isinstance(lengths, Mapping):
@@ -41,8 +42,8 @@ class RoundRobin:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Divide the rounds into sections. During a section the same shards are live, which means that they have not
-        ended."""
+        """Divide the rounds into sections. All rounds of a section have the same live shards, which are those that have
+        not ended."""
         known = self._lengths[self._lengths < UNKNOWN]
         ends, leaving = np.unique(known, return_counts=True)
         self._first_round: Ints = np.concatenate([[0], ends]).astype(np.int64)
@@ -56,7 +57,7 @@ class RoundRobin:
         return int(self._first_position[-1]) if self._live[-1] == 0 else None
 
     def end(self, shard: int, length: int) -> None:
-        """Set the length of a shard, once its end is found."""
+        """Set the length of a shard whose end was found."""
         self._lengths[shard] = length
         self._lay_out()
 
@@ -73,7 +74,7 @@ class RoundRobin:
         return shards.tolist(), indices.tolist()
 
     def counts(self, position: int) -> Ints:
-        """Return, for each shard, how many of its samples come before `position`."""
+        """Return, for each shard, the number of its samples before `position` in the order."""
         section = int(np.searchsorted(self._first_position, position, side="right")) - 1
         if self._live[section] == 0:
             return self._lengths.copy()
@@ -83,7 +84,7 @@ class RoundRobin:
         return counts
 
     def _live_in(self, section: int) -> Ints:
-        """Return the numbers of the shards that are live in a section."""
+        """Return the numbers of the shards that have not ended in a section."""
         if section != self._section:
             self._section, self._ids = section, np.flatnonzero(self._lengths > self._first_round[section])
             if section == 0:

@@ -1,5 +1,5 @@
-"""Counts of the samples of sources in logical shards: by the source of a mixture, with the samples that layers leave
-out."""
+"""Counting of samples from sources in logical shards, by the source of a mixture, including the samples that layers
+leave out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["counted_samples", "is_scheduled", "wanted_shares"]
 
 
 def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> dict[Group, Row]:
-    """Return the counts of a batch's samples, and of those that layers left out before them."""
+    """Return the counts of a batch's samples, and of the samples that layers left out before them."""
     origins = [held.origin for held in samples]
     values, sources = [held.sample for held in samples], [cut_name(origin.source) for origin in origins]
     parts = None

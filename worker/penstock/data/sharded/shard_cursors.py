@@ -1,9 +1,9 @@
 """Cursors that read the shards of one epoch on demand, and the state of each cursor, which goes into saved states.
 
-A cursor state is an index, and the token before the sample of that index. A cursor state may lie before the saved
-position, because a resume skips the samples between the two; it must not lie beyond it. This has two consequences.
-Tokens are taken only when a state is saved, and only of shards that were read since the last save. When a reader reads
-ahead, it keeps the cursor state from before.
+A cursor state consists of the index of a sample and the token (saved position) before that sample. A cursor state may
+lie before the saved position, because a resume skips the samples between the two, but must not lie beyond the saved
+position. This has two consequences. Tokens are taken only when a state is saved, and only of shards that were read
+since the last save. When a reader reads ahead, it keeps the cursor state from before.
 
 Samples are kept until their batch was yielded: if reading or collating fails, the same batch can be made again.
 """
@@ -22,8 +22,8 @@ __all__ = ["CursorStates", "HeldSample", "ShardReaders"]
 
 @dataclass
 class CursorStates:
-    """Cursor states of shards, in two columns. A thousand states are built in 20 us that way; as separate objects they
-    take 200 us."""
+    """Cursor states of shards, stored in two columns: a thousand states take 20 us to build, and 200 us as separate
+    objects."""
 
     indices: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, Token] = field(default_factory=dict)
@@ -47,11 +47,11 @@ class CursorStates:
 
 
 class HeldSample(NamedTuple):
-    """Sample that was read for a batch."""
+    """Sample that was read for a batch, and is kept until the batch was yielded."""
 
     sample: Any
     key: str | None
-    """Restore key of the sample; None if no keys are made."""
+    """Restore key of the sample; None without restore keys."""
     origin: Origin
 
 
@@ -70,8 +70,7 @@ class ShardReaders:
     ) -> None:
         """
         Args:
-            place: function from a shard to the Place of its samples; None: the shards are read round robin, one sample
-                of each in turn.
+            place: function from a shard to the Place of its samples; None: the shards are read round robin.
             key: function from (shard, index, token before the sample) to the restore key that `get` returns with the
                 sample.
         """
@@ -83,12 +82,10 @@ class ShardReaders:
         self._touched: set[int] = set()
         """Numbers of shards that were read since their cursor states in `_states` were taken."""
         self._ahead: dict[int, tuple[int, Token]] = {}
-        """Cursor states of shards from which samples of later batches have been read. They were taken before those
-        samples were read."""
+        """Cursor states, taken before, of the shards from which samples of later batches have been read."""
         self._held: dict[tuple[int, int], HeldSample] = {}
         self._second: dict[int, tuple[Cursor, int]] = {}
-        """Second cursor of each shard that is read again from the epoch's beginning, to pad a batch; and its next
-        index."""
+        """(second cursor, next index) of each shard that is read again from the epoch's beginning to pad a batch."""
 
     def get(self, shard: int, index: int, *, again: bool = False) -> HeldSample:
         """Return a sample with its restore key and origin. `again`: True if the sample is a repetition in this epoch.
@@ -97,27 +94,28 @@ class ShardReaders:
         """
         if not (self._find_again(shard, index) if again else self.find(shard, index)):
             raise DatasetError(
-                f"shard {shard} of {self._source.num_shards} ended before sample {index} of epoch {self._epoch}: "
-                + ("its source declares itself endless" if self._source.endless else "its source declared it longer")
-                + ". The data may have changed: use the data with which the run began"
+                f"shard {shard} of {self._source.num_shards} must have sample {index} in epoch {self._epoch}, but "
+                "ended before: "
+                + ("the source is endless" if self._source.endless else "lengths() of the source reported more samples")
+                + ". Use the data with which the run began, which may have changed"
             )
         return self._held[shard, index]
 
     def find(self, shard: int, index: int) -> bool:
-        """Read a sample and keep it for `get`; return False if the shard ends before it."""
+        """Read a sample and keep it for `get`; return False if the shard ends before the sample."""
         if (shard, index) in self._held:
             return True
         reached = self.reach(shard, index)
         if reached > index:
             raise StateCorruptError(
-                f"the state is damaged: {reached} samples of shard {shard} were read according to its cursor state, "
-                f"but sample {index} is next. Load an older state"
+                f"the state is damaged: the cursor state of shard {shard} must lie at or before its next sample, "
+                f"{index}, got {reached}. Load an older state"
             )
         return reached == index and self._read(shard, index, self._cursors[shard])
 
     def reach(self, shard: int, index: int) -> int:
-        """Skip a shard's samples before `index`; return the index reached, which is smaller if the shard ends
-        earlier."""
+        """Skip a shard's samples before `index`; return the reached index, which is smaller than `index` if the shard
+        ends earlier."""
         cursor = self._open(shard)
         at = self._at[shard]
         if at < index:
@@ -130,7 +128,8 @@ class ShardReaders:
         return at
 
     def look_ahead(self, shard: int) -> None:
-        """Keep the present cursor state of a shard. Call this before samples of later batches are read from it."""
+        """Keep the present cursor state of a shard. Call this method before samples of later batches are read from the
+        shard."""
         if shard not in self._ahead:
             cursor = self._open(shard)
             self._ahead[shard] = self._at[shard], cursor.token()
@@ -141,7 +140,7 @@ class ShardReaders:
         self._ahead.clear()
 
     def done(self) -> None:
-        """Drop the samples that were kept for the batch that was yielded."""
+        """Drop the kept samples of the yielded batch."""
         for cursor, _ in self._second.values():
             cursor.close()
         self._second.clear()
@@ -149,8 +148,8 @@ class ShardReaders:
         self._held = {at: found for at, found in self._held.items() if at[0] in ahead and at[1] >= ahead[at[0]][0]}
 
     def states(self, *, up_to_date: bool) -> CursorStates:
-        """Return the cursor states of all shards. With `up_to_date` they are the states after the last yielded batch;
-        otherwise they may be older."""
+        """Return the cursor states of all shards. With `up_to_date` the states are those after the last yielded batch;
+        otherwise some may be older."""
         if up_to_date:
             for shard in self._touched:
                 if shard in self._ahead:

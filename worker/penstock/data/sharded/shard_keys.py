@@ -1,10 +1,10 @@
-"""Restore keys: texts that name a sample, and where to begin reading in order to get it again.
+"""Restore keys: texts with the position of a sample, and with the place from which to read to get the sample again.
 
     epoch.shard.index.order.more
 
 `order` is a digest of everything that decides the order. `more` is an encoded state (penstock.proto.state.codec) in
-base64. It contains the token before the sample, unless that is large. For an endless source it also contains the block,
-which gives the sample's position.
+base64. The state contains the token (saved position) before the sample, unless the token is large, and for an endless
+source the block, which determines the sample's position.
 
 A key is part of its batch. A batch that is made again, for example by another worker after the first one died, must be
 identical to the bit. So a key depends only on the sample's position, and not on when a stream's state was taken.
@@ -29,20 +29,20 @@ from penstock.proto.state.codec import decode_state, encode_state
 __all__ = ["SampleKey", "digest_of"]
 
 LARGEST = 4096
-"""Largest encoded token in a key, in bytes. A key with a larger one is made without the token, and its sample is found
-by skipping from the shard's start."""
+"""Largest size in bytes of an encoded token in a key. A larger token is left out of the key, and the sample is found by
+skipping from the shard's beginning."""
 
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Content of a restore key."""
+    """Content of a restore key of a ShardLoader."""
 
     epoch: int
     shard: int
     index: int
     order: str
     at: int
-    """Index at which reading begins: the sample's own index if the key has the token before it, else 0."""
+    """Index at which reading begins: the sample's own index if the key has a token, else 0."""
     token: Token | None
     block: int | None
     """Block size of an endless source's order; None for a finite source."""
@@ -62,7 +62,7 @@ class SampleKey:
         parts = text.split(".") if isinstance(text, str) else []
         if len(parts) != 5 or not all(part.isdecimal() and len(part) < 19 for part in parts[:3]):
             raise InvalidArgumentError(
-                f"a restore key must be one that a ShardLoader with keys= put into a batch, got {text!r:.200}"
+                f"a restore key must be a text that a ShardLoader with keys= put into a batch, got {text!r:.200}"
             )
         epoch, shard, index = (int(part) for part in parts[:3])
         try:
@@ -72,7 +72,9 @@ class SampleKey:
                 raise ValueError(f"block must be an int >= 1, got {block!r:.100}")
             return SampleKey(epoch, shard, index, parts[3], index if "token" in more else 0, more.get("token"), block)
         except (AttributeError, TypeError, ValueError, binascii.Error, StateCorruptError) as error:
-            raise StateCorruptError(f"the restore key is damaged: {text!r:.200} ({error})") from error
+            raise StateCorruptError(
+                f"the restore key must be the unchanged text from a batch, got {text!r:.200} ({error})"
+            ) from error
 
 
 def digest_of(order: Mapping[str, Any]) -> str:

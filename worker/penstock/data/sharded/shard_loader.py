@@ -48,10 +48,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             shards = LogicalShards([LineFile(path) for path in sorted(glob("/data/*.jsonl"))], shards=240)
             return ShardLoader(Repeated(shards), batch_size=32, partitions=8)
 
-    Inside an input_fn it makes this worker's share of the batches, and implements RestartableDataLoader: its state can
-    be resumed on any number of boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None,
-    num_workers=4)`) the worker processes share the batches, and the order is the same; torchdata's StatefulDataLoader
-    saves the position there. Anywhere else it yields all batches of this rank (RANK and WORLD_SIZE, if they are set).
+    Inside an input_fn the loader makes this worker's share of the batches, and implements RestartableDataLoader: a
+    saved state can be resumed on any number of boxes (data-parallel ranks) and workers. In a plain torch DataLoader
+    (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker processes share the batches, and the order is the
+    same; torchdata's StatefulDataLoader saves the position there. Anywhere else the loader yields all batches of this
+    rank (RANK and WORLD_SIZE, if they are set).
 
     A finite source is read round robin over its shards: sample 0 of each, then sample 1, and so on. One iteration is
     one epoch, or the rest of it after a loaded state. Every worker goes through the whole stream, and skips the rows of
@@ -59,9 +60,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     An endless source has one epoch without an end. Each worker reads only shards of its own if the number of boxes
     divides `partitions` and the global batch, and the number of workers divides the number of shards in a partition.
-    The order depends on `block` and not on the batch size, so it stays the same when batches are halved and gradients
-    accumulated. A second epoch (after the first was abandoned, or by set_epoch) reads the source from the beginning in
-    another order.
+    The order depends on `block` and not on the batch size, so the order stays the same when batches are halved and
+    gradients are accumulated. A second epoch (after the first was abandoned, or by set_epoch) reads the source from the
+    beginning in another order.
     """
 
     loads_own_state = True
@@ -86,30 +87,30 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """
         Args:
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
-            global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share the rows as evenly
-                as possible, and each gets at least one.
+            global_batch_size: rows of all boxes' batches together. Give either batch_size or global_batch_size. Boxes
+                share the rows as evenly as possible, and each gets at least one.
             seed: seed of all randomness in the source; None: the run's seed (0 outside a worker).
             partitions: for an endless source: number of parts into which its shards are divided. A batch's rows are
-                taken from the parts in turn. The number of shards must be a multiple of it. Give the largest number of
-                boxes that you will use.
-            block: for an endless source: number of consecutive samples that come from one column of its shards, which
-                has one shard of each partition. The order depends on it, and not on the batch size. If an optimizer's
+                taken from the parts in turn. The number of shards must be a multiple of `partitions`. Give the largest
+                number of boxes that you will use.
+            block: for an endless source: number of consecutive samples that come from one column of its shards (one
+                shard of each partition). The order depends on `block`, and not on the batch size. If an optimizer's
                 step takes several batches, give the number of rows of all boxes in a step. None: the block of the
                 loaded state, or the global batch with which the run begins.
             tail: treatment of the incomplete last batch of a finite source: "emit" it, "pad" it with samples of the
                 epoch's beginning, or "drop" it.
-            keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
-                that is not a dict becomes {"batch": it, keys: ...}.
-            counts: what to count of the samples, by source and key; None: nothing. See `Counts`.
+            keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
+                read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
+            counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
             rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
-            collate_fn: function from a list of samples to a batch. It may draw from the global random generators of
-                python, numpy and torch: they are seeded before each batch, from `seed` and the position of the batch's
-                first row, and set back to their earlier state afterwards.
-            unbatched: True if the source's samples are batches already: a box gets one at each step, unchanged. Give no
-                batch size. If fewer batches than boxes are left at the end, tail="emit" gives the other boxes a batch
-                without rows.
+            collate_fn: function from a list of samples to a batch. The function may draw from the global random
+                generators of python, numpy and torch: the generators are seeded before each batch, from `seed` and the
+                position of the batch's first row, and set back to their earlier state afterwards.
+            unbatched: True if the source's samples are batches already: a box gets one of them at each step, unchanged.
+                Leave out the batch size. If fewer batches than boxes are left at the end, tail="emit" gives the other
+                boxes a batch without rows.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
@@ -139,13 +140,13 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             OrderProgress(0, 0, 0, self._topology()),
             endless_order=self._fixed_order.endless_order(block or self._batch),
         )
-        """Position at which the present epoch began, or at which the next one will begin."""
+        """Position at which the present epoch began, or at which the next iteration will begin."""
         self._at_position = True
-        """True if the next iteration begins at `_begun`; False if it begins the next epoch."""
+        """True if the next iteration begins at `_begun`; False if at the next epoch's beginning."""
         self._warned = False
-        """True once the warning about a second epoch of an endless source was logged."""
+        """True after the warning about a second epoch of an endless source was logged."""
         self._share: WorkerShare | None = None
-        """This worker's share of the epoch in progress. An iterator that has another share yields nothing more."""
+        """Share of this worker in the epoch in progress. An iterator over another share has ended."""
         lengths = None if source.endless else source.lengths(0)
         self._counts = LoaderCounts(counts, wanted_shares(source))
         self._scheduled = counts is not None and is_scheduled(source)
@@ -163,8 +164,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         endless or its lengths are unknown."""
         lengths = None if self.source.endless else self.source.lengths(self._begun.progress.epoch)
         if lengths is None:
-            why = "is endless" if self.source.endless else "does not know the lengths of its shards before reading them"
-            raise TypeError(f"a ShardLoader has no len() if its source {why}")
+            why = "is endless" if self.source.endless else "does not report the lengths of its shards"
+            raise TypeError(
+                f"len() of a ShardLoader needs a finite source with known lengths, but the source {why}. Count the "
+                "batches while iterating"
+            )
         partition = Partition(sum(map(int, lengths)), 0, self._batch, self._identity.boxes, self._tail)
         return self._identity.turn().done(partition.batches)
 
@@ -174,9 +178,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             if self.source.endless and not self._warned:
                 self._warned = True
                 _log.warning(
-                    "an epoch of a ShardLoader over an endless source was abandoned, and another one begins: all of "
-                    "the source again, in another order. To continue with the next batch, keep the iterator, or load "
-                    "its state_dict()"
+                    "a second epoch of an endless source begins, which reads the source from its beginning in another "
+                    "order, because the first epoch was abandoned. To continue with the next batch, keep the "
+                    "iterator, or load the loader's state_dict()"
                 )
             self._move_to_epoch(self._begun.progress.epoch + 1)
         self._at_position = False
@@ -203,29 +207,29 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         }
 
     def can_restore_sample(self) -> bool:
-        """Return True: any sample can be read again by its restore key. But a function that draws from the process's
-        random generators gives other values when the sample is read again."""
+        """Return True: any sample can be read again by its restore key. Functions that draw from the process's random
+        generators give other values when the sample is read again."""
         return True
 
     def restore_sample(self, key: str) -> Any:
-        """Read the sample that a restore key (see `keys`) names.
+        """Read again the sample of a row. `key`: the row's entry in the batch's field `keys`.
 
         Raises:
             StateMismatchError: the key is of other data, or of another order.
             InvalidArgumentError, StateCorruptError: `key` is not a restore key, or damaged.
-            DatasetError: there is no such sample.
+            DatasetError: the shard ends before the sample.
         """
         found = SampleKey.of(key)
         if found.order != self._plan.order:
             raise StateMismatchError(
-                "the restore key was made by a loader with another source, seed or number of shards or partitions "
-                f"(digest {found.order}, this loader's is {self._plan.order}): make the loader with the settings of "
-                "that run"
+                "the restore key must come from a loader with the same source, seed, shards and partitions (digest "
+                f"{self._plan.order}), got digest {found.order}. Make the loader with the settings of that run"
             )
         if found.shard >= self.source.num_shards or (found.block is None) == self.source.endless:
             raise InvalidArgumentError(
-                f"the restore key {key!r:.200} must name a shard below {self.source.num_shards} of this source, got "
-                f"shard {found.shard}"
+                f"the restore key {key!r:.200} must have a shard below {self.source.num_shards}, and a block only for "
+                f"an endless source, got shard {found.shard} and block {found.block}. Use the unchanged text from a "
+                "batch"
             )
         endless_order = None if found.block is None else self._fixed_order.endless_order(found.block)
         place = None if endless_order is None else endless_order.place(found.shard)
@@ -236,8 +240,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             return next(cursor)
         except StopIteration:
             raise DatasetError(
-                f"shard {found.shard} of epoch {found.epoch} ends before sample {found.index}, which the restore key "
-                "names. The data may have changed: use the data from which the key was made"
+                f"shard {found.shard} of epoch {found.epoch} must have the sample {found.index} of the restore key, "
+                "but ends before. Use the data from which the key was made, which may have changed"
             ) from None
         finally:
             cursor.close()
@@ -251,21 +255,21 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return a worker's state after `batches` more of its batches in the same epoch. The cursor states in it stay
-        unchanged; a resume skips the samples between them and the new position. No user code runs.
+        """Return a worker's state after `batches` more of its batches in the same epoch. The cursor states in the state
+        stay unchanged; a resume skips the samples between the cursor states and the new position. No user code runs.
 
-        This method is replaced by None in a loader whose source is finite with unknown lengths, because its position
-        cannot be computed; and in one whose source draws from the process's random generators, because the state would
-        have to contain theirs.
+        The attribute is None if the source is finite with unknown lengths, because the position cannot be computed; and
+        if the source draws from the process's random generators, because the state would have to contain the
+        generators' states.
         """
         return {**state_dict, "done": OrderProgress.parsed(state_dict).done + batches}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state. A state from aggregate_state_dict fits any topology, and so does the state of
-        a single worker. Any other state fits only the numbers of boxes and workers with which it was saved.
+        """Go to the position of a state. A state from aggregate_state_dict, or from a run with a single worker, fits
+        any topology. Any other state fits only the numbers of boxes and workers with which it was saved.
 
         Raises:
-            StateMismatchError: the state is of another order, or of one of several workers of another topology.
+            StateMismatchError: the state belongs to another order, or to one of several workers of another topology.
             StateCorruptError, StateVersionError: the state cannot be read.
         """
         check_order(state_dict, self._order, self._fixed_order, strict=strict)
@@ -276,11 +280,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             position, topology = self._fixed_order.read(state_dict), self._topology()
             before = position.progress
             if before.done and before.topology != topology:
-                # Only the workers of other boxes may know the ends of other shards.
+                # The ends of other shards may be known only to workers of other boxes.
                 if not before.topology.boxes == before.topology.workers == 1:
                     raise StateMismatchError(
-                        f"the state is that of a single worker in {before.topology}, and cannot be loaded by a worker "
-                        f"in {topology}: load one that aggregate_state_dict returned, which fits any number of workers"
+                        f"the state of a single worker must be loaded in its own topology, {before.topology}, got "
+                        f"{topology}. Load a state that aggregate_state_dict returned, which fits any topology"
                     )
                 position, counts = self._part(state_dict), {**state_dict, **self._counts_part(state_dict)}
             elif before.topology != topology:
@@ -297,7 +301,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         check_order(aggregated, self._order, self._fixed_order, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(
-                "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one worker"
+                "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one "
+                "worker. Merge the states of all workers first"
             )
         return {**self._part(aggregated).state(self._order), **self._counts_part(aggregated)}
 
@@ -308,7 +313,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     @property
     def key_field(self) -> str | None:
-        """Field of a batch with its restore keys; None if it has none."""
+        """Name of the field of a batch that holds its restore keys; None without `keys`."""
         return self._keys
 
     def _counts_part(self, aggregated: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,8 +335,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that are pickled to send the loader to another process: its position, but no open
-        shards. The copy's next iteration begins the next epoch."""
+        """Return the attributes to pickle: the position, without open shards. The copy's next iteration begins the next
+        epoch."""
         if self._share is None:
             return self.__dict__.copy()
         return {**self.__dict__, "_begun": self._share.position(), "_share": None}
@@ -361,8 +366,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         if progress.topology != topology:
             if progress.done and progress.topology.workers > 1:
                 raise StateMismatchError(
-                    f"the state was loaded for {progress.topology}, but the loader is read by {topology}: load the "
-                    "state in the processes that read (torchdata's StatefulDataLoader does)"
+                    f"the loader must be read in the topology for which its state was loaded, {progress.topology}, got "
+                    f"{topology}. Load the state in the processes that read (torchdata's StatefulDataLoader does)"
                 )
             self._begun = self._fixed_order.repartitioned(self._begun, topology, first=0)
         self._share = WorkerShare(self._plan, self._begun, self._identity.turn(self._begun.progress.first))
@@ -398,7 +403,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
 
 class _Epoch:
-    """Iterator over one epoch. It advances the position of its loader."""
+    """Iterator over one epoch, which advances the position of its loader."""
 
     def __init__(self, loader: ShardLoader) -> None:
         self._loader = loader
@@ -430,13 +435,13 @@ class _Epoch:
             if samples is not None:
                 return samples
             if not loader._identity.alone(loader._identity.turn()):
-                break  # other workers count epochs too: they detect by the next iter() that this one has ended
+                break  # other workers count epochs, too: they learn from the next iter() that this epoch has ended
             resumed = self._share.begun_at_end
             loader._move_to_epoch(loader._begun.progress.epoch + 1)
             if not resumed:
                 break
-            # The state at an epoch's end is also that of the next epoch's beginning: a caller may have nothing but the
-            # state.
+            # The state at an epoch's end must also serve as the state at the next epoch's beginning, because a caller
+            # may have only this state.
             loader._at_position, self._share = False, loader._begin()
         else:
             self._share = None
@@ -453,7 +458,10 @@ def _batch(batch_size: int | None, global_batch_size: int | None, boxes: int, un
     if not unbatched:
         return global_batch(whole("batch_size", batch_size), whole("global_batch_size", global_batch_size), boxes)
     if batch_size is not None or global_batch_size is not None:
-        raise InvalidArgumentError("with unbatched=True the source's samples are the batches: leave batch_size out")
+        raise InvalidArgumentError(
+            "batch_size and global_batch_size must be None with unbatched=True, because the source's samples are "
+            "the batches. Leave them out"
+        )
     return boxes
 
 
@@ -463,8 +471,8 @@ def _only(samples: list[Any]) -> Any:
 
 
 def _described(source: ShardedSource) -> Any:
-    """Return the description of a source. Raises InvalidArgumentError if it is not a JSON value, because other values
-    may differ between processes, or change when they are saved."""
+    """Return the description of a source. Raises InvalidArgumentError unless the description is a JSON value, because
+    other values may differ between processes, or change when they are saved."""
     described = source.described()
     try:
         json.dumps(described, allow_nan=False)
@@ -482,12 +490,12 @@ def _check(source: ShardedSource, partitions: int, block: int | None, tail: str)
         raise InvalidArgumentError(f"a source must have at least 1 shard, got {shards}")
     if not source.endless and partitions != 1:
         raise InvalidArgumentError(
-            f"partitions must be 1 for a finite source, whose shards are read round robin, got {partitions}: leave "
+            f"partitions must be 1 for a finite source, whose shards are read round robin, got {partitions}. Leave "
             "partitions out, or wrap the source in Repeated to make it endless"
         )
     if not source.endless and block is not None:
         raise InvalidArgumentError(
-            f"block must be left out for a finite source, whose order does not depend on the batch size, got {block}"
+            f"block must be None for a finite source, whose order does not depend on the batch size, got {block}"
         )
     if shards % partitions:
         raise InvalidArgumentError(f"partitions must divide the {shards} shards, got {partitions}")

@@ -1,10 +1,10 @@
 """States of a worker in a sharded source's order; aggregation and deaggregation of all workers' states.
 
 Besides the integers of ordering/order_states.py, a state has the cursor states of the worker's shards
-(shard_cursors.py), and facts that were found by reading: for a finite source with unknown lengths which shards have
-ended, for an endless one the block of its order (endless_order.py). The integers alone determine which samples were
-delivered; cursor states only avoid that these are read again. So an aggregated state takes, for each shard, the
-furthest cursor state of any worker that does not lie beyond the aggregated position.
+(shard_cursors.py), and properties of the source that were found by reading: for a finite source with unknown lengths
+which shards have ended, for an endless one the block of its order (endless_order.py). The integers alone determine
+which samples were delivered; cursor states only save reading these samples again. So an aggregated state takes, for
+each shard, the furthest cursor state of any worker that does not lie beyond the aggregated position.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__ = ["FixedOrder", "ShardedPosition", "check_order", "differences"]
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 KIND = ("a ShardLoader", "shards")
-"""Arguments of `check_format` for states of a ShardLoader: the loader's name, and the name of an entry that only its
-states have."""
+"""Arguments of `check_format` for states of a ShardLoader: the loader's name, and an entry that only these states
+have."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class ShardedPosition:
     """Order of an endless source; None for a finite one."""
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the position as a state. Its cursor states are in columns: a thousand are encoded in 60 us that way;
-        one by one they take 740 us."""
+        """Return the position as a state, with the cursor states in columns: a thousand take 60 us to encode, and 740
+        us one by one."""
         indices, tokens = self.cursors.columns
         more: dict[str, Any] = {
             "shards": list(indices),
@@ -78,16 +78,16 @@ class FixedOrder:
     global batch with which the run begins."""
 
     def round_robin(self, epoch: int, ended: Mapping[int, int]) -> RoundRobin:
-        """Return the order of an epoch of a finite source. It is made from the lengths that the source reports; if it
-        reports none, from the lengths in `ended`, by shard."""
+        """Return the order of an epoch of a finite source. The order is made from the lengths that the source reports,
+        or else from the lengths in `ended`, by shard."""
         lengths = self.source.lengths(epoch)
         if lengths is not None and len(lengths) != self.source.num_shards:
             raise DatasetError(
-                f"the source's lengths() must return one length for each of its {self.source.num_shards} shards, got "
+                f"lengths() of the source must return one length for each of its {self.source.num_shards} shards, got "
                 f"{len(lengths)}"
             )
         if lengths is not None and len(lengths) and min(lengths) < 0:
-            raise DatasetError(f"the source's lengths() must be at least 0, got {min(lengths)} in epoch {epoch}")
+            raise DatasetError(f"lengths() of the source must be at least 0, got {min(lengths)} in epoch {epoch}")
         return RoundRobin(self.source.num_shards, ended if lengths is None else [int(length) for length in lengths])
 
     def endless_order(self, block: int) -> EndlessOrder | None:
@@ -96,7 +96,7 @@ class FixedOrder:
 
     def _endless_order_of(self, state: Mapping[str, Any]) -> EndlessOrder | None:
         """Return the order with which a state of an endless source was saved; None for a finite source. Raises
-        StateMismatchError if the loader was given another block size than the state has."""
+        StateMismatchError if the loader's block size differs from the state's."""
         if not self.source.endless:
             return None
         block = state["block"]
@@ -104,8 +104,8 @@ class FixedOrder:
             raise ValueError(f"block must be an int >= 1, got {block!r:.100}")
         if self.block not in (None, block):
             raise StateMismatchError(
-                f"the state was saved with block={block}, which decides the order of samples, but block is "
-                f"{self.block} now: leave block out to continue with the saved one"
+                f"block must be {block}, as in the saved state, because it decides the order of samples, got "
+                f"{self.block}. Leave block out to continue with the saved value"
             )
         return self.endless_order(block)
 
@@ -148,7 +148,7 @@ class FixedOrder:
         """Merge the states of all workers, in order of global_worker_id, into one state. The topology is taken from the
         states, because any process may call this."""
         if not states:
-            raise InvalidArgumentError("aggregate_state_dict() needs the states of all workers, got none")
+            raise InvalidArgumentError("aggregate_state_dict needs the states of all workers, got an empty list")
         positions = [self.read(state) for state in states]
         _check_same_order([{**state["order"], "topology": dict(state["topology"])} for state in states])
         newest = max((each.progress for each in positions), key=lambda progress: progress.epoch)
@@ -189,7 +189,8 @@ class FixedOrder:
         `first`: number of the worker, in each box, that makes the first batch."""
         epoch, start = whole.progress.epoch, self._position(whole)
         endless_order = whole.endless_order
-        if (epoch, start, self.block) == (0, 0, None):  # a run begins: the batch of the new topology becomes the block
+        # at the beginning of a run, the batch of the new topology becomes the block
+        if (epoch, start, self.block) == (0, 0, None):
             endless_order = self.endless_order(topology.batch)
         return replace(whole, progress=OrderProgress(epoch, start, 0, topology, first), endless_order=endless_order)
 
@@ -229,14 +230,14 @@ class FixedOrder:
 
 
 def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
-    """Raise StateMismatchError unless all workers have the same order. If one worker had another list of files, for
-    example, samples were left out or repeated."""
+    """Raise StateMismatchError unless all workers have the same order. A worker with another list of files, for
+    example, would leave out or repeat samples."""
     for number, order in enumerate(orders):
         if order != orders[0] and (found := differences(orders[0], order)):
             raise StateMismatchError(
-                f"worker {number} reads samples in another order than worker 0, so samples were lost and repeated. "
-                f"From worker 0 to worker {number}, {', '.join(found.values())}. Make the same source on each worker, "
-                "for example from a sorted list of files"
+                f"all workers must read samples in the same order, but worker {number} and worker 0 differ, so samples "
+                f"were lost and repeated. From worker 0 to worker {number}, {', '.join(found.values())}. Make the same "
+                "source on each worker, for example from a sorted list of files"
             )
 
 
@@ -266,9 +267,9 @@ def check_order(state: Any, order: Mapping[str, Any], fixed_order: FixedOrder, *
     if fixed:
         names = " and ".join(fixed)
         raise StateMismatchError(
-            f"{message}. The position depends on {names}, so strict=False cannot load it either: use the saved ones"
+            f"{message}. The position depends on {names}, so strict=False cannot load it either. Use the saved values"
         )
-    warnings.warn(f"{message}; samples may be missing or repeated in this epoch", UserWarning, stacklevel=4)
+    warnings.warn(f"{message}. Samples may be missing or repeated in this epoch", UserWarning, stacklevel=4)
 
 
 def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:

@@ -23,12 +23,12 @@ __all__ = ["SharePlan", "WorkerShare"]
 
 @dataclass(frozen=True)
 class SharePlan:
-    """Settings of a loader's shares that all epochs have in common."""
+    """Settings of a worker's share that are the same in all epochs."""
 
     fixed_order: FixedOrder
     seed: int
     box: int
-    """Number of the box among those that share a global batch."""
+    """Number of the box (data-parallel rank) among the boxes that share a global batch."""
     order: str
     """Digest of the order, which restore keys contain."""
     keys: bool
@@ -81,13 +81,13 @@ class SharePlan:
         """Raise DatasetError if an epoch of `length` samples has no batch."""
         if Partition(length, 0, batch, boxes, self.fixed_order.tail).batches == 0 or length == 0:
             hint = (
-                " with tail='drop'; use a smaller batch, or another tail"
+                " with tail='drop'. Use a smaller batch, or another tail"
                 if length
-                else ": make sure that its list of files or pieces is not empty"
+                else ". Check that the source's list of files or pieces is not empty"
             )
             raise DatasetError(
-                f"epoch {epoch} of {self.fixed_order.source.num_shards} shards: {length} samples make no batch of "
-                f"{batch}{hint}"
+                f"epoch {epoch} of {self.fixed_order.source.num_shards} shards: the epoch must have enough samples for "
+                f"one batch of {batch} rows, got {length}{hint}"
             )
 
 
@@ -100,7 +100,8 @@ class WorkerShare:
         self._readers = plan.readers(begun)
         self._stream = None if begun.endless_order is not None else plan.stream(begun, self._readers)
         self._first: tuple[int, int] | None = None
-        """Shard, and index in it, of this box's first row in the next batch; None if the box has no row in it."""
+        """(shard, index in the shard) of this box's first row in the next batch; None if the box has no row in that
+        batch."""
         self.rows = 0
         """Number of this box's rows in the batch that `next` returned or skipped last."""
         self.start = begun.progress.start
@@ -113,7 +114,7 @@ class WorkerShare:
         `done` is called, the same samples are returned again. The list may be empty for an epoch's last batch, see
         `template`.
 
-        `read`: False skips the batch; the list is then empty.
+        `read`: False to skip the batch; the list is then empty.
         """
         if self._between:
             self._readers.begin()
@@ -137,13 +138,13 @@ class WorkerShare:
         return [self._readers.get(shard, index, again=again) for shard, index, again in rows] if read else []
 
     def template(self) -> Any:
-        """Return a sample that another box has in the next batch. It is needed to make a batch without rows, if this
-        box has no row in it."""
+        """Return a sample of another box's part of the next batch, from which a batch without rows is made if this box
+        has no row in it."""
         return self._readers.get(*self._first_of_all(), again=True).sample
 
     def first_row(self) -> tuple[int, int, int]:
-        """Return the epoch, shard and index of this box's first row in the next batch; if the box has no row in it,
-        those of `template`'s sample."""
+        """Return the epoch, shard and index of this box's first row in the next batch, or of the sample of `template`
+        if the box has no row."""
         shard, index = self._first or self._first_of_all()
         return self._begun.progress.epoch, int(shard), int(index)
 
@@ -167,8 +168,8 @@ class WorkerShare:
 
     @property
     def begun_at_end(self) -> bool:
-        """True if the worker has made no batch in this share. If there is none left either, all batches of the epoch
-        were made before the share began."""
+        """True if the worker has made no batch in this share. If no batch is left either, all batches of the epoch were
+        made before the share began."""
         return self._done == self._begun.progress.done
 
     def close(self) -> None:

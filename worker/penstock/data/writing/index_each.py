@@ -1,4 +1,4 @@
-"""Indexing of files one by one: several at a time, with progress, continued after a kill."""
+"""Indexing of files, several at a time, with progress. A later call continues after a kill."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ __all__ = ["JOURNAL", "index_each"]
 JOURNAL = ".penstock-indexing"
 """Name of the file with the entries of the files that are finished, while a folder is indexed."""
 QUIET_S = 2.0
-"""Seconds without progress on standard error, and between its lines."""
+"""Seconds until the first line of progress on standard error, and between lines."""
 
 _Key = tuple[str, int, int, int, int]
-"""Name of a file, its size in bytes, the times in nanoseconds of its last change and of its inode's, and its inode's
-number."""
+"""Identity of a file's content: name, size in bytes, mtime and ctime in nanoseconds, inode number."""
 
 
 def index_each(root: Path, files: Sequence[tuple[str, Path]], index_file: Callable[[Path, str], Shard]) -> list[Shard]:
@@ -57,7 +56,7 @@ def index_each(root: Path, files: Sequence[tuple[str, Path]], index_file: Callab
                 raise
     except OSError as error:
         raise DatasetError(
-            f"{journal} cannot be written: {error}: index a copy of the folder that you can write to"
+            f"{journal} cannot be written: {error}. Index a copy of the folder that you can write to"
         ) from error
     return [done[name][1] for name in names]
 
@@ -66,14 +65,18 @@ def _indexed(index_file: Callable[[Path, str], Shard], path: Path, name: str) ->
     try:
         return index_file(path, name)
     except OSError as error:
-        raise DatasetError(f"{name}: {path} cannot be read: {error}") from error
+        raise DatasetError(
+            f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
+        ) from error
 
 
 def _key(root: Path, name: str) -> _Key:
     try:
         status = (root / name).stat()
     except OSError as error:
-        raise DatasetError(f"{root / name} cannot be read: {error}") from error
+        raise DatasetError(
+            f"{root / name} cannot be read: {error}. Check that the file exists and that this user may read it"
+        ) from error
     return name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
@@ -87,8 +90,8 @@ def _append(log: IO[bytes], key: _Key, shard: Shard) -> None:
 
 
 def _finished(root: Path) -> dict[str, tuple[_Key, Shard]]:
-    """Return the files that a run before this one finished. A line that a kill cut short does not count, and neither
-    does a file whose sidecar is gone."""
+    """Return the files that an earlier run finished. A line that a kill cut short does not count, and a file whose file
+    of offsets is missing does not either."""
     found = {}
     try:
         lines = (root / JOURNAL).read_bytes().splitlines()

@@ -1,5 +1,4 @@
-"""Index of files that other libraries wrote, so that StreamingDataset can read their folder. The files stay as they
-are."""
+"""Indexing of files that other libraries wrote, so that StreamingDataset can read them. The files are not changed."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ __all__ = ["index_folder"]
 
 PARQUET = "parquet"
 PACKED = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz", ".lzma", ".lz4", ".zip", ".br", ".snappy", ".z")
-"""Endings of compressed files."""
+"""File name extensions of compressed files."""
 
 
 def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> list[Shard]:
@@ -41,15 +40,18 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
             the folder of each split. A folder that Megatron Energon prepared keeps its splits and
             fields. Beside each file of lines, rows, tar members or TFRecords a file .penstock-index is written.
         format: "parquet", "arrow", "json_lines", "csv_rows", "webdataset", "tfrecord", "array_record" or "megatron";
-            None: the one whose files are there. With
-            "-example" or "-bytes" after "tfrecord" or "array_record" it says what the records are; otherwise they are
-            examples (tf.train.Example) if the first record of each file is one.
+            None: the format of the files in the folder. "-example" or "-bytes" after "tfrecord" or "array_record" gives
+                the kind of the records; without it, records are read as examples (tf.train.Example) if the first record
+                of each file is one.
 
     Returns the shards. Raises InvalidArgumentError, DatasetError, ShardCorruptError.
     """
     root = Path(folder)
     if not root.is_dir():
-        raise DatasetError(f"{root} must be a local folder with a dataset's files")
+        raise DatasetError(
+            f"{root} must be a local folder with a dataset's files. Download a remote folder first; index_parquet "
+            "also takes URLs"
+        )
     if format is not None and format not in (PARQUET, *INDEXABLE):
         raise InvalidArgumentError(f"format must be one of {', '.join((PARQUET, *INDEXABLE))}, got {format!r}")
     splits = saved_splits(root) if format in (None, "arrow") else None
@@ -67,7 +69,7 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
     if len(found) != 1:
         raise DatasetError(
             f"{root} must have files of one format ({', '.join((PARQUET, *INDEXABLE))}), got "
-            f"{' and '.join(f'{len(own)} of {name}' for name, own in found.items()) or 'none'}: give format, or "
+            f"{' and '.join(f'{len(own)} of {name}' for name, own in found.items()) or 'none'}. Pass format, or "
             "another folder"
         )
     [(name, named)] = found.items()
@@ -89,8 +91,8 @@ def _refuse_written(root: Path) -> None:
     written = {shard.format for shard in read_index(path.read_bytes(), str(path))} - {PARQUET, *INDEXABLE}
     if written:
         raise DatasetError(
-            f"{path} must not be replaced: a writer made it, for shards of {', '.join(sorted(written))}. Read the "
-            "folder as it is, or move the other files to a folder of their own"
+            f"{path} must not be replaced, because a writer made it for shards of {', '.join(sorted(written))}. Read "
+            "the folder as it is, or move the other files to a folder of their own"
         )
 
 
@@ -98,7 +100,9 @@ def _refuse_packed(root: Path, files: Sequence[Path], name: str) -> None:
     """Raise DatasetError if some of a format's files are compressed, and would be left out."""
     for path in files:
         if path.suffix.lower() in PACKED and INDEXABLE[name].find(root, [path.with_suffix("")]):
-            raise DatasetError(f"{path} must be decompressed, because samples are read in any order")
+            raise DatasetError(
+                f"{path} must not be compressed, because samples are read in any order. Decompress it first"
+            )
 
 
 def _files(root: Path) -> list[Path]:
@@ -107,6 +111,7 @@ def _files(root: Path) -> list[Path]:
     for path in found:
         if path.is_symlink() and not path.is_file():
             raise DatasetError(
-                f"{path} must be a file or a folder, got a link to a folder or to nothing: index its target"
+                f"{path} must be a file or a folder, got a link to a folder or a broken link. Index the target of the "
+                "link"
             )
     return [path for path in found if path.is_file()]

@@ -1,4 +1,4 @@
-"""Index of Parquet files where they lie: in a local folder, or in any folder that fsspec reaches."""
+"""Indexing of Parquet files in place: in a local folder, or in any folder that fsspec reaches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from penstock.runtime.files.atomic_files import write_whole
 __all__ = ["data_files", "index_parquet", "is_hidden"]
 
 REMOTE_THREADS = 16
-"""Number of remote files whose footers are read at a time."""
+"""Remote files whose footers are read at a time."""
 TABLE_FORMATS = re.compile(r"(^|/)(_delta_log/|\.hoodie/|metadata/[^/]*\.metadata\.json$)")
-"""Files of tables whose own logs say which of their Parquet files count."""
+"""Files and folders that mark a table of Delta Lake, Hudi or Iceberg, whose own log lists the Parquet files that
+count."""
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -43,8 +44,8 @@ def index_parquet(
     write to `_temporary` and `_tmp`, and their logs lie in such folders.
 
     Args:
-        folder: local path, or any URL that fsspec opens. From the first step of it that has a wildcard (`*`, `**`, `?`,
-            `[...]`) it is a pattern of the files; the dataset's folder is what lies before.
+        folder: local path, or any URL that fsspec opens. A path with wildcards (`*`, `**`, `?`, `[...]`) is a pattern
+            of the files; the dataset's folder is then the part before the first wildcard.
         storage_options: keyword arguments for fsspec's filesystem.
         out: local folder that the index is written to; None: the dataset's folder. Use it for a remote folder that you
             cannot write to, and give it as `local` of the StreamingDataset.
@@ -59,7 +60,8 @@ def index_parquet(
     remote = RemoteFolder(root, storage_options)
     if remote.local and out is not None:
         raise InvalidArgumentError(
-            f"out is for remote folders, got the local folder {root}: the index of a local folder lies in it"
+            f"out must be None for the local folder {root}, because the index of a local folder is written into it. "
+            "Leave out the argument"
         )
     local = remote.local
     if local:
@@ -69,13 +71,19 @@ def index_parquet(
     tables = [name for name in found if TABLE_FORMATS.search(name)]
     if tables:
         raise DatasetError(
-            f"{remote.url} must be plain Parquet files, but {tables[0]} is of a Delta Lake, Hudi or Iceberg table, of "
-            "whose files some may be removed: write its rows to a folder of their own"
+            f"{remote.url} must be a folder of plain Parquet files, got a Delta Lake, Hudi or Iceberg table "
+            f"({tables[0]}), which may have deleted rows in its files. Write the table's rows to a folder of their own"
         )
     names = data_files(found, pattern)
     if not names:
-        what = "neither this folder nor one below it has a *.parquet file" if not pattern else f"no file is {pattern}"
-        raise DatasetError(f"{remote.url}: {what} (hidden files, and those in _temporary and the like, do not count)")
+        what = (
+            "the folder and its subfolders must have a *.parquet file, got none"
+            if not pattern
+            else f"a file must match the pattern {pattern}, got none"
+        )
+        raise DatasetError(
+            f"{remote.url}: {what} (hidden files, and files in _temporary and similar folders, are ignored)"
+        )
     if local:
         shards = parquet_shards((name, local / name) for name in names)
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
@@ -104,14 +112,14 @@ def data_files(names: Iterable[str], pattern: str = "") -> list[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """Return True for a path with a step that begins with `.`, or with `_` and has no `=`. `name`: path relative to the
-    dataset's folder."""
+    """Return True for a path with a part that begins with `.`, or that begins with `_` and has no `=`. `name`: path
+    relative to the dataset's folder."""
     return any(step[0] == "." or (step[0] == "_" and "=" not in step) for step in name.split("/"))
 
 
 def _split(folder: str) -> tuple[str, str]:
-    """Return the folder before the first step with a wildcard, and the pattern of the files below it; "" without a
-    wildcard. In an address of http, `?` begins the query."""
+    """Return (folder before the first part with a wildcard, pattern of the files below that folder); the pattern is ""
+    without a wildcard. In an http address, `?` begins the query."""
     scheme, mark, path = folder.rpartition("://")
     wild = re.compile(r"[*\[]") if scheme.startswith("http") else _WILD
     steps = path.split("/")
@@ -142,7 +150,9 @@ def _remote_tail(remote: RemoteFolder, name: str, timeout_s: float) -> Tail:
     try:
         length = footer_length(tail[-8:], size)
     except ValueError as error:
-        raise ShardCorruptError(f"{remote.url_of(name)}: it is not a Parquet file: {error}") from error
+        raise ShardCorruptError(
+            f"{remote.url_of(name)} must be a Parquet file: {error}. Write the file again, or move it out of the folder"
+        ) from error
     if length > len(tail):
         tail = remote.read_range(name, size - length, begin, deadline_s=timeout_s) + tail
     return tail[-length:], size

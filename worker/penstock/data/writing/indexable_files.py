@@ -1,4 +1,5 @@
-"""Files of other libraries: which files of a folder are of a format, and how each is indexed."""
+"""Table of the formats that index_folder supports: how their files are found in a folder, and how each file is
+indexed."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class IndexableFormat:
     index_file: Callable[[Path, str], Shard]
     """Function (path, path in the dataset's folder) that returns a file's shard. Raises DatasetError."""
     join: Callable[[Path, list[Shard]], list[Shard]] = _any
-    """Function (folder, shards of its files) that makes the shards of one dataset of them. Raises DatasetError."""
+    """Function (folder, shards of its files) that checks and completes the shards of one dataset. Raises
+    DatasetError."""
 
 
 def _named(pattern: str) -> Find:
@@ -53,7 +55,8 @@ def _arrow_files(root: Path, files: Sequence[Path]) -> list[Path]:
     states = [path for path in files if path.name == "state.json"]
     if states and states[0].parent != root:
         raise DatasetError(
-            f"{states[0].parent} must be indexed by itself: it is a dataset that save_to_disk wrote, and {root} is none"
+            f"{root} must be a folder that save_to_disk wrote, got a folder with such a dataset below it. Index "
+            f"{states[0].parent} instead"
         )
     # Cached results of map() lie beside the files of a dataset in a cache of Hugging Face.
     return [path for path in files if path.suffix.lower() == ".arrow" and not path.name.startswith("cache-")]
@@ -83,7 +86,8 @@ def _of_same_header(root: Path, shards: list[Shard]) -> list[Shard]:
 
 
 def _of_one_kind(root: Path, shards: list[Shard]) -> list[Shard]:
-    """Return shards whose records are all bytes, unless all of those that are not empty are examples."""
+    """Return the shards with one kind of records for all: examples if the records of each shard that is not empty are
+    examples, else bytes."""
     kinds = {shard.settings["records"] for shard in shards if shard.samples}
     return _as("example" if kinds == {"example"} else "bytes")(root, shards)
 
@@ -109,4 +113,4 @@ INDEXABLE: Mapping[str, IndexableFormat] = {
     "array_record-bytes": replace(_ARRAY_RECORD, join=_as("bytes")),
     "array_record-example": replace(_ARRAY_RECORD, join=_as("example")),
 }
-"""Formats by name. A name with "-" says more than the files do, and is used only if it is asked for."""
+"""Formats by name. Names with "-" are used only if the caller gives them."""

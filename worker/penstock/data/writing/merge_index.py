@@ -1,4 +1,4 @@
-"""Merging of the indexes of several folders into one, on this machine or at a remote."""
+"""Merging of the indexes of several folders into one index, on this machine or at a remote."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def merge_index(
 
     Args:
         folder: a local folder or a URL; (local folder, URL) reads from the URL and writes to both.
-        parts: paths or URLs of the folders below `folder` whose indexes are merged, in this order; None: all that have
-            one. Give them for an object store with millions of shards, because otherwise all files are listed.
+        parts: paths or URLs of the folders below `folder` whose indexes are merged, in this order; None: all folders
+            that have an index. Give `parts` for an object store with millions of shards, because otherwise all files
+            are listed.
         storage_options: keyword arguments for fsspec's filesystem.
         timeout_s: seconds for each file.
-        append: True: publish a version of the dataset in `folder` that has its shards, and after them those of the
-            parts that it does not have.
+        append: True: publish a new version of the dataset in `folder`: its own shards, then the shards of the parts
+            that it does not have yet.
 
     Raises DatasetError if there is no index, or one cannot be read; ShardUnavailableError.
     """
@@ -56,7 +57,10 @@ def merge_index(
             check_no_versions(remote.names(deadline_s=timeout_s), remote.url)
         below = _all_below(remote, timeout_s) if parts is None else [_below(text, os.fspath(part)) for part in parts]
         if not below:
-            raise DatasetError(f"{remote.url}: no folder below it has an {INDEX}")
+            raise DatasetError(
+                f"{remote.url} must have at least one folder with an {INDEX} below it, got none. Give the folder "
+                "that has the datasets"
+            )
         shards = join_indexes(
             (name, read_index(remote.read(f"{name}/{INDEX}", deadline_s=timeout_s), remote.url_of(f"{name}/{INDEX}")))
             for name in below
@@ -72,7 +76,7 @@ def merge_index(
 
 
 def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
-    """Return the folders below a remote that have an index, except those below another such folder."""
+    """Return the folders below a remote that have an index, except folders inside another such folder."""
     paths = [
         PurePosixPath(name).parent for name in remote.find(deadline_s=timeout_s) if f"/{name}".endswith(f"/{INDEX}")
     ]

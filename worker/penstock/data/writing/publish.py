@@ -1,7 +1,7 @@
 """Publishing of a dataset's next version: the shards of the newest one, and those that were appended.
 
-The version's own index is written first, then index.json, by which the version exists. A job that reads an older
-version is not disturbed: its index and its shards stay. Publishing the same shards again changes nothing.
+The version's own index is written first, then index.json, which makes the version visible. Jobs that read an older
+version are not disturbed, because its index and its shards stay. Publishing the same shards again changes nothing.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ __all__ = ["check_columns", "check_no_versions", "newest_shards", "publish"]
 LOCK = ".penstock-publishing"
 """File in a local dataset's folder that is locked while a version is published."""
 LOOK_S = 0.01
-"""Seconds between attempts to take the lock."""
+"""Seconds between attempts to acquire the lock."""
 _COLUMNS = ("column_names", "column_encodings", "columns")
 
 
 def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -> tuple[int, list[Shard]]:
     """Publish the next version of a dataset; return its number and all its shards. Shards that the newest version has
-    already are left out; if none is left, it stays the newest one.
+    already are left out; if no shard is left, no version is published.
 
-    Writers on one machine, or on one file system with locks, may publish at the same time, each a version. Of two that
-    publish at an object store at the same moment the earlier one's shards may be lost: let one process publish there.
+    Several writers on one machine, or on one file system with locks, may publish at the same time; each makes a
+    version. On an object store, two simultaneous writers may lose the shards of one of them, so let only one process
+    publish there.
 
     Args:
         remote: the dataset's folder. It may be empty; a dataset without versions becomes version 1.
@@ -84,8 +85,8 @@ def check_no_versions(names: Sequence[str], url: str) -> None:
     """Raise DatasetError if a dataset has versions, which a writer must not remove. `names`: files in its folder."""
     if any(map(_is_version_index, names)):
         raise DatasetError(
-            f"{url} must have no versions to be replaced, because jobs may be reading them: publish the next version "
-            "with append=True, or give another folder"
+            f"{url} must not have versions when it is replaced, because jobs may be reading them. Publish the next "
+            "version with append=True, or give another folder"
         )
 
 
@@ -101,7 +102,10 @@ def check_columns(url: str, old: Sequence[Shard], new: Sequence[Shard]) -> None:
         for name in _COLUMNS:
             before, now = old[0].settings.get(name), shard.settings.get(name)
             if before != now:
-                raise DatasetError(f"{url}: {name} of what is appended must be {before}, got {now}: append to another")
+                raise DatasetError(
+                    f"{url}: {name} of the appended shards must be {before}, as in the dataset, got {now}. Append "
+                    "them to another dataset"
+                )
 
 
 @contextlib.contextmanager
@@ -113,7 +117,10 @@ def _sole_publisher(remote: RemoteFolder, timeout_s: float) -> Iterator[None]:
     until = time.monotonic() + timeout_s
     while (lock := take(str(remote.local), LOCK, shared=False)) is None:
         if time.monotonic() > until:
-            raise DatasetError(f"{remote.url}: another process publishes a version for {timeout_s:g} s: end it")
+            raise DatasetError(
+                f"{remote.url} must have one publisher at a time, but another process has held {LOCK} for "
+                f"{timeout_s:g} s. Wait for that process, or end it"
+            )
         time.sleep(LOOK_S)
     try:
         yield

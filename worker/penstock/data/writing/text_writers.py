@@ -36,7 +36,7 @@ class _TextWriter(Writer):
 
     def _checked(self, name: str, value: Any) -> Any:
         kind = TEXT_ENCODINGS[self.columns[name]]
-        if not isinstance(value, kind) or isinstance(value, bool):  # the text of a bool is not a number
+        if not isinstance(value, kind) or isinstance(value, bool):  # a bool is an int, but its text is not a number
             raise TypeError(f"the value must be {self.columns[name]}, got {type(value).__name__}")
         return value
 
@@ -73,7 +73,7 @@ class JSONWriter(_TextWriter):
 
 class XSVWriter(_TextWriter):
     """Writer of a dataset of separated values, one line per sample. `columns`: mapping from name to "str", "int" or
-    "float". Values are not quoted, so a value that contains the separator or the newline is refused."""
+    "float". Values are not quoted, so `write` refuses a value that contains the separator or the newline."""
 
     format = "xsv"
 
@@ -116,7 +116,7 @@ class XSVWriter(_TextWriter):
 
     def _joined(self, values: dict[str, bytes]) -> bytes:
         line = self.separator.encode().join(values.values())
-        # the end of a value and the separator form another separator
+        # the end of a value and the separator together contain an earlier separator
         if line.split(self.separator.encode()) != list(values.values()):
             raise DatasetError(
                 f"{self.name}: sample {self._written}: a value must not end with the separator's first characters, got "

@@ -23,7 +23,7 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["Uploads", "local_folder", "writable_remote"]
 
 QUIET_S = 2.0
-"""Seconds between lines of progress."""
+"""Seconds between lines of progress on standard error."""
 _SCHEME_LOST_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -33,8 +33,8 @@ def local_folder(name: str, value: Any) -> Path:
     path = Path(value).expanduser()
     if _SCHEME_LOST_A_SLASH.match(str(path)):
         raise InvalidArgumentError(
-            f"{name} must be a folder of this machine, got the address {str(value)!r}; give addresses as str, where "
-            "they are accepted (pathlib turns them into folders)"
+            f"{name} must be a folder of this machine, got the address {str(value)!r}. Pass an address as str, because "
+            "pathlib turns it into a folder"
         )
     return path
 
@@ -42,12 +42,15 @@ def local_folder(name: str, value: Any) -> Path:
 def writable_remote(url: str, storage_options: Any = None) -> RemoteFolder:
     """Return a remote folder to which files can be written. Raises DatasetError for a web server."""
     if url.startswith(("http://", "https://")):
-        raise DatasetError(f"{url}: a web server accepts no files; write to a folder or an object store")
+        raise DatasetError(
+            f"{url} must be a folder or an object store, got a web server, which accepts no files. Write to "
+            "another address"
+        )
     return RemoteFolder(url, storage_options)
 
 
 class Uploads:
-    """Uploads of one dataset's files. Threads send them; `send` waits while two files for each thread are pending."""
+    """Uploads of one dataset's files by threads. `send` blocks while two files per thread are pending."""
 
     def __init__(
         self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float, progress: bool = False
@@ -66,16 +69,16 @@ class Uploads:
         self._shown = time.monotonic()
 
     def clear(self, is_shard: Callable[[str], Any], *, exist_ok: bool) -> None:
-        """Remove the dataset that exists at the remote, if any. Raises DatasetError if the folder has files, unless
+        """Remove the dataset at the remote, if there is one. Raises DatasetError if the folder has files, unless
         `exist_ok`. `is_shard`: function that returns a true value for a shard's file name."""
         names = self._remote.names(deadline_s=self._timeout_s)
         if names and not exist_ok:
             raise DatasetError(
-                f"{self._remote.url} must be empty: give another folder, or pass exist_ok=True, which replaces the "
-                "dataset in it and keeps other files; append=True publishes a version with more samples"
+                f"{self._remote.url} must be empty, got a folder with files. Pass another folder, or exist_ok=True to "
+                "replace its dataset and keep other files, or append=True to publish a version with more samples"
             )
         check_no_versions(names, self._remote.url)
-        for name in sorted(names, key=lambda name: name != INDEX):  # the index first
+        for name in sorted(names, key=lambda name: name != INDEX):  # the index goes first
             if name == INDEX or is_shard(name):
                 self._remote.remove(name, deadline_s=self._timeout_s)
 
@@ -109,7 +112,7 @@ class Uploads:
         print(f"{self._remote.url}: uploaded {self._files} files, {self._bytes} bytes", file=sys.stderr, flush=True)
 
     def wait(self) -> None:
-        """Wait for all uploads. Raises ShardUnavailableError."""
+        """Wait until all uploads have ended. Raises ShardUnavailableError."""
         for future in self._sent:
             future.result()
 

@@ -7,8 +7,7 @@ For the same samples and settings the files are those of mosaicml-streaming's ow
 exceptions. gzip files contain no time. And if the first sample is larger than the limit, mosaicml-streaming writes an
 empty shard before it, and this writer does not.
 
-If the dataset is written to a remote, shards are uploaded as they fill up, and the index after all of them
-(writing/uploads.py).
+For a dataset at a remote, shards are uploaded as they fill up, and the index after all shards (writing/uploads.py).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _SHARD_FILE = re.compile(r"shard\.\d{5,}\..*")
 
 
 class WriterSettings(TypedDict, total=False):
-    """Keyword arguments that every writer takes."""
+    """Keyword arguments of all writers."""
 
     compression: str | None
     """Compression of the shards: "zstd", "gz:6" and so on; None: shards are stored raw."""
@@ -60,19 +59,19 @@ class WriterSettings(TypedDict, total=False):
     size_limit: int | str | None
     """Largest size of a raw shard in bytes, or a text such as "64mb"; None puts all samples into one shard."""
     exist_ok: bool
-    """True to replace a dataset that is already there."""
+    """True to replace a dataset that exists in the folder."""
     append: bool
-    """True to publish the next version of a dataset, with the samples of the newest one and these."""
+    """True to publish the next version of a dataset: the samples of its newest version, then the new samples."""
     keep_local: bool
     """True to keep the local files of a dataset that is written to a remote."""
     storage_options: Mapping[str, Any] | None
     """Keyword arguments for fsspec's filesystem of the remote: keys, endpoint."""
     upload_threads: int
-    """Number of files that are uploaded at a time."""
+    """Files that are uploaded at a time."""
     progress: bool
     """True to print the progress of uploads on standard error."""
     timeout_s: float
-    """Seconds for the upload of a file; temporary failures are tried again until then."""
+    """Seconds for the upload of each file, with retries of temporary failures."""
 
 
 Out = str | os.PathLike[str] | tuple[str | os.PathLike[str], str]
@@ -102,9 +101,9 @@ class Writer(ABC):
         timeout_s: float = 600.0,
     ) -> None:
         self.out, remote = _destination(out, storage_options)
-        """Local folder of the files. If there is a remote, they are uploaded from this folder."""
+        """Local folder of the files. With a remote, the files are uploaded from this folder."""
         self._whole: RemoteFolder | None = None
-        """Folder of the dataset that is appended to."""
+        """Folder of the dataset with append=True; None otherwise."""
         self._below, self._timeout_s = "", timeout_s
         self._before: frozenset[str] = frozenset()
         if append:
@@ -123,23 +122,26 @@ class Writer(ABC):
             if not isinstance(name, str):
                 raise DatasetError(f"{self.name}: a column's name must be a str, got {name!r}")
         if self.compression:
-            pack(b"", self.compression)  # raises an error if the compression is unknown, or its package is missing
+            pack(b"", self.compression)  # fail early if the compression is unknown, or its package is missing
         for algorithm in self.hashes:
             digest_of(b"", algorithm)
         self.version: int | None = None
         """Number of the version that `close` published, with append=True."""
         self.notes: Mapping[str, Any] = {}
-        """Notes that the index gets, see `write_index`."""
+        """Notes that are written into the index, see `write_index`."""
         self._shards: list[Shard] = []
         self._samples: list[bytes] = []
         self._written = 0
         self._ended = False
-        # Bytes of a shard besides its samples, and of each sample besides its values, as the size limit counts them.
+        # Overhead in bytes of a shard, and of each sample, that the size limit counts.
         self._shard_bytes = self._sample_bytes = self._bytes = 0
         self._most = MAX_BYTES
         self._keeps, self._temporary = keep_local, remote is not None and not isinstance(out, tuple | list)
         if keep_local and (remote is None or self._temporary):
-            raise InvalidArgumentError("keep_local=True needs out=(local folder to keep it in, remote)")
+            raise InvalidArgumentError(
+                "keep_local=True needs out=(local folder, remote), got only a remote. Pass the local folder for "
+                "the files, too"
+            )
         threads = at_least_one("upload_threads", upload_threads)
         if self._whole is not None:
             self._check_appendable(self._whole)
@@ -156,10 +158,10 @@ class Writer(ABC):
                 raise
 
     def write(self, sample: Mapping[str, Any]) -> None:
-        """Add a sample. A sample that cannot be stored is left out, and DatasetError names the sample and the
-        column."""
+        """Add a sample. Raises DatasetError, which names the sample and the column, for a sample that cannot be stored;
+        the sample is then left out."""
         if self._ended:
-            raise DatasetError(f"{self.name}: the writer has been closed")
+            raise DatasetError(f"{self.name}: write needs an open writer, but this one was closed. Make a new writer")
         data = self._encode(sample)
         size = len(data) + self._sample_bytes
         if self._samples and self.size_limit is not None and self.size_limit < self._bytes + size:
@@ -168,8 +170,8 @@ class Writer(ABC):
             self._bytes = self._shard_bytes
         if self._bytes + size > self._most:
             raise DatasetError(
-                f"{self.name}: sample {self._written}: its shard would have more than {MAX_BYTES} bytes, more than "
-                "its offsets can address; give a size_limit, or split the sample"
+                f"{self.name}: sample {self._written}: the shard must have at most {MAX_BYTES} bytes, the limit of its "
+                "offsets, got more with this sample. Pass a smaller size_limit, or split the sample"
             )
         self._samples.append(data)
         self._bytes += size
@@ -212,8 +214,8 @@ class Writer(ABC):
         self._clean_up()
 
     def _may_be_listed(self, whole: RemoteFolder) -> bool:
-        """Return True if an index may list the shards in the dataset's folder: `publish` may write one, or all, before
-        it fails."""
+        """Return True if some index may list the shards in the dataset's folder. A `publish` that failed may have
+        written the version's index or both indexes before."""
         if whole.local is None:
             return False
         try:
@@ -246,12 +248,11 @@ class Writer(ABC):
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """Return the fields that a shard's entry in the index has for its reader."""
+        """Return the format's own fields of a shard's entry in the index."""
 
     @abstractmethod
     def _encode_column(self, name: str, value: Any) -> Any:
-        """Return a column's value in the form in which it is stored. Raises any exception for a value that cannot be
-        stored."""
+        """Return the stored bytes of a column's value. Raises any exception for a value that cannot be stored."""
 
     @abstractmethod
     def _joined(self, values: dict[str, Any]) -> bytes:
@@ -274,16 +275,19 @@ class Writer(ABC):
             where = f"{self.name}: sample {self._written}, column {name!r}"
             if name not in sample:
                 found = ", ".join(map(repr, sample))
-                raise DatasetError(f"{where}: the sample must have this column, got {found}") from None
+                raise DatasetError(f"{where}: the sample must have this column, got the columns {found}") from None
             raise DatasetError(f"{where}, {self.columns[name]!r}: {type(error).__name__}: {error}") from error
         if len(sample) != len(values):
             extra = ", ".join(repr(name) for name in sample if name not in values)
             known = ", ".join(map(repr, values))
-            raise DatasetError(f"{self.name}: sample {self._written} must have the columns {known}, got also {extra}")
+            raise DatasetError(
+                f"{self.name}: sample {self._written} must have the columns {known}, got also {extra}. Remove them "
+                "from the sample, or add them to columns"
+            )
         return self._joined(values)
 
     def _config(self) -> dict[str, Any]:
-        """Return the settings that are stored inside a shard. Readers ignore them."""
+        """Return the settings that are stored inside a shard. Readers ignore these settings."""
         return {
             "version": 2,
             "format": self.format,
@@ -320,11 +324,14 @@ class Writer(ABC):
         return StoredFile(name, len(data), {algorithm: digest_of(data, algorithm) for algorithm in self.hashes})
 
     def _check_appendable(self, whole: RemoteFolder) -> None:
-        """Raise DatasetError if samples of these columns cannot be appended to a dataset, before any are written."""
+        """Check, before anything is written, that samples of these columns can be appended to a dataset. Raises
+        DatasetError."""
         text, shards = newest_shards(whole, timeout_s=self._timeout_s)
         self._before = frozenset(whole.names(deadline_s=self._timeout_s))
         if text is None and self._before:
-            raise DatasetError(f"{whole.url} must be empty or have an {INDEX} to append to: give another folder")
+            raise DatasetError(
+                f"{whole.url} must be empty or have an {INDEX} to append to, got other files. Give another folder"
+            )
         sample = Shard(self.format, 0, (), settings=self._settings())
         check_columns(whole.url, shards, [sample])
 
@@ -334,8 +341,8 @@ class Writer(ABC):
             return
         if not exist_ok:
             raise DatasetError(
-                f"{self.name} must be empty: give another folder, or pass exist_ok=True, which replaces the dataset "
-                "in it and keeps other files; append=True publishes a version with more samples"
+                f"{self.name} must be empty, got a folder with files. Pass another folder, or exist_ok=True to replace "
+                "its dataset and keep other files, or append=True to publish a version with more samples"
             )
         check_no_versions([path.name for path in self.out.iterdir()], self.name)
         # Remove the index first, then the files that it lists.
@@ -365,13 +372,15 @@ def _size_limit(out: str, value: int | str | None) -> int | None:
     except InvalidArgumentError as error:
         raise DatasetError(f"{out}: {error.message}") from None
     if limit is not None and limit > MAX_BYTES:
-        raise DatasetError(f"{out}: size_limit must be at most {MAX_BYTES} bytes, or None, got {value!r}")
+        raise DatasetError(
+            f"{out}: size_limit must be at most {MAX_BYTES} bytes, got {value!r}. Pass None for a single shard"
+        )
     return limit
 
 
 class MDSWriter(Writer):
     """Writer of a dataset in MDS format, with columns of any encoding. `columns`: mapping from name to encoding, see
-    encodings.py. A value that is bytes already is stored unchanged, whatever the encoding.
+    encodings.py. A value of type bytes is stored unchanged, whatever the encoding.
 
     Example::
 
@@ -390,7 +399,7 @@ class MDSWriter(Writer):
         self._encodings = {}
         for name in sorted(columns, key=str):
             try:
-                # Writing a pickle runs no code; reading it does, and the reader must allow it.
+                # Writing a pickle runs no foreign code. Reading a pickle does, so only the reader has to allow it.
                 self._encodings[name] = encoding_of(columns[name], allow_unsafe_types=True)
             except DatasetError as error:
                 raise DatasetError(f"{out}: column {name!r}: {error.message}") from None

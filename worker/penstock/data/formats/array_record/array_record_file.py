@@ -1,7 +1,7 @@
 """Samples of ArrayRecord files: a record is a sample, a file is a shard. The package array_record reads them.
 
-The format has an index and checksums of its own. Files written with group_size:1, as grain wants them, are read record
-by record; of others the library unpacks a group for each record.
+The format has an index and checksums of its own. Files written with group_size:1, as grain requires, are read record by
+record. From other files the library unpacks a whole group for each record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["ArrayRecordReader", "index_array_record", "open_array_record"]
 OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 """Options of the library's reader: no reading ahead, and no threads, which a forked child would lack."""
 BUFFER = 32 << 10
-"""Number of bytes that the library reads at a time."""
+"""Bytes that the library reads at a time."""
 
 
 def _library() -> Any:
@@ -31,12 +31,12 @@ def _library() -> Any:
         return importlib.import_module("array_record.python.array_record_module")
     except ImportError as error:
         raise DatasetError(
-            "ArrayRecord files need the package array_record: pip install 'penstock[array-record]'"
+            "ArrayRecord files need the package array_record. Run pip install 'penstock[array-record]'"
         ) from error
 
 
 class _Records:
-    """Open file. Safe for threads and for forked children."""
+    """Open ArrayRecord file. Safe for threads and for forked children."""
 
     def __init__(self, path: Path, name: str) -> None:
         library = _library()
@@ -49,40 +49,42 @@ class _Records:
             )
             if not self._reader.ok():
                 self._reader.read([0])  # raises an error that says why
-                raise ValueError("its index cannot be read")
+                raise ValueError("the index at its end cannot be read")
             self.count = int(self._reader.num_records())
         except Exception as error:  # errors of the library, and of the system
             raise ShardCorruptError(
-                f"{name}: it is not an ArrayRecord file: {error}. Write it again, and close its writer"
+                f"{name} must be an ArrayRecord file: {error}. Write the file again, and close its writer"
             ) from error
 
     def read(self, rows: Sequence[int]) -> list[bytes]:
         """Return the records with these numbers, which must exist. Raises ShardCorruptError."""
         reader = self._reader
         if reader is None:
-            raise ValueError(f"{self.name} is closed")
-        # The library keeps parts of the file in memory, and would not notice everywhere that it has become shorter.
+            raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
+        # The library keeps parts of the file in memory, and does not always notice that the file has become shorter.
         size = os.fstat(self._file.fileno()).st_size
         if size != self.size:
             raise ShardCorruptError(
-                f"{self.name}: it must keep the {self.size} bytes that it had when it was opened, got {size}: do not "
-                "change it while it is read"
+                f"{self.name} must not change while it is read: it had {self.size} bytes when it was opened, got "
+                f"{size}. Start again, and write new data to another file"
             )
         try:
             records: list[bytes] = reader.read(rows)
         except RuntimeError as error:
             if self._reader is None:
-                raise ValueError(f"{self.name} is closed") from error
-            raise ShardCorruptError(f"{self.name}: samples {list(rows[:5])}: {error}. Write it again") from error
+                raise ValueError(f"{self.name} is closed: open the dataset again to read from it") from error
+            raise ShardCorruptError(
+                f"{self.name}: samples {list(rows[:5])} cannot be read: {error}. Write the file again"
+            ) from error
         return records
 
     def close(self) -> None:
-        self._reader = None  # closed when the last read has ended
+        self._reader = None  # the library's reader is freed when the last read has ended
 
 
 class ArrayRecordReader:
-    """Reader of an ArrayRecord file, see formats.shards.ShardReader. A sample has the features of an Example by name,
-    see `example_of`, or is {"record": bytes}."""
+    """Reader of an ArrayRecord file, see formats.shards.ShardReader. A sample is the dict of an Example's features (see
+    `example_of`), or {"record": bytes}."""
 
     def __init__(self, shard: Shard, path: Path) -> None:
         stored = shard.files[0].raw
@@ -91,7 +93,10 @@ class ArrayRecordReader:
         self._decode = shard.settings["records"] == "example"
         self._records = _Records(path, stored.name)
         if len(self) != shard.samples:
-            raise ShardCorruptError(f"{self.name}: it has {len(self)} records, but its index says {shard.samples}")
+            raise ShardCorruptError(
+                f"{self.name} must have {shard.samples} records, as the dataset's index lists, got {len(self)}. "
+                "Index the folder again"
+            )
 
     def __len__(self) -> int:
         return self._records.count
@@ -115,7 +120,10 @@ class ArrayRecordReader:
         try:
             return example_of(record)
         except ValueError as error:
-            raise ShardCorruptError(f"{self.name}: sample {index} is not a tf.train.Example: {error}") from error
+            raise ShardCorruptError(
+                f"{self.name}: sample {index} must be a tf.train.Example: {error}. Index the folder with "
+                'format="array_record-bytes" to read any bytes'
+            ) from error
 
 
 def open_array_record(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrayRecordReader:
@@ -125,8 +133,8 @@ def open_array_record(shard: Shard, paths: Sequence[Path], options: ReadOptions)
 
 
 def index_array_record(path: Path, name: str) -> Shard:
-    """Return the shard of an ArrayRecord file, whose records are examples if the first one is. `name`: its path in the
-    dataset's folder. Raises ShardCorruptError."""
+    """Return the shard of an ArrayRecord file. Its records count as Examples if the first record is one. `name`: path
+    of the file in the dataset's folder. Raises ShardCorruptError."""
     opened = _Records(path, name)
     kind = "example" if opened.count and is_example(opened.read([0])[0]) else "bytes"
     stored = ShardFile(StoredFile(name, opened.size))

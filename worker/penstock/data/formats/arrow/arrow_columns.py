@@ -2,9 +2,9 @@
 
 A row of a list of numbers takes two reads: its two offsets, and its numbers, which go straight into a numpy array. So a
 row costs the same in any order, nothing is kept in memory, and no record batch is read as a whole. Columns of numbers,
-texts and bytes are read in the same way; all others (times, structs, nested lists) by making a pyarrow array of the
-wanted row alone. Columns that cannot be read so (dictionaries, unions, views) have no plan, and neither has a file with
-one of them: its record batches are read as a whole.
+texts and bytes are read in the same way. Other columns (times, structs, nested lists) become a pyarrow array of the
+wanted row alone. Dictionaries, unions and views cannot be read row by row, so a file with such a column is read by
+whole record batches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CODES |= {"f2": "e", "f4": "f", "f8": "d"}
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A record batch whose rows are read."""
+    """Record batch in an open file, and the functions that read its bytes."""
 
     layout: BatchLayout
     body: int
@@ -45,14 +45,15 @@ class Batch:
     """Function (array, begin) that fills an array from the file."""
 
     def part(self, buffer: int, begin: int, size: int) -> bytes:
-        """Return bytes of a buffer. Raises ValueError if it does not have them."""
+        """Return `size` bytes of a buffer from offset `begin`. Raises ValueError if the buffer is shorter."""
         return self.read(self.place(buffer, begin, size), size)
 
     def place(self, buffer: int, begin: int, size: int) -> int:
-        """Return the place in the file of bytes of a buffer. Raises ValueError if the buffer does not have them."""
+        """Return the offset in the file of byte `begin` of a buffer. Raises ValueError if the buffer has fewer than
+        `size` bytes from there."""
         first, length = self.layout.buffers[2 * buffer : 2 * buffer + 2]
         if min(begin, size, first) < 0 or begin + size > length or first + length > self.body_size:
-            raise ValueError(f"bytes {begin} to {begin + size} are not in buffer {buffer} of its record batch")
+            raise ValueError(f"bytes {begin} to {begin + size} must lie in buffer {buffer} of the record batch")
         return self.body + first + begin
 
     def nulls(self, node: int) -> int:
@@ -61,7 +62,8 @@ class Batch:
 
 
 class Column(ABC):
-    """Plan by which rows of a column are read. `node` and `buffer` are the numbers of its first ones in a layout."""
+    """Reader of single rows of one Arrow column. `kind`: its pyarrow type; `node`, `buffer`: numbers of its first node
+    and first buffer in a BatchLayout."""
 
     def __init__(self, kind: Any, node: int, buffer: int) -> None:
         self.kind, self.node, self.buffer = kind, node, buffer
@@ -77,7 +79,7 @@ class Column(ABC):
     def array(self, batch: Batch, begin: int, end: int) -> Any:
         """Return the rows from `begin` to `end` as a pyarrow array."""
         arrow = importlib.import_module("pyarrow")
-        # The bits of validity are read by whole bytes, so the rows begin at a whole byte, too.
+        # Validity bits are read by whole bytes, so the rows begin at a whole byte, too.
         first = begin - begin % 8 if batch.nulls(self.node) else begin
         valid = None
         if batch.nulls(self.node):
@@ -94,7 +96,8 @@ class Column(ABC):
 
     @abstractmethod
     def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
-        """Return the (buffers after that of validity, arrays of the columns within) of rows."""
+        """Return (buffers after the validity buffer, arrays of the child columns) for the rows from `begin` to
+        `end`."""
 
     def valid(self, batch: Batch, row: int) -> bool:
         """Return True if a row is not null."""
@@ -113,7 +116,7 @@ class Column(ABC):
 
 
 class _Fixed(Column):
-    """Values of a fixed number of bits."""
+    """Column of values with a fixed number of bits."""
 
     def __init__(self, kind: Any, node: int, buffer: int) -> None:
         super().__init__(kind, node, buffer)
@@ -132,7 +135,7 @@ class _Fixed(Column):
 
     def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
         if self.bits % 8:
-            # Bits of booleans: moved so that the first row begins at a whole byte.
+            # Bits of booleans are moved so that the first row begins at a whole byte.
             bits = np.frombuffer(batch.part(self.buffer + 1, begin // 8, (end + 7) // 8 - begin // 8), np.uint8)
             unpacked = np.unpackbits(bits, bitorder="little")[begin % 8 : begin % 8 + end - begin]
             return [np.packbits(unpacked, bitorder="little").tobytes()], []
@@ -141,7 +144,7 @@ class _Fixed(Column):
 
 
 class _Varying(Column):
-    """Texts, bytes and lists: values between two offsets."""
+    """Column of texts, bytes or lists, each stored between two offsets."""
 
     def __init__(self, kind: Any, node: int, buffer: int, *, large: bool) -> None:
         super().__init__(kind, node, buffer)
@@ -152,7 +155,7 @@ class _Varying(Column):
         """Return the two offsets of a row."""
         begin, end = self._pair.unpack(batch.part(self.buffer + 1, row * self._size, 2 * self._size))
         if not 0 <= begin <= end:
-            raise ValueError(f"row {row} of its record batch ends before it begins")
+            raise ValueError(f"the offsets of row {row} of the record batch must ascend")
         return begin, end
 
     def offsets(self, batch: Batch, begin: int, end: int) -> tuple[bytes, int, int]:
@@ -161,7 +164,7 @@ class _Varying(Column):
         offsets = np.frombuffer(data, f"<i{self._size}")
         first, last = int(offsets[0]), int(offsets[-1])
         if first < 0 or (offsets[1:] < offsets[:-1]).any():
-            raise ValueError(f"rows {begin} to {end} of its record batch end before they begin")
+            raise ValueError(f"the offsets of rows {begin} to {end} of the record batch must ascend")
         return (offsets - offsets[0]).tobytes(), first, last
 
 
@@ -225,7 +228,8 @@ class _Null(Column):
 
 
 def _numbers(child: Column, batch: Batch, begin: int, end: int, otherwise: Callable[[], Any]) -> Any:
-    """Return a list's numbers as an array. Lists of other values, or with nulls, are what `otherwise` returns."""
+    """Return the numbers from `begin` to `end` of a list's child column as an array. Call `otherwise` instead for other
+    values, and for numbers with nulls."""
     if not isinstance(child, _Fixed) or not child.all_valid(batch, begin, end):
         return otherwise()
     if child.bits == 1:
@@ -241,7 +245,8 @@ def _numbers(child: Column, batch: Batch, begin: int, end: int, otherwise: Calla
 
 
 def column_plans(schema: Any) -> list[tuple[str, Column]] | None:
-    """Return (name, plan) for each column of a pyarrow schema; None if a column cannot be read row by row."""
+    """Return (name, Column) for each column of a pyarrow schema; None if one of the columns cannot be read row by
+    row."""
     node, buffer = 0, 0
 
     def plan(kind: Any) -> Column | None:
@@ -306,7 +311,7 @@ def _within(kind: Any) -> Iterator[Any]:
 
 
 def _buffers(column: Column) -> int:
-    """Return the number of buffers of a column, without those of the columns within."""
+    """Return the number of buffers of a column, without its child columns' buffers."""
     return {_Null: 0, _Fixed: 2, _Text: 3, _List: 2, _Map: 2, _FixedList: 1, _Struct: 1}[type(column)]
 
 
@@ -318,7 +323,7 @@ def _has_bits(kind: Any) -> bool:
 
 
 def _dtype(kind: Any) -> np.dtype[Any] | None:
-    """Return the dtype of integers and floats; None of other types."""
+    """Return the dtype of a pyarrow type of integers or floats; None for other types."""
     types = importlib.import_module("pyarrow.types")
     plain = types.is_integer(kind) or types.is_floating(kind)
     return np.dtype(kind.to_pandas_dtype()) if plain else None

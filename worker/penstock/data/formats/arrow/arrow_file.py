@@ -1,11 +1,12 @@
 """Samples of Arrow IPC files, in the file format and in the stream format: a row is a sample, a file is a shard.
 
 A row is read by itself (arrow_columns.py), so rows in any order cost the same. Files with compressed record batches, or
-with columns that are not stored row by row (dictionaries), are read by whole record batches. These are blocks of their
-shard, as row groups of Parquet are: the order keeps their samples near each other, and all readers of a process keep
-them in one memory (decoded_blocks.py).
+with columns that are not stored row by row (dictionaries), are read by whole record batches. Such record batches are
+blocks of their shard, like the row groups of Parquet: the order keeps the samples of a block near each other, and
+decoded blocks share one memory limit per process (decoded_blocks.py).
 
-Nothing is mapped, as datasets does it: a mapped file that is truncated kills its reader (SIGBUS).
+Hugging Face datasets maps its files into memory; this reader does not, because a mapped file that is truncated kills
+its reader (SIGBUS).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from penstock.runtime.process.free_memory import free_memory
 __all__ = ["ArrowReader", "check_arrow", "check_same_columns", "index_arrow", "open_arrow"]
 
 KEPT_LAYOUTS = 256
-"""Number of record batches whose layouts are kept."""
+"""Largest number of record batches whose layouts are kept in memory."""
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
@@ -51,11 +52,11 @@ def _pyarrow() -> Any:
     try:
         return importlib.import_module("pyarrow")
     except ImportError as error:
-        raise DatasetError("Arrow files need the package pyarrow: pip install 'penstock[parquet]'") from error
+        raise DatasetError("Arrow files need the package pyarrow. Run pip install 'penstock[parquet]'") from error
 
 
 class _ArrowFile:
-    """Open file, and the places of its record batches."""
+    """Open Arrow file, and the offsets of its record batches."""
 
     def __init__(self, path: Path, name: str) -> None:
         arrow = _pyarrow()
@@ -64,7 +65,9 @@ class _ArrowFile:
             self.file: Descriptor | None = Descriptor(path)
             self.size = os.fstat(self.file.fileno()).st_size
         except OSError as error:
-            raise ShardCorruptError(f"{name}: {path} cannot be read: {error}") from error
+            raise ShardCorruptError(
+                f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
+            ) from error
         self.dictionaries: list[Message] = []
         self.batches: list[tuple[int, int, int, int]] = []
         """(begin, body, size of the body, number of dictionaries before it) of each record batch."""
@@ -74,7 +77,7 @@ class _ArrowFile:
             found = messages(self._read, self.size)
             self.head = next(found)
             if self.head.kind != SCHEMA:
-                raise ValueError("it must begin with a schema")
+                raise ValueError("the file must begin with a schema")
             self.schema = arrow.ipc.read_schema(arrow.py_buffer(self._bytes(self.head)))
             self.names: list[str] = list(self.schema.names)
             """Names of the columns."""
@@ -91,9 +94,9 @@ class _ArrowFile:
         except DatasetError:
             raise
         except Exception as error:  # errors of pyarrow, of the system, and of damaged metadata
-            raise ShardCorruptError(f"{name}: it is not an Arrow file: {error}. Write it again") from error
+            raise ShardCorruptError(f"{name} must be an Arrow IPC file: {error}. Write the file again") from error
         self.begins: list[int] = list(itertools.accumulate(rows))
-        """Number of the first row of each record batch, and of all rows."""
+        """Number of the first row of each record batch, then the number of rows of the file."""
         self.blocks = tuple(rows[1:])
         """Number of rows of each record batch."""
 
@@ -112,7 +115,7 @@ class _ArrowFile:
                 f"{self.name}: record batch {number} must fit into memory: it takes {needed} bytes, but {free} are "
                 "free. Write the file in smaller record batches"
             )
-        # A stream with this record batch alone, and what it needs.
+        # A stream of the schema, the dictionaries, and this record batch alone.
         parts = [self._bytes(message) for message in (self.head, *self.dictionaries[:dictionaries])]
         stream = b"".join([*parts, self.read(begin, body + size - begin), END])
         with arrow.ipc.open_stream(arrow.py_buffer(stream)) as reader:
@@ -121,11 +124,13 @@ class _ArrowFile:
         return batch
 
     def read(self, begin: int, size: int) -> bytes:
-        """Return these bytes. Raises ShardCorruptError if the file does not have them any more."""
+        """Return `size` bytes from offset `begin`. Raises ShardCorruptError if the file has become shorter."""
         try:
             data = self._read(begin, size)
         except OSError as error:
-            raise ShardCorruptError(f"{self.name} cannot be read: {error}") from error
+            raise ShardCorruptError(
+                f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
+            ) from error
         if len(data) != size:
             self._truncated(begin, size, len(data))
         return data
@@ -134,24 +139,26 @@ class _ArrowFile:
         """Fill an array from the file. Raises as `read` does."""
         file = self.file
         if file is None:
-            raise ValueError(f"{self.name} is closed")
+            raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         try:
             done = file.read_into(array, begin)
         except OSError as error:
-            raise ShardCorruptError(f"{self.name} cannot be read: {error}") from error
+            raise ShardCorruptError(
+                f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
+            ) from error
         if done != array.nbytes:
             self._truncated(begin, array.nbytes, done)
 
     def _truncated(self, begin: int, size: int, left: int) -> NoReturn:
         raise ShardCorruptError(
-            f"{self.name}: it is truncated: {left} of the {size} bytes from byte {begin} are left. Write the file "
-            "again, and do not change it while it is read"
+            f"{self.name} is truncated: {left} of the {size} bytes from byte {begin} are left. Write the file again, "
+            "and do not change it while it is read"
         )
 
     def _read(self, begin: int, size: int) -> bytes:
         file = self.file
         if file is None:
-            raise ValueError(f"{self.name} is closed")
+            raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         return file.read(size, begin)
 
     def _bytes(self, message: Message) -> bytes:
@@ -159,12 +166,12 @@ class _ArrowFile:
 
 
 Whole = list[tuple[str, DecodedColumn]]
-"""Columns of a record batch with their names."""
+"""Columns of a record batch, by name."""
 
 
 class ArrowReader:
     """Reader of an Arrow IPC file, see formats.shards.ShardReader. Lists of integers and floats are numpy arrays of the
-    stored dtype, other values are as from Parquet files (parquet_values.py)."""
+    stored dtype; other values are converted as those of Parquet files (parquet_values.py)."""
 
     def __init__(self, shard: Shard, path: Path) -> None:
         stored = shard.files[0].raw
@@ -172,7 +179,10 @@ class ArrowReader:
         check_size(path, stored)
         self._file = _ArrowFile(path, self.name)
         if len(self) != shard.samples:
-            raise ShardCorruptError(f"{self.name}: it has {len(self)} rows, but its index says {shard.samples}")
+            raise ShardCorruptError(
+                f"{self.name} must have {shard.samples} rows, as the dataset's index lists, got {len(self)}. Index "
+                "the folder again"
+            )
         self._plans: list[tuple[str, Column]] | None = None if self._file.compressed else self._file.plans
         """Readers of single rows of each column; None if record batches are read as a whole."""
         self._columns: list[str] = self._file.names
@@ -184,8 +194,8 @@ class ArrowReader:
         if shard.blocks and shard.blocks != self._file.blocks:
             self.close()
             raise ShardCorruptError(
-                f"{self.name}: its record batches have other numbers of rows than its index says: make the index "
-                "again, with index_folder"
+                f"{self.name}: the record batches must have the numbers of rows that the dataset's index lists. The "
+                "file was changed: index it again with index_folder"
             )
 
     def __len__(self) -> int:
@@ -195,7 +205,7 @@ class ArrowReader:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
         if self._file.file is None:
-            raise ValueError(f"{self.name} is closed")
+            raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         number = bisect.bisect_right(self._file.begins, index) - 1
         row = index - self._file.begins[number]
         column = ""
@@ -212,18 +222,23 @@ class ArrowReader:
         except DatasetError:
             raise
         except MemoryError as error:
-            raise DatasetError(f"{self.name}: sample {index} must fit into memory: {error}") from error
+            raise DatasetError(
+                f"{self.name}: sample {index} must fit into memory: {error}. Write the file in smaller record "
+                "batches, or run fewer workers"
+            ) from error
         except Exception as error:  # errors of pyarrow, and of damaged bytes
             if self._file.file is None:
-                raise ValueError(f"{self.name} is closed") from error
-            raise ShardCorruptError(f"{self.name}: sample {index}, column {column!r}: {error}") from error
+                raise ValueError(f"{self.name} is closed: open the dataset again to read from it") from error
+            raise ShardCorruptError(
+                f"{self.name}: sample {index}, column {column!r} cannot be read: {error}. Write the file again"
+            ) from error
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return the samples with these numbers."""
         return [self[row] for row in rows]
 
     def select(self, columns: Sequence[str]) -> None:
-        """Read only these columns from now on. Raises DatasetError for a column that the file has not."""
+        """Read only these columns from now on. Raises DatasetError if the file lacks one of these columns."""
         names = self._file.names
         missing = [name for name in columns if name not in names]
         if missing:
@@ -249,14 +264,14 @@ class ArrowReader:
         self._whole.pop(block, None)
 
     def forget(self, block: int) -> None:
-        """Let a record batch's memory be freed, because its samples are not needed soon."""
+        """Mark a record batch as not needed soon, so that its memory is freed first."""
         MEMORY.release(self._token, block)
 
     def _laid_out(self, number: int) -> Batch:
         _, body, size, _ = self._file.batches[number]
         layout = self._file.layout(number)
         if layout.rows != self._file.begins[number + 1] - self._file.begins[number]:
-            raise ValueError(f"record batch {number} has changed")
+            raise ValueError(f"record batch {number} has changed since the file was opened")
         batch = Batch(layout, body, size, self._file.read, self._file.fill)
         if len(self._layouts) >= KEPT_LAYOUTS:
             self._layouts = {}
@@ -283,10 +298,12 @@ def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> Arr
 
 
 def index_arrow(path: Path, name: str) -> Shard:
-    """Return the shard of an Arrow IPC file. `name`: its path in the dataset's folder. Raises DatasetError."""
+    """Return the shard of an Arrow IPC file. `name`: path of the file in the dataset's folder. Raises DatasetError."""
     file = _ArrowFile(path, name)
     if len(set(file.names)) != len(file.names):
-        raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(file.names)}")
+        raise DatasetError(
+            f"{name}: the names of columns must be unique, got {', '.join(file.names)}. Write the file with other names"
+        )
     blocks = file.blocks if file.compressed or file.plans is None else ()
     return Shard(
         "arrow",

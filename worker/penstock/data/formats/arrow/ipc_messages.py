@@ -1,12 +1,12 @@
-"""Messages of an Arrow IPC file, found without reading what they carry.
+"""Messages of an Arrow IPC file, found without reading the data in them.
 
     stream: message * n [end]                    file: b"ARROW1\\0\\0" stream [footer] [size of the footer: 4] b"ARROW1"
     message: [0xFFFFFFFF: 4] [size of the metadata: 4] [metadata] [body]    (before Arrow 0.15 without 0xFFFFFFFF)
 
-The metadata of a record batch say how many rows it has, and where in the body each buffer of each column lies. With
-them a row is read by itself (arrow_columns.py). pyarrow does not tell these places, so this module reads the metadata,
-which are a flatbuffer: tables whose fields are found by a table of offsets. Each offset is checked, because the bytes
-may be damaged. The fields' numbers are those of Arrow's format/Message.fbs and File.fbs.
+The metadata of a record batch give its number of rows and the offset in the body of each buffer of each column, so that
+a row can be read by itself (arrow_columns.py). pyarrow does not expose these offsets, so this module reads the
+metadata, which are a flatbuffer: tables whose fields are found by a table of offsets. Each offset is checked, because
+the bytes may be damaged. The fields' numbers are those of Arrow's format/Message.fbs and File.fbs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAGIC = b"ARROW1"
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3
 """Kinds of messages."""
 FIRST_READ = 4096
-"""Number of bytes that are read at a message's begin; the metadata of most fit in."""
+"""Bytes that are read at a message's beginning: enough for the metadata of most messages."""
 MAX_METADATA = 256 << 20
 """Largest size in bytes of a message's metadata."""
 
@@ -34,7 +34,7 @@ _BLOCK = struct.Struct("<qi4xq")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message in a file."""
+    """Position of a message in a file."""
 
     kind: int
     begin: int
@@ -57,14 +57,14 @@ class BatchLayout:
 
     rows: int
     nodes: memoryview
-    """(length, number of nulls) of each column and of each column within, as numbers of 64 bits."""
+    """(length, number of nulls) of each column and each child column, as 64-bit integers."""
     buffers: memoryview
-    """(begin in the body, size in bytes) of each buffer, as numbers of 64 bits."""
+    """(begin in the body, size in bytes) of each buffer, as 64-bit integers."""
     compressed: bool
 
 
 class _Table:
-    """A table of a flatbuffer. Methods raise ValueError or struct.error for offsets that lead out of the buffer."""
+    """Table of a flatbuffer. Methods raise ValueError or struct.error for offsets outside of the buffer."""
 
     __slots__ = ("_data", "_fields", "_fields_size", "_position")
 
@@ -72,7 +72,7 @@ class _Table:
         self._data, self._position = data, position
         self._fields = position - _I32.unpack_from(data, position)[0]
         if not 0 <= self._fields <= len(data) - 4:
-            raise ValueError("a table of its metadata lies outside of them")
+            raise ValueError("its metadata are damaged: a table lies outside of the metadata")
         self._fields_size: int = _U16.unpack_from(data, self._fields)[0]
 
     @classmethod
@@ -98,7 +98,7 @@ class _Table:
     def table(self, number: int) -> _Table:
         at = self.at(number)
         if not at:
-            raise ValueError(f"field {number} of its metadata is missing")
+            raise ValueError(f"its metadata are damaged: field {number} is missing")
         return _Table(self._data, at + _U32.unpack_from(self._data, at)[0])
 
     def vector(self, number: int, size: int) -> memoryview:
@@ -109,12 +109,12 @@ class _Table:
         at += _U32.unpack_from(self._data, at)[0]
         end = at + 4 + size * _U32.unpack_from(self._data, at)[0]
         if end > len(self._data):
-            raise ValueError(f"field {number} of its metadata is longer than the metadata")
+            raise ValueError(f"its metadata are damaged: field {number} is longer than the metadata")
         return memoryview(self._data)[at + 4 : end]
 
 
 def messages(read: Read, size: int) -> Iterator[Message]:
-    """Return the messages of a file of `size` bytes, in its order. Raises ValueError, struct.error."""
+    """Return the messages of a file of `size` bytes, in the order of the file. Raises ValueError, struct.error."""
     if read(0, len(MAGIC)) == MAGIC:
         yield from _file_messages(read, size)
         return
@@ -123,7 +123,7 @@ def messages(read: Read, size: int) -> Iterator[Message]:
         yield message
         at = message.end
     if not at:
-        raise ValueError("it is empty")
+        raise ValueError("the file is empty")
 
 
 def layout_of(metadata: bytes) -> BatchLayout:
@@ -139,27 +139,27 @@ def layout_of(metadata: bytes) -> BatchLayout:
 def _file_messages(read: Read, size: int) -> Iterator[Message]:
     tail = read(size - 10, 10) if size >= 18 else b""
     if tail[4:] != MAGIC:
-        raise ValueError("it must end with ARROW1: it is truncated, or was not written to its end")
+        raise ValueError("the file must end with ARROW1, but it is truncated, or its writer was not closed")
     length = _I32.unpack_from(tail)[0]
     if not 0 < length <= size - 18:
-        raise ValueError(f"its footer must be smaller than the file, got {length} bytes")
+        raise ValueError(f"the footer must be smaller than the file, got {length} bytes")
     footer = _Table.root(read(size - 10 - length, length))
     schema = _message(read, 8, size)
     if schema is None:
-        raise ValueError("its schema is missing")
+        raise ValueError("the schema is missing")
     yield schema
     for kind, number in ((DICTIONARY, 2), (BATCH, 3)):
         for begin, _, _ in _BLOCK.iter_unpack(footer.vector(number, _BLOCK.size)):
             message = _message(read, begin, size) if begin > 0 else None
             if message is None or message.kind != kind:
-                raise ValueError(f"its footer names a message at byte {begin} that is not there")
+                raise ValueError(f"the footer lists a message at byte {begin}, but none begins there")
             yield message
 
 
 def _message(read: Read, begin: int, size: int) -> Message | None:
-    """Return the message that begins at a byte of the file; None at the stream's end."""
+    """Return the message that begins at byte `begin` of the file; None at the stream's end."""
     if begin == size:
-        return None  # the end may be left out
+        return None  # writers may leave out the end marker
     head = read(begin, FIRST_READ)
     mark = 4 if head[:4] == b"\xff\xff\xff\xff" else 0
     length = _I32.unpack_from(head, mark)[0]
@@ -168,8 +168,8 @@ def _message(read: Read, begin: int, size: int) -> Message | None:
     at = begin + mark + 4
     if not 0 < length <= min(size - at, MAX_METADATA):
         raise ValueError(
-            f"it is truncated or damaged: the message at byte {begin} must have 1 to {min(size - at, MAX_METADATA)} "
-            f"bytes of metadata, got {length}"
+            f"the file is truncated or damaged: the message at byte {begin} must have 1 to "
+            f"{min(size - at, MAX_METADATA)} bytes of metadata, got {length}"
         )
     metadata = head[mark + 4 : mark + 4 + length]
     if len(metadata) < length:
@@ -178,7 +178,7 @@ def _message(read: Read, begin: int, size: int) -> Message | None:
     body = message.number(3)
     if not 0 <= body <= size - at - length:
         raise ValueError(
-            f"it is truncated or damaged: the message at byte {begin} has a body of {body} bytes, but "
+            f"the file is truncated or damaged: the message at byte {begin} has a body of {body} bytes, but "
             f"{size - at - length} are left"
         )
     return Message(message.byte(1), begin, metadata, at + length, body)

@@ -4,9 +4,9 @@
     state.json               of a Dataset: its files, in the order of its rows
     dataset_info.json        names and types of columns
 
-`save_to_disk` writes the rows in their order after select() and shuffle(), so the files need no mapping of indices.
-Old releases stored one; such a folder is refused. Other Arrow files in a folder (cache-*.arrow, of map())
-are not part of the dataset.
+`save_to_disk` writes the rows in their order after select() and shuffle(), so the files need no mapping of indices. Old
+releases stored such a mapping; their folders are refused. Other Arrow files in a folder (cache-*.arrow, written by
+map()) are not part of the dataset.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ MAX_BYTES = 64 << 20
 
 
 def saved_splits(folder: Path) -> list[str] | None:
-    """Return the names of the splits of a saved DatasetDict; None if the folder is not one. Raises DatasetError."""
+    """Return the names of the splits of a saved DatasetDict; None if the folder has no DatasetDict. Raises
+    DatasetError."""
     path = folder / DICT
     if not path.exists():
         return None
     splits = _json(path).get("splits")
     if not isinstance(splits, list) or not splits or not all(_is_name(split) for split in splits):
         raise DatasetError(
-            f"{path}: splits must be a list of folder names, got {splits!r:.200}: save the dataset again"
+            f"{path}: splits must be a list of folder names, got {splits!r:.200}. Save the dataset again"
         )
     for split in splits:
         if not (folder / split / STATE).exists():
-            raise DatasetError(f"{folder / split / STATE} must exist, as {DICT} lists it: save the dataset again")
+            raise DatasetError(f"{folder / split / STATE} must exist, as {DICT} lists it. Save the dataset again")
     return splits
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Return the files of a saved Dataset in the order of its rows; None if the folder is not one. Raises
+    """Return the files of a saved Dataset in the order of its rows; None if the folder has no Dataset. Raises
     DatasetError."""
     path = folder / STATE
     if not path.exists():
@@ -51,30 +52,35 @@ def saved_files(folder: Path) -> list[Path] | None:
     state = _json(path)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise DatasetError(
-            f"{path}: the dataset must be stored in the order of its rows, but it has a mapping of indices: load it, "
-            "call flatten_indices(), and save it again"
+            f"{path}: the dataset must be stored in the order of its rows, got a mapping of indices. Load it, call "
+            "flatten_indices(), and save it again"
         )
     listed = state.get("_data_files")
     names = [each.get("filename") if isinstance(each, dict) else None for each in listed or ()]
     if not isinstance(listed, list) or not names or not all(_is_name(name) for name in names):
         raise DatasetError(
-            f"{path}: _data_files must be a list with a filename in each entry, got {listed!r:.200}: save it again"
+            f"{path}: _data_files must be a list with a filename in each entry, got {listed!r:.200}. Save the dataset "
+            "again"
         )
     files = [folder / str(name) for name in names]
     missing = [file for file in files if not file.is_file()]
     if missing:
-        raise DatasetError(f"{missing[0]} must exist, as {STATE} lists it: save the dataset again, or copy all of it")
+        raise DatasetError(
+            f"{missing[0]} must exist, as {STATE} lists it. Save the dataset again, or copy all of its files"
+        )
     return files
 
 
 def _refuse_cache(folder: Path) -> None:
-    """Raise DatasetError for a cache folder of datasets with several splits, whose files lie side by side."""
+    """Raise DatasetError for a cache folder of Hugging Face datasets in which the files of several splits lie side by
+    side."""
     path = folder / INFO
     splits = _json(path).get("splits") if path.exists() else None
     if isinstance(splits, dict) and len(splits) > 1:
         raise DatasetError(
-            f"{folder} must have the files of one split, but {INFO} lists {', '.join(map(str, splits))}: load the "
-            "dataset and save it with save_to_disk, or link the files of one split into a folder"
+            f"{folder} must have the files of one split, got those of several: {INFO} lists "
+            f"{', '.join(map(str, splits))}. Load the dataset and save it with save_to_disk, or link the files of one "
+            "split into a folder"
         )
 
 
@@ -84,10 +90,10 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DatasetError(f"{path} cannot be read: {error}. Save the dataset again") from error
     if not isinstance(value, dict):
-        raise DatasetError(f"{path} must be a JSON object, got {type(value).__name__}: save the dataset again")
+        raise DatasetError(f"{path} must be a JSON object, got {type(value).__name__}. Save the dataset again")
     return value
 
 
 def _is_name(name: object) -> bool:
-    """Return True if a name is that of a file or folder in the dataset's folder."""
+    """Return True if a value is a plain name, without a path, of a file or folder in the dataset's folder."""
     return isinstance(name, str) and PurePosixPath(name).name == name and name not in ("", ".", "..")

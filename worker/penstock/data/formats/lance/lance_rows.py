@@ -1,10 +1,10 @@
-"""Rows of a Lance dataset, by number. The package pylance reads them.
+"""Rows of a Lance dataset, by number, read by the package pylance.
 
-A Lance dataset is a folder whose files its library finds, fetches and caches, also from object stores. So it is a
-map-style dataset, and no shards of a StreamingDataset. One version of it is read: what is appended or deleted while a
-job runs, or before it resumes, changes no row's number.
+The library finds, fetches and caches the files of a Lance dataset, also from object stores. So LanceRows is a map-style
+dataset, and not a StreamingDataset of shards. LanceRows reads one version of the data: rows that are appended or
+deleted while a job runs, or before it resumes, change no row's number.
 
-A call of the library takes some 0.2 ms, for one row or for many: read rows by batches (`__getitems__`).
+A call of the library takes some 0.2 ms, for one row or for many, so read rows by batches (`__getitems__`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
         """
         Args:
             uri: folder of the dataset, or its address in an object store.
-            version: version of the dataset to read; None: the newest one. A state of another version is refused.
+            version: version of the dataset to read; None: the newest one. A saved state that was taken of another
+                version is refused.
             columns: names of the columns to read; None: all.
             storage_options: options for pylance's object store, such as keys.
 
@@ -98,7 +99,10 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
         dataset = self._dataset()
         table = self._called(lambda: dataset.take(numbers, columns=self.columns), f"rows {numbers[:5]}")
         if table.num_rows != len(numbers):
-            raise ShardCorruptError(f"{self.uri}: {len(numbers)} rows must be there, got {table.num_rows}")
+            raise ShardCorruptError(
+                f"{self.uri}: the library must return {len(numbers)} rows, got {table.num_rows}. Check that the "
+                "dataset's files are complete"
+            )
         values = [column_of(column).many(range(len(numbers))) for column in table.columns]
         return [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
 
@@ -109,7 +113,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
         try:
             lance = importlib.import_module("lance")
         except ImportError as error:
-            raise DatasetError("Lance datasets need the package pylance: pip install 'penstock[lance]'") from error
+            raise DatasetError("Lance datasets need the package pylance. Run pip install 'penstock[lance]'") from error
         try:
             dataset = lance.dataset(self.uri, version=self._version, storage_options=self._options)
         except (ValueError, OSError) as error:
@@ -122,7 +126,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
         return dataset
 
     def _called(self, call: Callable[[], Any], what: str) -> Any:
-        """Return the result of a call of the library, whose panics are no Exceptions."""
+        """Return the result of a call of the library. Its panics derive from BaseException and become errors here."""
         try:
             return call()
         except Exception as error:
@@ -130,7 +134,9 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
-            raise ShardCorruptError(f"{self.uri}: {what}: its files are damaged: {error}. Write it again") from error
+            raise ShardCorruptError(
+                f"{self.uri}: {what}: the dataset's files are damaged: {error}. Write the dataset again"
+            ) from error
 
     def _digest(self, dataset: Any) -> str:
         digest = xxhash.xxh3_128(f"{self._rows} {self.columns}".encode())

@@ -1,8 +1,8 @@
 """Encodings of images in MDS columns: raw pixels, image files, and lists of either. PIL is imported for the first
 image.
 
-A decoder gets the sample's bytes and the value's position in them. Sizes in the data are compared with the number of
-bytes present before anything is allocated, because twelve bytes of a raw image can claim gigabytes.
+A decoder gets the sample's bytes and the value's position in the sample. Sizes in the data are compared with the number
+of bytes present before anything is allocated, because twelve bytes of a raw image can claim gigabytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def _pil() -> Any:
     try:
         return importlib.import_module("PIL.Image")
     except ImportError as error:
-        raise DatasetError("columns with images need the package pillow: pip install 'penstock[streaming]'") from error
+        raise DatasetError(
+            "columns with images need the package pillow. Run pip install 'penstock[streaming]'"
+        ) from error
 
 
 def decode_raw(sample: bytes, begin: int, end: int) -> Any:
@@ -75,7 +77,10 @@ def decode_raw(sample: bytes, begin: int, end: int) -> Any:
     size = (width * _PIXEL[mode] or (width + 7) // 8) * height
     # PIL keeps a pointer for each row, even of an image without columns.
     if size != end - pixels or (not size and max(width, height) > LONGEST_EMPTY_SIDE):
-        raise ValueError(f"a raw image of {width} x {height} pixels and mode {mode} does not fit {end - pixels} bytes")
+        raise ValueError(
+            f"the size of a raw image must fit its bytes, got {width} x {height} pixels of mode {mode} in "
+            f"{end - pixels} bytes"
+        )
     return image.frombytes(mode, (width, height), sample[pixels:end])
 
 
@@ -99,7 +104,7 @@ def _jpegs() -> Any:
 
 
 def decode_jpeg_array(sample: bytes, begin: int, end: int) -> npt.NDArray[np.uint8]:
-    """Return the pixels of a whole JPEG file, as `numpy.asarray` of its image gives them, in a writable array."""
+    """Return the pixels of a whole JPEG file, in a writable array, equal to `numpy.asarray` of its image."""
     _pil()  # raises an error that names the package
     return _jpegs().decode_array(sample[begin:end])  # type: ignore[no-any-return]
 
@@ -115,7 +120,7 @@ def array_decoder(decode: Decode) -> Decode:
 
 def decode_png(sample: bytes, begin: int, end: int) -> Any:
     """Return the image of a whole PNG file, decoded like a JPEG's."""
-    # PIL would otherwise try dozens of formats, and start a program for one of them.
+    # Without `formats`, PIL would try dozens of formats, and start a program for one of them.
     return _pil().open(BytesIO(sample[begin:end]), formats=("PNG",))
 
 
@@ -151,7 +156,7 @@ def encode_png(value: Any) -> bytes:
 
 
 def raw_to_png(sample: bytes, begin: int, end: int) -> bytes:
-    """Return a raw image as a PNG file, or as TIFF if PNG has no such pixels."""
+    """Return a raw image as a PNG file, or as a TIFF file if PNG lacks the image's mode."""
     image = decode_raw(sample, begin, end)
     return _saved(image, "PNG" if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else "TIFF")
 
@@ -210,7 +215,7 @@ def _decode_list(decode: Decode, sample: bytes, begin: int, end: int) -> list[An
     at = first + 4 * count
     sizes = struct.unpack_from(f"={count}I", sample, first)
     if at + sum(sizes) != end:
-        raise ValueError(f"the list's {count} elements have {sum(sizes)} bytes, but {end - at} bytes are there")
+        raise ValueError(f"the list's {count} elements must have {sum(sizes)} bytes, got {end - at}")
     values = []
     for size in sizes:
         values.append(decode(sample, at, at + size))

@@ -1,8 +1,8 @@
-"""Images of JPEG files that simplejpeg decodes, where it gives the pixels that Pillow gives.
+"""Decoding of JPEG files by simplejpeg, wherever its pixels equal Pillow's.
 
-Both use libjpeg-turbo. Pillow reads a file in pieces, line by line, into pixels of four bytes, and copies them twice to
-make an array; simplejpeg decodes into the array. It is used for RGB and grayscale. Whatever it refuses or warns about
-is left to Pillow, so a damaged file gives Pillow's result or error.
+simplejpeg and Pillow both use libjpeg-turbo. Pillow reads a file in pieces, line by line, into pixels of four bytes,
+and copies them twice to make an array; simplejpeg decodes into the array, and is used for RGB and grayscale. Pillow
+decodes every file that simplejpeg refuses or warns about, so a damaged file gives Pillow's result or error.
 
 Import this module only where there are JPEG files: it imports Pillow.
 """
@@ -41,7 +41,7 @@ def _simplejpeg() -> Any:
 def open_jpeg(file: bytes) -> Any:
     """Return the image of a whole JPEG file as an image of Pillow. The head of the file is read now, and the pixels are
     decoded on first use. Raises PIL.UnidentifiedImageError."""
-    # Pillow tries no other format, of which it knows dozens: it would start a program for one of them.
+    # Without `formats`, Pillow would try dozens of formats, and start a program for one of them.
     image = Image.open(BytesIO(file), formats=("JPEG",))
     if type(image) is JpegImageFile and image.mode in _COLORSPACES and _simplejpeg() is not None:
         image.__class__ = JpegImage
@@ -86,14 +86,15 @@ def decode_pixels(file: bytes, mode: str) -> Pixels | None:
 
 
 class JpegImage(JpegImageFile):
-    """Image of Pillow with other means to decode: `numpy.asarray(image)` takes the pixels from simplejpeg, without a
-    copy. It equals the image that Pillow opens, and is pickled as one."""
+    """Pillow image that simplejpeg decodes: `numpy.asarray(image)` takes the pixels from simplejpeg, without a copy.
+    The object equals the image that Pillow opens, and is pickled as a Pillow image."""
 
     _file = b""
     _decoded: Pixels | None = None
 
     def _pixels(self) -> Pixels | None:
-        """Return the pixels of an image that was neither loaded nor changed. Return None if Pillow must decode it."""
+        """Return the pixels, if the image was neither loaded nor changed before; None if Pillow must decode the
+        image."""
         if len(self.tile) != 1 or self.decoderconfig or ImageFile.LOAD_TRUNCATED_IMAGES:
             return None
         if self._decoded is None and self._file:

@@ -36,11 +36,14 @@ class _TokenFile:
             self._file: Descriptor | None = Descriptor(data)
             self.size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
-            raise ShardCorruptError(f"{data_name}: {data} cannot be read: {error}") from error
+            raise ShardCorruptError(
+                f"{data_name}: {data} cannot be read: {error}. Check that the file exists and that this user may "
+                "read it"
+            ) from error
         if self.size != self.index.data_bytes:
             raise ShardCorruptError(
-                f"{data_name}: it must have {self.index.data_bytes} bytes, as {index_name} says, got {self.size}: the "
-                "two files must be written together"
+                f"{data_name} must have {self.index.data_bytes} bytes, as {index_name} says, got {self.size}. Copy or "
+                "write the two files together again"
             )
 
     def tokens(self, number: int) -> Tokens:
@@ -50,20 +53,22 @@ class _TokenFile:
             if end > self.size:
                 raise ShardCorruptError(
                     f"{self.index.name}: document {number} must end within the {self.size} bytes of {self.name}, got "
-                    f"byte {end}: write the files again"
+                    f"byte {end}. Write the files again"
                 )
         else:  # checked when the index was opened
             begin, end = extents[number], extents[number + 1]
         file = self._file
         if file is None:
-            raise ValueError(f"{self.name} is closed")
+            raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         tokens = np.empty((end - begin) // self._itemsize, self._dtype)
         try:
-            read = os.preadv(file.fileno(), [tokens.data], begin)  # in most cases all, in one call
+            read = os.preadv(file.fileno(), [tokens.data], begin)  # in most cases the first call reads all sequences
             if read != end - begin:
                 read = file.read_into(tokens, begin)
         except OSError as error:
-            raise ShardCorruptError(f"{self.name} cannot be read: {error}") from error
+            raise ShardCorruptError(
+                f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
+            ) from error
         if read != end - begin:
             raise ShardCorruptError(
                 f"{self.name}: document {number} is truncated: {read} of {end - begin} bytes are left. Write the file "
@@ -91,9 +96,9 @@ class MegatronDocuments:
         documents = MegatronDocuments("corpus_text_document")
         source = Packed(LogicalShards([documents], shards=64, shuffle=True), length=4096)
 
-    Document i is `documents[i]`: an array of its tokens, of the stored dtype. `documents[a:b]` has the documents from a
-    to b - 1 without reading them. It is an indexable piece for LogicalShards. Safe for threads, and for forked and
-    spawned processes.
+    `documents[i]` is an array of the tokens of document i, of the stored dtype. `documents[a:b]` is a view of the
+    documents from a to b - 1, and reads nothing. The object is an indexable piece for LogicalShards. Safe for threads,
+    and for forked and spawned processes.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -141,10 +146,10 @@ class MegatronDocuments:
     def __getitem__(self, index: SupportsIndex) -> Tokens: ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> Tokens | MegatronDocuments:
-        """Return the tokens of a document: an array of shape (tokens,) that is writable and its own.
+        """Return the tokens of a document: a writable array of shape (tokens,), which shares no memory with others.
 
         Raises:
-            IndexError: there is no such document.
+            IndexError: the index is out of range.
             ShardCorruptError: the files are damaged, or have changed.
         """
         if isinstance(index, slice):
@@ -156,7 +161,7 @@ class MegatronDocuments:
 
     def sample(self, index: SupportsIndex) -> dict[str, Any]:
         """Return a document with its inner boundaries: `tokens` of shape (tokens,), `sequence_lengths` of shape
-        (sequences,), int32, and of multimodal data `modes` of shape (sequences,), int8. Raises as `documents[i]`
+        (sequences,), int32, and for multimodal data `modes` of shape (sequences,), int8. Raises as `documents[i]`
         does."""
         try:
             return self._file.sample(self._range[index])
@@ -173,7 +178,7 @@ class MegatronDocuments:
     def _part(self, part: slice) -> MegatronDocuments:
         chosen = self._range[part]
         if chosen.step != 1:
-            raise InvalidArgumentError(f"a part of documents must have step 1, got {part.step}: take every document")
+            raise InvalidArgumentError(f"a slice of documents must have step 1, got {part.step}. Use documents[a:b]")
         other = MegatronDocuments.__new__(MegatronDocuments)
         other.prefix, other._file, other._range = self.prefix, self._file, chosen
         return other
@@ -183,7 +188,7 @@ class MegatronDocuments:
         for path in (index, data):
             if not os.path.exists(path):
                 raise DatasetError(
-                    f"{path} must exist: give the path of a .bin and an .idx file without that ending, got "
+                    f"{path} must exist: prefix must be the path of a .bin and an .idx file without that ending, got "
                     f"{self.prefix!r}"
                 )
         return _TokenFile(Path(data), Path(index), data, index)
@@ -196,7 +201,8 @@ class MegatronDocuments:
         self._file = self._opened()
         if self._file.index.digest() != state["digest"]:
             raise DatasetError(
-                f"{self.prefix}.idx must not change while it is read, but it has other documents now: start again"
+                f"{self.prefix}.idx must not change while a job reads it, but its documents differ now. Start the job "
+                "again"
             )
 
 
@@ -213,10 +219,14 @@ class MegatronReader:
             (index, self._file.index.size, boundaries.size),
         ):
             if size != expected:
-                raise ShardCorruptError(f"{path.name}: {path} has {size} bytes, but its index says {expected}")
+                raise ShardCorruptError(
+                    f"{path.name}: {path} must have {expected} bytes, as the dataset's index lists, got {size}. "
+                    "Fetch the file again, or index the folder again"
+                )
         if len(self) != shard.samples:
             raise ShardCorruptError(
-                f"{boundaries.name}: it has {len(self)} documents, but the index says {shard.samples} samples"
+                f"{boundaries.name} must have {shard.samples} documents, as the dataset's index lists, got "
+                f"{len(self)}. Index the folder again"
             )
 
     def __len__(self) -> int:
@@ -243,10 +253,10 @@ def open_megatron(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
 
 
 def index_megatron(path: Path, name: str) -> Shard:
-    """Return the shard of a pair of files. `path`: the .bin file; `name`: its path in the dataset's folder. Raises
-    ShardCorruptError."""
+    """Return the shard of a pair of files. `path`: the .bin file; `name`: path of the .bin file in the dataset's
+    folder. Raises ShardCorruptError."""
     if path.suffix != ".bin":
-        raise InvalidArgumentError(f"path must be that of a .bin file, got {path}")
+        raise InvalidArgumentError(f"path must end in .bin, got {path}. Pass the .bin file of the pair")
     index_name = name.removesuffix(".bin") + ".idx"
     file = _TokenFile(path, path.with_suffix(".idx"), name, index_name)
     return Shard(

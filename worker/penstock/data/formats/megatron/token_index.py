@@ -1,4 +1,4 @@
-"""The .idx file of Megatron-core's token files (version 1 of "MMIDIDX").
+"""Reader of the .idx file of Megatron-core's token files (version 1 of "MMIDIDX").
 
     [b"MMIDIDX" 0 0] [version: 8] [code of the dtype: 1] [sequences: 8] [documents + 1: 8]
     [length in tokens: 4] * sequences [begin in bytes: 8] * sequences
@@ -38,15 +38,15 @@ DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64
 KEPT_BYTES = 64 << 20
 """Largest size in bytes of an index whose tables are kept in memory."""
 HASHED_PART = 1 << 20
-"""Number of bytes in each part of an index that is hashed; of a large index, KEPT_BYTES / HASHED_PART parts are."""
+"""Bytes of each part of a large index that is hashed. There are KEPT_BYTES / HASHED_PART such parts, evenly spaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """Place of a document in the .bin file."""
+    """Position of a document in the .bin file."""
 
     begin: int
-    """First byte."""
+    """Offset of the document's first byte."""
     lengths: np.ndarray[Any, np.dtype[np.int32]]
     """Number of tokens in each of its sequences."""
     modes: np.ndarray[Any, np.dtype[np.int8]] | None
@@ -57,34 +57,38 @@ class TokenIndex:
     """Boundaries of the documents in a .bin file. Safe for threads and for forked children."""
 
     def __init__(self, path: Path, name: str) -> None:
-        """Open an .idx file and check it. `name`: its name, for errors. Raises ShardCorruptError."""
+        """Open an .idx file and check it. `name`: name of the file in errors. Raises ShardCorruptError."""
         self.name = name
         try:
             self._file = Descriptor(path)
             self.size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
-            raise ShardCorruptError(f"{name}: {path} cannot be read: {error}") from error
+            raise ShardCorruptError(
+                f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
+            ) from error
         head = self._read(0, HEAD.size)
         magic, version, code, sequences, bounds = HEAD.unpack(head)
         self.sequences: int = sequences
         if magic != MAGIC:
-            self._corrupt("it must begin with MMIDIDX. Give the .idx file that Megatron's preprocessing wrote")
+            self._corrupt("the file must begin with MMIDIDX. Give the .idx file that Megatron's preprocessing wrote")
         if version != VERSION:
-            self._corrupt(f"its version must be {VERSION}, got {version}: write the data with a later Megatron-core")
+            self._corrupt(f"the version must be {VERSION}, got {version}. Write the data with a current Megatron-core")
         if code not in DTYPES:
-            self._corrupt(f"the code of its dtype must be one of {', '.join(map(str, DTYPES))}, got {code}")
+            self._corrupt(
+                f"the code of the dtype must be one of {', '.join(map(str, DTYPES))}, got {code}. Write the data again"
+            )
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
         """dtype of the tokens."""
         self.documents: int = max(0, bounds - 1)
         plain = HEAD.size + 12 * self.sequences + 8 * bounds
         if bounds < 1 or self.size not in (plain, plain + self.sequences):
             self._corrupt(
-                f"with {self.sequences} sequences and {self.documents} documents it must have {plain} bytes, or "
-                f"{plain + self.sequences} with modes, got {self.size}: it is truncated or damaged, write it again"
+                f"the file must have {plain} bytes for {self.sequences} sequences and {self.documents} documents, or "
+                f"{plain + self.sequences} with modes, got {self.size}. It is truncated or damaged: write it again"
             )
         self.has_modes = self.sequences > 0 and self.size > plain
         self._tables = (HEAD.size, HEAD.size + 4 * self.sequences, HEAD.size + 12 * self.sequences, plain)
-        """First bytes of the tables of lengths, begins, documents and modes."""
+        """Offsets in the file of the tables of lengths, begins, documents and modes."""
         self._kept: memoryview | None = None
         if self.size <= KEPT_BYTES:
             self._kept = memoryview(self._read(0, self.size))
@@ -92,7 +96,7 @@ class TokenIndex:
         self.data_bytes = self._last_end()
         """Size in bytes that the .bin file must have."""
         self.extents: memoryview[int] | None = self._kept_extents()
-        """First byte of each document, and the last one's end; None if the tables are not in memory."""
+        """First byte of each document, and the end of the last document; None if the tables are not in memory."""
 
     def __len__(self) -> int:
         return self.documents
@@ -103,20 +107,20 @@ class TokenIndex:
             return self.extents[number], self.extents[number + 1]
         first, last = TWO.unpack(self._read(self._tables[2] + 8 * number, 16))
         if not 0 <= first <= last <= self.sequences:
-            self._corrupt(f"document {number} must end at or after its beginning, got sequences {first} to {last}")
+            self._corrupt(f"document {number} must not end before it begins, got sequences {first} to {last}")
         begin: int = ONE.unpack(self._read(self._tables[1] + 8 * first, 8))[0] if first < last else 0
         end: int = (
             self.data_bytes if last == self.sequences else ONE.unpack(self._read(self._tables[1] + 8 * last, 8))[0]
         )
         if first < last and not 0 <= begin <= end:
-            self._corrupt(f"document {number} must end at or after its beginning, got bytes {begin} to {end}")
+            self._corrupt(f"document {number} must not end before it begins, got bytes {begin} to {end}")
         return begin, end if first < last else begin
 
     def document(self, number: int) -> DocumentEntry:
-        """Return the place of a document, which must exist. Raises ShardCorruptError."""
+        """Return the position of a document, which must exist. Raises ShardCorruptError."""
         first, end = (int(bound) for bound in self._bounds(number, number + 2))
         if not 0 <= first <= end <= self.sequences:
-            self._corrupt(f"document {number} must end at or after its beginning, got sequences {first} to {end}")
+            self._corrupt(f"document {number} must not end before it begins, got sequences {first} to {end}")
         if first == end:
             return DocumentEntry(0, np.zeros(0, np.int32), np.zeros(0, np.int8) if self.has_modes else None)
         lengths, begin = self._lengths(first, end), int(self._begins(first, first + 1)[0])
@@ -180,38 +184,45 @@ class TokenIndex:
         first, last = int(self._bounds(0, 1)[0]), int(self._bounds(self.documents, self.documents + 1)[0])
         if first != 0 or last != self.sequences:
             self._corrupt(
-                f"its documents must consist of sequences 0 to {self.sequences}, got {first} to {last}: write it again"
+                f"the documents must consist of sequences 0 to {self.sequences}, got {first} to {last}. Write the file "
+                "again"
             )
         if self._kept is None or not self.sequences:
             return
         bounds = self._bounds(0, self.documents + 1)
         wrong = np.flatnonzero(bounds[1:] < bounds[:-1])
         if wrong.size:
-            self._corrupt(f"document {wrong[0]} ends before it begins")
+            self._corrupt(f"document {wrong[0]} must not end before it begins. Write the file again")
         begins = self._begins(0, self.sequences)
         if begins[0] != 0:
-            self._corrupt(f"its first sequence must begin at byte 0, got {begins[0]}")
-        self._check_sequences("it", self._lengths(0, self.sequences), np.append(begins, self._last_end()))
+            self._corrupt(f"the first sequence must begin at byte 0, got {begins[0]}. Write the file again")
+        self._check_sequences("the file", self._lengths(0, self.sequences), np.append(begins, self._last_end()))
 
     def _check_sequences(self, what: str, lengths: np.ndarray[Any, Any], begins: np.ndarray[Any, Any]) -> None:
-        """Check that sequences lie one after the other. `begins`: their first bytes, and the end of the last one."""
+        """Check that sequences lie one after the other. `begins`: first byte of each sequence, and the end of the last
+        one. `what`: subject of the error."""
         if (lengths < 0).any() or begins[0] < 0:
-            self._corrupt(f"{what} has a sequence with a negative length or begin: write it again")
+            self._corrupt(f"{what} must not have a sequence with a negative length or begin. Write the file again")
         ends = begins[:-1] + lengths.astype(np.int64) * self.dtype.itemsize
         wrong = np.flatnonzero(begins[1:] != ends)
         if wrong.size:
             self._corrupt(
-                f"{what} has a sequence that must end at byte {begins[wrong[0] + 1]}, where the next one begins, got "
-                f"{ends[wrong[0]]}: write it again"
+                f"{what} must have sequences without gaps, got one that ends at byte {ends[wrong[0]]} before one that "
+                f"begins at byte {begins[wrong[0] + 1]}. Write the file again"
             )
 
     def _read(self, begin: int, size: int) -> bytes:
         try:
             data = self._file.read(size, begin)
         except OSError as error:
-            raise ShardCorruptError(f"{self.name} cannot be read: {error}") from error
+            raise ShardCorruptError(
+                f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
+            ) from error
         if len(data) != size:
-            self._corrupt(f"it is truncated: bytes {begin} to {begin + size} are needed, {len(data)} of them are left")
+            self._corrupt(
+                f"the file is truncated: {len(data)} of the bytes {begin} to {begin + size} are left. Write the "
+                "file again"
+            )
         return data
 
     def _corrupt(self, why: str) -> NoReturn:

@@ -2,8 +2,9 @@
 
 pyarrow makes an object for each value that is looked up, which takes a microsecond for a number and a millisecond for a
 list of 2,000 numbers. So the frequent types are read from the arrays' buffers: numbers, texts, and lists of numbers. A
-list of numbers becomes a numpy array of the column's type, which is a copy: it is writable, and a sample that somebody
-keeps does not keep its row group in memory. All other types go through pyarrow's scalars, see parquet_values.py.
+list of numbers becomes a numpy array of the column's type, which is a copy: the array is writable, and a sample that
+the caller keeps does not keep its row group in memory. All other types go through pyarrow's scalars, see
+parquet_values.py.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ def _number(types: Any, kind: Any) -> np.dtype[Any] | None:
 
 
 def _valid(array: Any) -> npt.NDArray[np.bool_] | None:
-    """Return for each value whether it is not null; None if no value is null."""
+    """Return a mask that is True where a value is not null, shape (values,); None if no value is null."""
     return array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
 
 
 def _values(array: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the values of an array of numbers, without a copy except for bools. Nulls have any value."""
+    """Return the values of an array of numbers, without a copy except for bools. The values of nulls are arbitrary."""
     if dtype == np.bool_:
         filled = array.fill_null(False) if array.null_count else array
         found: npt.NDArray[Any] = filled.to_numpy(zero_copy_only=False)
@@ -146,7 +147,7 @@ class _Lists:
             return None
         begin, end = self._begins[row], self._begins[row + 1]
         if self._all_valid is not None and not self._all_valid[begin:end].all():
-            return self._array[row].as_py()  # numpy's numbers have no null
+            return self._array[row].as_py()  # a numpy array of numbers cannot hold a null
         return self._all[begin:end].copy()
 
     def many(self, rows: Sequence[int]) -> list[Any]:

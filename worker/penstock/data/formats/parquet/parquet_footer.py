@@ -28,28 +28,29 @@ _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
 BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. A text counts as its offset, or as its number in a dictionary."""
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _DEEPEST = 32
-"""Largest nesting of structs and lists in a footer; the format needs 8."""
+"""Largest depth of nested structs and lists in a footer; the format needs 8."""
 
 Wanted = dict[int, Any]
 """Fields of a struct to read, by field number. The value is None for a number, a mapping for a struct, and a list with
 one mapping for a list of structs."""
 _COLUMN: Wanted = {3: {1: None, 5: None, 6: None, 7: None, 9: None, 11: None}}
-"""Fields that are read of a column of a row group, from ColumnChunk.meta_data: type, num_values,
-total_uncompressed_size, total_compressed_size, data_page_offset, dictionary_page_offset."""
+"""Fields of a row group's column that are read, from ColumnChunk.meta_data: type, num_values, total_uncompressed_size,
+total_compressed_size, data_page_offset, dictionary_page_offset."""
 _FILE: Wanted = {4: [{1: [_COLUMN], 3: None}]}
-"""Fields that are read of a footer, from FileMetaData.row_groups: columns, num_rows."""
+"""Fields of a footer that are read, from FileMetaData.row_groups: columns, num_rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """A row group, as the footer describes it."""
+    """Row group, as the footer describes it."""
 
     rows: int
     nbytes: int
     """Smallest number of bytes that the row group takes in memory. A row group may be far larger in memory than in the
     file, where a billion equal numbers take some hundred bytes."""
     column_bytes: tuple[int, ...] = ()
-    """The same of each column, in the order of the file's schema: a leaf of a nested column counts as a column."""
+    """Smallest number of bytes that each column takes in memory, in the order of the file's schema. A leaf of a nested
+    column counts as a column."""
     begin: int = 0
     """Offset in the file of the row group's first byte."""
     end: int = 0
@@ -57,8 +58,8 @@ class RowGroup:
 
 
 def tail_of(file: Descriptor) -> bytes:
-    """Return the bytes of a Parquet file from its footer's beginning to the file's end. Raises ValueError if it has no
-    footer."""
+    """Return the bytes of a Parquet file from its footer's beginning to the file's end. Raises ValueError if the file
+    has no footer."""
     size = os.fstat(file.fileno()).st_size
     length = footer_length(file.read(8, max(0, size - 8)), size)
     return file.read(length, size - length)
@@ -66,17 +67,17 @@ def tail_of(file: Descriptor) -> bytes:
 
 def footer_length(end: bytes, size: int) -> int:
     """Return the number of bytes from the footer's beginning to the file's end. `end`: the last 8 bytes of the file;
-    `size`: its size. Raises ValueError if it does not end with a footer."""
+    `size`: size of the file. Raises ValueError if the file does not end with a footer."""
     length = int.from_bytes(end[:4], "little")
     if end[4:] == _ENCRYPTED:
-        raise ValueError("its footer is encrypted, which Penstock cannot read: write it without encryption")
+        raise ValueError("the footer must not be encrypted. Write the file without encryption")
     if end[4:] != _MAGIC or length > size - 12:
-        raise ValueError("it does not end with a footer")
+        raise ValueError("the file must end with a footer, but it is truncated or not Parquet")
     return length + 8
 
 
 def row_groups(footer: bytes) -> list[RowGroup]:
-    """Return the row groups of a footer. Raises ValueError if it is damaged."""
+    """Return the row groups of a footer. Raises ValueError if the footer is damaged."""
     try:
         found, _ = _struct(footer, 0, _FILE, 0)
         return [_row_group(group) for group in found.get(4, [])]
@@ -89,23 +90,24 @@ def _row_group(group: dict[int, Any]) -> RowGroup:
     for column in group[1]:
         values = column[3]
         if min(values[5], values[6]) < 0 or not 0 <= values[1] < len(_BYTES):
-            raise ValueError("its footer is damaged: a column has a size below 0, or no type")
+            raise ValueError("its footer is damaged: a column has a negative size, or an unknown type")
         sizes.append(max(values[6], values[5] * _BYTES[values[1]]))
         begin = values.get(9, 0)
-        if 0 < values.get(11, 0) < begin:  # pyarrow reads a column from its dictionary on, if that comes first
+        # pyarrow reads a column from its dictionary on, if the dictionary comes first
+        if 0 < values.get(11, 0) < begin:
             begin = values[11]
         begins.append(begin)
         ends.append(begin + values.get(7, 0))
     if group[3] < 0:
-        raise ValueError("its footer is damaged: a row group has fewer than 0 rows")
+        raise ValueError("its footer is damaged: a row group has a negative number of rows")
     return RowGroup(group[3], sum(sizes), tuple(sizes), min(begins, default=0), max(ends, default=0))
 
 
 def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int, Any], int]:
     """Return the wanted fields of the struct at offset `at`, and the offset of its end. `depth`: number of structs and
-    lists around it. Raises IndexError at the end of the data."""
+    lists around the struct. Raises IndexError at the end of the data."""
     if depth > _DEEPEST:
-        raise ValueError("its footer is nested too deeply")
+        raise ValueError("its footer is damaged: it is nested too deeply")
     found: dict[int, Any] = {}
     number = 0
     while head := data[at]:
@@ -127,7 +129,7 @@ def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int,
         elif isinstance(fields, list) and kind == 9:
             count, kind, at = _list(data, at)
             if count and kind != 12:
-                raise ValueError("its footer has a list of a wrong type")
+                raise ValueError("its footer is damaged: a list has a wrong type")
             found[number] = []
             for _ in range(count):
                 one, at = _struct(data, at, fields[0], depth + 1)
@@ -135,7 +137,7 @@ def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int,
         elif isinstance(fields, dict) and kind == 12:
             found[number], at = _struct(data, at, fields, depth + 1)
         else:
-            raise ValueError("its footer has a field of a wrong type")
+            raise ValueError("its footer is damaged: a field has a wrong type")
     return found, at + 1
 
 
@@ -151,7 +153,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 127) << shift
         if byte < 128:
             return value, at
-    raise ValueError("its footer has a number of more than 64 bits")
+    raise ValueError("its footer is damaged: a number has more than 64 bits")
 
 
 def _list(data: bytes, at: int) -> tuple[int, int, int]:
@@ -160,7 +162,7 @@ def _list(data: bytes, at: int) -> tuple[int, int, int]:
     head = data[at]
     count, at = (head >> 4, at + 1) if head < 0xF0 else _varint(data, at + 1)
     if count > len(data) - at:
-        raise ValueError("its footer has a list that is longer than the footer")
+        raise ValueError("its footer is damaged: a list is longer than the footer")
     return count, head & 15, at
 
 
@@ -181,9 +183,9 @@ def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
     if kind == 7:
         return at + 8
     if kind not in (9, 10, 11):
-        raise ValueError("its footer has a field of an unknown type")
+        raise ValueError("its footer is damaged: a field has an unknown type")
     if depth > _DEEPEST:
-        raise ValueError("its footer is nested too deeply")
+        raise ValueError("its footer is damaged: it is nested too deeply")
     if kind == 11:
         count, at = _varint(data, at)
         kinds = data[at] if count else 0

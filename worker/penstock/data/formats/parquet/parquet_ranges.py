@@ -1,7 +1,8 @@
-"""Row groups of a remote file as files of their own in a cache, so that a file is not fetched as a whole.
+"""Row groups of a remote Parquet file as separate files in a cache, so that a reader fetches only the row groups that
+it needs.
 
-The cache has a range of the remote file for each row group, and one for the footer. Each is a file in the folder
-`NAME.ranges`, which is fetched, locked and evicted like any other file of a cache.
+The cache has one file for each row group, and one for the footer: each is a range of the remote file, lies in the
+folder `NAME.ranges`, and is fetched, locked and evicted like any other file of the cache.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 __all__ = ["FileRange", "Footer", "block_shard", "footer_shard", "has_ranges", "opened_range"]
 
 MIN_RANGE_BYTES = 256 << 10
-"""Smallest mean size of a file's row groups, in bytes, with which they are fetched one by one: a request takes as long
-as a transfer of about this size."""
+"""Smallest mean size in bytes of a file's row groups for which row groups are fetched one by one. A request takes as
+long as a transfer of about this size."""
 _PAST_END = 128
-"""Bytes after a column's end that pyarrow may ask for, of files of old writers which understated its size."""
+"""Bytes after a column's end that pyarrow may ask for, because old writers understated the column's size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """Footer of a file, as it is needed to read it."""
+    """Parsed footer of a Parquet file."""
 
     groups: list[RowGroup]
     metadata: Any
@@ -38,9 +39,10 @@ class Footer:
 
     @staticmethod
     def parse(tail: bytes) -> Footer:
-        """Return the footer of a file, from its bytes to the file's end. Raises ValueError, or an error of pyarrow."""
+        """Return the parsed footer. `tail`: bytes from the footer's beginning to the file's end. Raises ValueError, or
+        an error of pyarrow."""
         if footer_length(tail[-8:], len(tail) + 4) != len(tail):
-            raise ValueError("its footer has another length than its index says")
+            raise ValueError("the footer must have the length that the dataset's index lists")
         groups = row_groups(tail[:-8])  # before pyarrow reads it, see parquet_footer.py
         metadata = pyarrow_parquet().read_metadata(io.BytesIO(tail))
         return Footer(groups, metadata, metadata.schema.to_arrow_schema())
@@ -48,32 +50,32 @@ class Footer:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """A row group of a file, which lies in a file of its own."""
+    """Row group of a remote Parquet file, stored in the cache as a separate file."""
 
     footer: Footer
     group: int
     """Number of the row group."""
     begin: int
-    """Offset of its first byte in the whole file."""
+    """Offset of the row group's first byte in the whole file."""
     size: int
     """Size of the whole file, in bytes."""
 
 
 def has_ranges(shard: Shard) -> bool:
-    """Return True if the row groups of a file are worth fetching one by one."""
+    """Return True if the row groups of a file are large enough to be fetched one by one."""
     count = len(shard.blocks)
     return count > 1 and bool(shard.ranges) and not shard.files[0].packed and shard.size >= count * MIN_RANGE_BYTES
 
 
 def block_shard(shard: Shard, block: int) -> Shard:
-    """Return the shard that consists of a row group of a file."""
+    """Return row group `block` of a file as a shard of its own."""
     rows = shard.blocks[block]
     file = _range(shard, *shard.ranges[2 * block : 2 * block + 2])
     return replace(shard, samples=rows, files=(file,), blocks=(rows,), decoded_bytes=0, ranges=())
 
 
 def footer_shard(shard: Shard) -> Shard:
-    """Return the shard that consists of the footer of a file."""
+    """Return the footer of a file as a shard of its own, without samples."""
     return Shard("parquet", 0, (_range(shard, shard.ranges[-1], shard.size),))
 
 
@@ -82,7 +84,8 @@ def _range(shard: Shard, begin: int, end: int) -> ShardFile:
 
 
 def opened_range(opened: Descriptor, place: FileRange) -> Any:
-    """Return a file for pyarrow that has the bytes of a row group at their offsets in the whole file."""
+    """Return a file object for pyarrow in which the bytes of a row group have the offsets that they have in the whole
+    file."""
     return importlib.import_module("pyarrow").PythonFile(_RangeFile(opened, place), mode="r")
 
 
@@ -109,7 +112,7 @@ class _RangeFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return bytes of the row group. Raises OSError outside of it."""
+        """Return bytes of the row group. Raises OSError for bytes outside of it."""
         end = min(self._size, self._at + size) if size >= 0 else self._size
         if self._at < self._begin or end > self._end + _PAST_END:
             raise OSError(f"bytes {self._at} to {end} must lie in the row group, {self._begin} to {self._end}")

@@ -1,10 +1,10 @@
 """Samples of Parquet files: a row is a sample, a file is a shard, a row group is a block of it.
 
-A row group is decoded as a whole, and stays in memory as long as the process's memory for decoded blocks lasts (see
-decoded_blocks.py). The order of samples keeps those of a few row groups together, so each is decoded about once.
+A row group is decoded as a whole, and stays in memory until the process's memory limit for decoded blocks is reached
+(decoded_blocks.py). The order keeps the samples of a few row groups near each other, so each row group is decoded about
+once.
 
-A column of a row group consists of as many arrays as pyarrow makes of it: an array of text has at most 2 GiB, and a row
-group may have more.
+A column of a row group may consist of several pyarrow arrays, because an array of text has at most 2 GiB.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ EXPANDED_BYTES = 64 << 20
 """Largest size in bytes of a text column in one row group that is expanded to one text per row."""
 
 FEW_ROWS = 6
-"""Number of rows of a row group from which on they are read column by column, which costs more to begin."""
+"""Smallest number of rows of one row group that are read column by column. Reading by columns costs more to begin and
+less per row."""
 LOADING_WAIT_S = 5.0
-"""Seconds that a thread waits for another thread's row group before it looks again."""
+"""Seconds between a thread's checks of a row group that another thread is decoding."""
 
 Columns = list[tuple[str, Column]]
-"""Columns of a row group: (name, values by row) for each."""
+"""Columns of a row group, as (name, column) pairs."""
 
 
 def check_parquet(settings: dict[str, Any]) -> None:
-    """Check the settings of a shard's entry in the index, see `Format.check`. A file describes its columns itself, so
-    an index may lack their names."""
+    """Check the settings of a shard's entry in the index, see `Format.check`. Column names are optional in the index,
+    because a file describes its own columns."""
     if "column_names" in settings:
         names(settings, "column_names")
 
@@ -59,8 +60,8 @@ def open_parquet(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> P
 
 
 def _text_columns(footer: Any) -> list[str]:
-    """Return the paths of all columns of text and bytes. They are read as pyarrow dictionaries where the file stores
-    dictionaries, so a text that a million rows share is in memory once."""
+    """Return the paths of all columns of text and bytes. Where the file stores a dictionary, the column is read as a
+    pyarrow dictionary, so a text that a million rows share is in memory once."""
     leaves = (footer.schema.column(number) for number in range(footer.num_columns))
     return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
 
@@ -81,7 +82,7 @@ def _expand_texts(column: Any) -> Any:
 
 
 def _has_no_repeats(chunk: Any) -> bool:
-    """Return True if the dictionary of an array is the array: each text occurs once, in the order of the rows."""
+    """Return True if the dictionary of an array equals the array: each text occurs once, in the order of the rows."""
     indices = chunk.indices.to_numpy()
     return len(chunk.dictionary) == len(indices) and np.array_equal(indices, np.arange(len(indices)))
 
@@ -95,21 +96,21 @@ class ParquetReader:
         """
         Args:
             path: the file, or the file of one row group.
-            place: where the row group lies in its file; None: `path` is the whole file.
+            place: position of the row group in its file; None: `path` is the whole file.
 
-        Raises ShardCorruptError if the file cannot be read, or is not what its index says.
+        Raises ShardCorruptError if the file cannot be read, or differs from its entry in the index.
         """
         stored = shard.files[0].raw
         self.name = stored.name
         self._lock = threading.Lock()
-        """Lock of the next two attributes. It is held for no longer than a look-up."""
+        """Lock of the next two attributes, held only for look-ups."""
         self._loading: dict[int, threading.Event] = {}
-        """Row groups that a thread is decoding now, and the event that ends it: other threads wait for it."""
+        """Row groups that a thread is decoding now, by number, with the event that other threads wait for."""
         self._idle: list[Any] = []
-        """pyarrow's file objects that no thread uses: they are not thread-safe, so each thread that decodes has its
-        own."""
+        """pyarrow's file objects that no thread uses now. The objects are not thread-safe, so each thread that decodes
+        takes one."""
         self._kept: dict[int, Columns] = {}
-        """Row groups in memory. Counted, and dropped, by MEMORY."""
+        """Row groups in memory, by number. MEMORY counts and drops them."""
         self._wanted: list[str] | None = None
         """Names of the columns to read; None: all."""
         self._leaves: list[int] | None = None
@@ -119,7 +120,8 @@ class ParquetReader:
             found = os.fstat(self._opened.fileno())
             if found.st_size != stored.size:
                 raise ShardCorruptError(
-                    f"{self.name}: {path} has {found.st_size} bytes, but its index says {stored.size}"
+                    f"{self.name}: {path} must have {stored.size} bytes, as the dataset's index lists, got "
+                    f"{found.st_size}. Fetch the file again, or index the folder again"
                 )
             self._version = found.st_mtime_ns
             footer = Footer.parse(tail_of(self._opened)) if place is None else place.footer
@@ -131,32 +133,38 @@ class ParquetReader:
         except ShardCorruptError:
             raise
         except Exception as error:
-            raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
+            raise ShardCorruptError(
+                f"{self.name}: {path} cannot be read: {error}. Check that the file exists and that this user may "
+                "read it"
+            ) from error
         self._several = len(self._schema) > 1
-        """True if several columns are read, which pyarrow then decodes in threads of its own."""
+        """True if several columns are read: pyarrow then decodes in threads of its own."""
         self._token = MEMORY.add_owner(self)
         self._begins: list[int] = [0, *itertools.accumulate(group.rows for group in self._groups)]
         rows = self._footer.num_rows if place is None else self._begins[-1]
         if not rows == self._begins[-1] == shard.samples:
             self.close()
-            raise ShardCorruptError(f"{self.name}: it has {rows} rows, but its index says {shard.samples}")
+            raise ShardCorruptError(
+                f"{self.name} must have {shard.samples} rows, as the dataset's index lists, got {rows}. Index the "
+                "file again with index_parquet"
+            )
         if shard.blocks and shard.blocks != tuple(group.rows for group in self._groups):
             self.close()
             raise ShardCorruptError(
-                f"{self.name}: its row groups have other numbers of rows than its index says: make the index again, "
-                "with index_parquet"
+                f"{self.name}: the row groups must have the numbers of rows that the dataset's index lists. The file "
+                "was changed: index it again with index_parquet"
             )
 
     def __len__(self) -> int:
         return self._begins[-1]
 
     def select(self, columns: Sequence[str]) -> None:
-        """Read only these columns from now on. Raises DatasetError for a column that the file has not."""
+        """Read only these columns from now on. Raises DatasetError if the file lacks one of these columns."""
         known = self._schema.names
         missing = [name for name in columns if name not in known]
         if missing:
             raise DatasetError(
-                f"{self.name}: it must have the columns {', '.join(missing)}, which columns= names, got "
+                f"{self.name} must have the columns {', '.join(missing)} that the argument columns names, got "
                 f"{', '.join(known)}"
             )
         paths = [self._footer.schema.column(leaf).path for leaf in range(len(self._footer.schema))]
@@ -232,7 +240,7 @@ class ParquetReader:
         self._kept.pop(block, None)
 
     def forget(self, block: int) -> None:
-        """Let a row group's memory be freed, because its samples are not needed soon."""
+        """Mark a row group as not needed soon, so that its memory is freed first."""
         MEMORY.release(self._token, block)
 
     def close(self) -> None:
@@ -248,7 +256,7 @@ class ParquetReader:
             metadata=self._footer,
             read_dictionary=self._texts,
             page_checksum_verification=True,
-            pre_buffer=False,  # else it keeps the compressed bytes of the row group that it read last
+            pre_buffer=False,  # otherwise pyarrow keeps the compressed bytes of the row group that it read last
         )
 
     def _group_of(self, index: int) -> int:
@@ -258,7 +266,9 @@ class ParquetReader:
 
     def _refuse(self, index: int, column: str, error: Exception) -> NoReturn:
         if isinstance(error, UnicodeDecodeError):
-            raise ShardCorruptError(f"{self.name}: sample {index}, column {column!r}: {error}") from error
+            raise ShardCorruptError(
+                f"{self.name}: sample {index}, column {column!r} cannot be read: {error}. Write the file again"
+            ) from error
         raise DatasetError(
             f"{self.name}: sample {index}, column {column!r}: Python cannot hold its value ({error}). Write the column "
             "in another type, such as int64"
@@ -272,7 +282,7 @@ class ParquetReader:
             with self._lock:
                 opened = self._opened
                 if opened is None:
-                    raise ValueError(f"{self.name} is closed")
+                    raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
                 kept = self._kept.get(group)
                 if kept is not None:
                     return kept
@@ -280,7 +290,7 @@ class ParquetReader:
                 if loading is None:
                     self._loading[group] = threading.Event()
                     break
-            loading.wait(LOADING_WAIT_S)  # then look again: the other thread may have failed
+            loading.wait(LOADING_WAIT_S)  # the other thread may have failed, so the loop looks again
         try:
             return self._decoded(opened, group, index)
         finally:
@@ -298,14 +308,17 @@ class ParquetReader:
             raise
         except MemoryError as error:
             raise DatasetError(
-                f"{self.name}: row group {number} must fit in memory: {error}; write it in smaller row groups"
+                f"{self.name}: row group {number} must fit into memory: {error}. Write the file in smaller row groups"
             ) from error
         except NotImplementedError as error:
             raise DatasetError(
-                f"{self.name}: sample {index}, row group {number}: pyarrow cannot read it: {error}"
+                f"{self.name}: sample {index}, row group {number} cannot be read by pyarrow: {error}. Write the file "
+                "again"
             ) from error
         except Exception as error:
-            raise ShardCorruptError(f"{self.name}: sample {index}, row group {number}: {error}") from error
+            raise ShardCorruptError(
+                f"{self.name}: sample {index}, row group {number} cannot be read: {error}. Write the file again"
+            ) from error
         return columns
 
     def _read(self, opened: Descriptor, file: Any, group: int) -> Columns:
@@ -320,7 +333,7 @@ class ParquetReader:
             )
         table = self._table(file, self._first + group, rows)
         if table.num_rows != rows:
-            raise ValueError(f"it must have {rows} rows as in the file's footer, got {table.num_rows}")
+            raise ValueError(f"the row group must have {rows} rows, as the file's footer says, got {table.num_rows}")
         self._check_unchanged(opened)
         arrays = dict(zip(table.column_names, map(_expand_texts, table.columns), strict=True))
         read = table.column_names if self._wanted is None else self._wanted
@@ -339,12 +352,13 @@ class ParquetReader:
         return found.nbytes if self._leaves is None else sum(found.column_bytes[leaf] for leaf in self._leaves)
 
     def _check_unchanged(self, opened: Descriptor) -> None:
-        """Raise ShardCorruptError if the file was written to since it was opened: its row groups may be those of two
-        files."""
+        """Raise ShardCorruptError if the file was written to since it was opened, because its row groups may be a mix
+        of old and new data."""
         found = os.fstat(opened.fileno())
         if found.st_mtime_ns != self._version:
             raise ShardCorruptError(
-                f"{self.name}: it was written to since it was opened. Write new data to a new file, and index it"
+                f"{self.name} must not change while it is read, but it was written to since it was opened. Write new "
+                "data to a new file, and index that"
             )
 
     def _table(self, file: Any, group: int, rows: int) -> Any:

@@ -30,7 +30,7 @@ def pyarrow_parquet() -> Any:
     try:
         return importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise DatasetError("Parquet files need the package pyarrow: pip install 'penstock[parquet]'") from error
+        raise DatasetError("Parquet files need the package pyarrow. Run pip install 'penstock[parquet]'") from error
 
 
 def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]:
@@ -47,8 +47,8 @@ def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]
 
 
 def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Shard]:
-    """Return a shard for each file. `files`: (name, function that returns the file's tail) for each. Raises what
-    parquet_shards raises, and what the functions raise."""
+    """Return a shard for each file. `files`: (name, function that returns the file's tail) for each. Raises
+    DatasetError as parquet_shards does, and any error of the functions."""
     library = pyarrow_parquet()
     shards: list[Shard] = []
     first: tuple[str, list[str]] | None = None
@@ -59,13 +59,18 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
             footer = library.read_metadata(io.BytesIO(tail))
             columns = list(footer.schema.to_arrow_schema().names)
             if sum(group.rows for group in groups) != footer.num_rows:
-                raise ValueError("its row groups have other numbers of rows together than the file")
+                raise ValueError("the numbers of rows of its row groups do not add up to the file's")
         except PenstockError:
             raise
         except Exception as error:  # errors of pyarrow, of the system, and of the file's source
-            raise ShardCorruptError(f"{name}: it is not a Parquet file: {error}") from error
+            raise ShardCorruptError(
+                f"{name} must be a Parquet file: {error}. Write the file again, or move it out of the folder"
+            ) from error
         if len(set(columns)) != len(columns):
-            raise DatasetError(f"{name}: the names of columns must be unique, got {', '.join(columns)}")
+            raise DatasetError(
+                f"{name}: the names of columns must be unique, got {', '.join(columns)}. Write the file with other "
+                "names"
+            )
         if first is None:
             first = name, columns
         elif set(first[1]) != set(columns):

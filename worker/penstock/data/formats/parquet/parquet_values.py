@@ -1,8 +1,8 @@
-"""Conversion of Parquet values to Python objects, or to numpy's where Python's are too coarse.
+"""Conversion of Parquet values to Python objects, or to numpy objects where Python's are too coarse.
 
-Python's datetime, timedelta and time resolve microseconds. Parquet also has times in nanoseconds; Spark writes all
-times so. They become numpy's datetime64[ns] and timedelta64[ns], even if their last three digits are 0, and whether or
-not pandas is installed: the type of a column's values must depend neither on a value nor on other packages.
+Python's datetime, timedelta and time resolve microseconds. Parquet also has times in nanoseconds, which Spark always
+writes. Such times become numpy's datetime64[ns] and timedelta64[ns], even if their last three digits are 0, and whether
+or not pandas is installed: the type of a column's values must depend neither on a value nor on other packages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Value = Callable[[Any], Any]
 
 
 def value_of(kind: Any) -> Value:
-    """Return the conversion for a column of this pyarrow type."""
+    """Return the function that converts scalars of this pyarrow type."""
     return _fine(kind) or _as_py
 
 

@@ -1,6 +1,7 @@
-"""Samples of plain CSV and TSV files with a header, by the rules of Python's module csv: quotes, and lines within them.
+"""Samples of plain CSV and TSV files with a header, by the rules of Python's module csv: a quoted value may contain
+line ends.
 
-A sample has the text of each column by its name in the header. Empty lines do not count.
+A sample is a dict from each name in the header to the text of that column. Empty lines do not count.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class CSVRowsReader(RecordFile):
             header = self._file.read(self._offsets[0], 0).decode("utf-8-sig")
             columns = next(csv.reader(io.StringIO(header, newline=""), delimiter=self._separator, strict=True), [])
         except (OSError, ValueError, csv.Error) as error:
-            raise ShardCorruptError(f"{self.name}: its header cannot be read: {error}. Index it again") from error
+            raise ShardCorruptError(
+                f"{self.name}: the header cannot be read: {error}. Index the file again with index_folder"
+            ) from error
         if columns != self._columns:
             raise ShardCorruptError(
-                f"{self.name}: its header must be {', '.join(self._columns)}, as when it was indexed, got "
-                f"{', '.join(columns)}. Index it again"
+                f"{self.name}: the header must be {', '.join(self._columns)}, as when the file was indexed, got "
+                f"{', '.join(columns)}. Index the file again with index_folder"
             )
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
@@ -54,7 +57,7 @@ class CSVRowsReader(RecordFile):
             rows = csv.reader(io.StringIO(record.decode(), newline=""), delimiter=self._separator, strict=True)
             values = next(rows)
             if any(rows) or not (record.endswith(b"\n") or index == len(self) - 1):
-                raise ValueError("other rows begin or end there: the file was changed after it was indexed")
+                raise ValueError("the rows have other offsets now, because the file was changed after it was indexed")
         except (ValueError, csv.Error, StopIteration) as error:
             self._corrupt(index, f"must be a row of CSV in UTF-8: {error or 'it is empty'}")
         if len(values) != len(self._columns):
@@ -75,8 +78,8 @@ def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
 
 
 def index_csv_rows(path: Path, name: str) -> Shard:
-    """Return the shard of a CSV file, all of whose rows are parsed, and write the file of their offsets beside it.
-    Values of a file that ends in .tsv are separated by tabs. `name`: its path in the dataset's folder.
+    """Parse all rows of a CSV file, write the file of their offsets beside it, and return its shard. Values of a file
+    that ends in .tsv are separated by tabs. `name`: path of the file in the dataset's folder.
 
     Raises DatasetError; ShardCorruptError, which names the line.
     """
@@ -95,7 +98,7 @@ def check_same_header(shards: Sequence[Shard]) -> None:
         if first != own:
             raise DatasetError(
                 f"all CSV files of a dataset must have the same header: {shards[0].name} has {', '.join(first)}, but "
-                f"{shard.name} has {', '.join(own)}"
+                f"{shard.name} has {', '.join(own)}. Move files of other data into another folder"
             )
 
 
@@ -116,7 +119,10 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
     try:
         columns = next(rows, [])
         if not columns or len(set(columns)) != len(columns):
-            raise ShardCorruptError(f"{name}: its first line must have the columns' names, each once, got {columns}")
+            raise ShardCorruptError(
+                f"{name}: the first line must have the columns' names, each once, got {columns}. Add a header to "
+                "the file"
+            )
         offsets = [consumed]
         for row in rows:
             if not row:
@@ -124,14 +130,14 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
                 continue
             if len(row) != len(columns):
                 raise ShardCorruptError(
-                    f"{name}: the row that ends in line {line} must have {len(columns)} values, as its header has, got "
-                    f"{len(row)}"
+                    f"{name}: the row that ends in line {line} must have {len(columns)} values, as the header has, got "
+                    f"{len(row)}. Correct the file"
                 )
             offsets.append(consumed)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ShardCorruptError(f"{name}: line {line} must be CSV in UTF-8: {error}") from error
+        raise ShardCorruptError(f"{name}: line {line} must be CSV in UTF-8: {error}. Correct the file") from error
     if consumed != size:
-        raise ShardCorruptError(f"{name}: it was changed while it was indexed")
+        raise ShardCorruptError(f"{name} must not change while it is indexed. Index it again when its writer has ended")
     return columns, size, offsets
 
 

@@ -1,7 +1,7 @@
 """Folders of tar archives that Megatron Energon prepared (`energon prepare`), read as they are.
 
     .nv-meta/split.yaml      archives of each split (train, val, test), and those to leave out
-    .nv-meta/dataset.yaml    class of the samples, and the member that each of their fields comes from
+    .nv-meta/dataset.yaml    class of the samples, and the archive member of each of their fields
     .nv-meta/.info.json      number of samples in each archive (.info.yaml in older folders)
 
 Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples then have the members of
@@ -45,22 +45,22 @@ def is_prepared(folder: Path) -> bool:
 
 
 def prepared_files(folder: Path) -> list[Path] | None:
-    """Return the archives of a prepared folder's splits, in the order of split.yaml; None if the folder is not one.
-    Raises DatasetError."""
+    """Return the archives of a prepared folder's splits, in the order of split.yaml; None if the folder is not
+    prepared. Raises DatasetError."""
     return [folder / name for name in _splits(folder)] if is_prepared(folder) else None
 
 
 def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
-    """Return the shards of a folder with the names of their splits and the fields of their samples, if Energon has
-    prepared it. Raises DatasetError."""
+    """Return the shards of a folder. If Energon has prepared the folder, the shards get the names of their splits and
+    the fields of their samples. Raises DatasetError."""
     if not is_prepared(folder):
         return shards
     splits, fields, counts = _splits(folder), _fields(folder), _counts(folder)
     for shard in shards:
         if counts.get(shard.name, shard.samples) != shard.samples:
             raise DatasetError(
-                f"{folder / shard.name} must have {counts[shard.name]} samples, as {META} lists, got {shard.samples}: "
-                "run `energon prepare` again, or fetch the file again"
+                f"{folder / shard.name} must have {counts[shard.name]} samples, as {META} lists, got {shard.samples}. "
+                "Run `energon prepare` again, or fetch the file again"
             )
     return [replace(shard, settings={"splits": splits[shard.name], **fields}) for shard in shards]
 
@@ -75,11 +75,12 @@ def select_split(
         where: name of the dataset, for errors.
         has_splits: True if the index lists splits. The shards are looked at only then.
 
-    Raises InvalidArgumentError for a split that the folder has not, DatasetError if its index lists no splits.
+    Raises InvalidArgumentError for an unknown split, DatasetError if the index lists no splits.
     """
     if not has_splits and split is not None and folder is not None and is_prepared(folder):
         raise DatasetError(
-            f"{where}: the index lists no splits, because it was written before {META}/{SPLIT}: call index_folder again"
+            f"{where}: split must be None, got {split!r}, because the index was written before {META}/{SPLIT}. Run "
+            "index_folder again"
         )
     if not has_splits or split == EVERY_SPLIT:
         return shards
@@ -102,8 +103,9 @@ def check_tar(settings: dict[str, Any]) -> None:
 
 
 def field_of(sample: Mapping[str, Any], text: str) -> Any:
-    """Return what a text of a field map stands for in a sample: `jpg`, `json[caption]`, or the first that is there of
-    several with commas between. Raises ValueError if none is there."""
+    """Return the value in a sample that a text of a field map refers to. `text`: a column such as `jpg`, an item of a
+    column such as `json[caption]`, or several alternatives with commas between, the first of which that exists is
+    taken. Raises ValueError if none exists."""
     for option in text.split(","):
         found = _FIELD.fullmatch(option)
         column, steps = (found[1], re.findall(r"\[([^\[\]]+)\]", found[2])) if found else (option, [])
@@ -114,7 +116,7 @@ def field_of(sample: Mapping[str, Any], text: str) -> Any:
         except (KeyError, IndexError, TypeError, ValueError):
             continue
         return value
-    raise ValueError(f"it must have {text}, as {META}/{DATASET} says, got {', '.join(sample)}")
+    raise ValueError(f"the sample must have {text}, as {META}/{DATASET} says, got {', '.join(sample)}")
 
 
 def _splits(folder: Path) -> dict[str, list[str]]:
@@ -123,12 +125,12 @@ def _splits(folder: Path) -> dict[str, list[str]]:
     content = _read(path)
     parts, exclude = content.get("split_parts"), content.get("exclude") or []
     if not isinstance(parts, dict) or not parts or not isinstance(exclude, list):
-        raise DatasetError(f"{path}: split_parts must list the archives of each split: run `energon prepare` again")
+        raise DatasetError(f"{path}: split_parts must list the archives of each split. Run `energon prepare` again")
     left_out = {name for pattern in exclude for name in _expanded(path, pattern)}
     inside = sorted(name for name in left_out if "/" in name and not (folder / name).is_file())
     if inside:
         raise DatasetError(
-            f"{path}: exclude must list whole archives, got the sample {inside[0]}: write the archive without it"
+            f"{path}: exclude must list whole archives, got the sample {inside[0]}. Write the archive without it"
         )
     splits: dict[str, list[str]] = {}
     for split, patterns in parts.items():
@@ -137,7 +139,10 @@ def _splits(folder: Path) -> dict[str, list[str]]:
                 splits[name].append(str(split))
     missing = [name for name in splits if ".." in Path(name).parts or not (folder / name).is_file()]
     if missing:
-        raise DatasetError(f"{folder / missing[0]} must be a file in the folder, as {META}/{SPLIT} lists it: copy it")
+        raise DatasetError(
+            f"{folder / missing[0]} must be a file in the folder, as {META}/{SPLIT} lists it. Copy the file into "
+            "the folder"
+        )
     return splits
 
 
@@ -145,7 +150,7 @@ def _expanded(path: Path, pattern: object) -> list[str]:
     """Return the names that a pattern such as `shard_{000..127}.tar` or `{a,b}.tar` stands for. Ranges of numbers have
     leading zeros if an end has one."""
     if not isinstance(pattern, str):
-        raise DatasetError(f"{path}: a file's name must be a string, got {pattern!r:.200}: run `energon prepare` again")
+        raise DatasetError(f"{path}: a file's name must be a string, got {pattern!r:.200}. Run `energon prepare` again")
     found = _BRACES.search(pattern)
     if not found:
         return [pattern]
@@ -159,25 +164,30 @@ def _expanded(path: Path, pattern: object) -> list[str]:
         choices = found[1].split(",")
     if len(choices) < 1 + (ends is None) or len(choices) > MAX_NAMES:
         raise DatasetError(
-            f"{path}: braces must hold choices or a range that grows, got {pattern!r:.200}: list the files"
+            f"{path}: braces must hold choices (a,b) or an ascending range (0..9), got {pattern!r:.200}. List the "
+            "files instead"
         )
     before, after = pattern[: found.start()], _expanded(path, pattern[found.end() :])
     return [f"{before}{choice}{rest}" for choice in choices for rest in after]
 
 
 def _fields(folder: Path) -> dict[str, Any]:
-    """Return the settings that give the fields of a sample; none for samples that have the members of the archive."""
+    """Return the settings that describe the fields of a sample; empty if the samples have the members of the
+    archive."""
     path = folder / META / DATASET
     fields = _read(path).get("field_map") if path.is_file() else None
     if fields is None:
         return {}
     if not isinstance(fields, dict) or not all(isinstance(text, str) for text in fields.values()):
-        raise DatasetError(f"{path}: field_map must map names to texts, got {fields!r:.200}: prepare the folder again")
+        raise DatasetError(
+            f"{path}: field_map must map names to texts, got {fields!r:.200}. Run `energon prepare` again"
+        )
     return {"fields": {str(name): text for name, text in fields.items()}}
 
 
 def _counts(folder: Path) -> dict[str, Any]:
-    """Return the number of samples in each archive that Energon has found, by the archive's path in the folder."""
+    """Return the number of samples in each archive, as Energon has counted them, by the archive's path in the
+    folder."""
     for name in INFOS:
         path = folder / META / name
         if path.is_file():
@@ -190,12 +200,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
-        raise DatasetError(f"{path} needs the package pyyaml: pip install pyyaml") from error
+        raise DatasetError(f"{path} needs the package pyyaml. Run pip install pyyaml") from error
     try:
         text = read_plain(path, MAX_BYTES).decode()
         value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DatasetError(f"{path} cannot be read: {error}. Run `energon prepare` again") from error
     if not isinstance(value, dict):
-        raise DatasetError(f"{path} must be a mapping, got {type(value).__name__}: run `energon prepare` again")
+        raise DatasetError(f"{path} must be a mapping, got {type(value).__name__}. Run `energon prepare` again")
     return value

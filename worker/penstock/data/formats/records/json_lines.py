@@ -30,7 +30,7 @@ class JSONLinesReader(RecordFile):
         except (ValueError, RecursionError) as error:
             self._corrupt(index, f"must be a line of JSON in UTF-8: {error}")
         if not record.endswith(b"\n") and index != len(self) - 1:
-            self._corrupt(index, "must end where a line ends: the file was changed after it was indexed")
+            self._corrupt(index, "must end at a line's end, but the file was changed after it was indexed")
         if not isinstance(sample, dict):
             self._corrupt(index, f"must be a JSON object, got {type(sample).__name__}")
         return sample
@@ -43,8 +43,8 @@ def open_json_lines(shard: Shard, paths: Sequence[Path], options: ReadOptions) -
 
 
 def index_json_lines(path: Path, name: str) -> Shard:
-    """Return the shard of a file of JSON lines, and write the file of their offsets beside it. `name`: its path in the
-    dataset's folder. Raises DatasetError; ShardCorruptError if the first line is no JSON object."""
+    """Write the file of a JSON lines file's offsets beside it, and return its shard. `name`: path of the file in the
+    dataset's folder. Raises DatasetError; ShardCorruptError if the first line is not a JSON object."""
     size, offsets = _lines(path, name)
     shard = Shard("json_lines", len(offsets) - 1, store_offsets(path, name, size, offsets))
     if shard.samples:
@@ -60,15 +60,15 @@ def _lines(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int6
     for at in range(0, size, READ_AT_ONCE):
         chunk = np.frombuffer(file.read(READ_AT_ONCE, at), np.uint8)
         found = np.flatnonzero(chunk == ord("\n")) + 1
-        first = np.append(chunk, ord(" "))[found]  # what lies beyond the chunk may be a space
+        first = np.append(chunk, ord(" "))[found]  # the first byte beyond the chunk may be a space
         begins.append(found + at)
         spaces.append(found[np.isin(first, SPACES)] + at)
     if os.fstat(file.fileno()).st_size != size:
-        raise ShardCorruptError(f"{name}: it was changed while it was indexed")
+        raise ShardCorruptError(f"{name} must not change while it is indexed. Index it again when its writer has ended")
     lines = np.concatenate(begins)
     lines[0] = len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK), 0) == BYTE_ORDER_MARK else 0
     ends = np.append(lines[1:], size)
-    # A line without text belongs to the line before it. Only one that begins with a space can have none.
+    # A line without text belongs to the line before it. Only a line that begins with a space can be without text.
     candidates = np.searchsorted(lines, np.concatenate(spaces)[1:]).tolist()
     empty = [at for at in [0, *candidates] if not file.read(int(ends[at] - lines[at]), int(lines[at])).strip()]
     kept = np.delete(lines, empty)

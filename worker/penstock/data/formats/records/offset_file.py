@@ -1,9 +1,9 @@
-"""File of the places of records in another file, whose format has no index of its own.
+"""File of the offsets of records in another file, whose format has no index of its own.
 
     [b"PENSTOCK OFFSETS"] [size of the other file: 8] [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
-It lies beside the other file and has its name with ENDING. Offset i is where record i begins, and the last one where
-the last record ends. It is read whole and checked when it is opened.
+The file lies beside the other one and has its name with ENDING. Record i begins at offset i; the last offset is the end
+of the last record. The file is read whole and checked when it is opened.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ HEAD = struct.Struct("<16sQQQ")
 
 
 def write_offsets(data: Path, size: int, offsets: Ints) -> int:
-    """Write the offsets of a file's records beside it, whole or not at all. `size`: size of the file in bytes. Returns
-    the size of what was written in bytes. Raises OSError."""
+    """Write the offsets of a file's records beside it, whole or not at all. `size`: size of the data file in bytes.
+    Returns the size of the file of offsets in bytes. Raises OSError."""
     table = np.ascontiguousarray(offsets, "<i8").tobytes()
     content = HEAD.pack(MAGIC, size, len(offsets) - 1, xxhash.xxh3_64_intdigest(table)) + table
     write_whole(Path(os.fspath(data) + ENDING), content)
@@ -38,21 +38,22 @@ def write_offsets(data: Path, size: int, offsets: Ints) -> int:
 
 
 def read_offsets(path: Path, stored: StoredFile, size: int, records: int) -> memoryview:
-    """Return the offsets of a file's records, as numbers of 64 bits. `size`: size of that file in bytes; `records`:
-    number of records that are expected. Raises ShardCorruptError."""
+    """Return the offsets of a file's records, as 64-bit integers. `size`: size of the data file in bytes; `records`:
+    expected number of records. Raises ShardCorruptError."""
     data = read_checked(path, stored)
-    remedy = "write the index again with index_folder"
+    remedy = "Write the index again with index_folder"
     if len(data) < HEAD.size or not data.startswith(MAGIC):
-        raise ShardCorruptError(f"{stored.name}: it must begin with {MAGIC.decode()}: {remedy}")
+        raise ShardCorruptError(f"{stored.name} must begin with {MAGIC.decode()}. {remedy}")
     _, expected_size, count, digest = HEAD.unpack_from(data)
     table = memoryview(data)[HEAD.size :]
     if count != records or len(table) != 8 * (records + 1):
-        raise ShardCorruptError(f"{stored.name}: it must have {records} records, got {count}: {remedy}")
+        raise ShardCorruptError(f"{stored.name} must have {records} records, got {count}. {remedy}")
     if xxhash.xxh3_64_intdigest(table) != digest:
-        raise ShardCorruptError(f"{stored.name}: its offsets are damaged: {remedy}")
+        raise ShardCorruptError(f"{stored.name}: the offsets are damaged. {remedy}")
     offsets = np.frombuffer(table, "<i8")
     if expected_size != size or offsets[-1] > size or offsets[0] < 0 or (offsets[1:] < offsets[:-1]).any():
         raise ShardCorruptError(
-            f"{stored.name}: it is the index of a file of {expected_size} bytes, but the file has {size}: {remedy}"
+            f"{stored.name} must belong to a file of {size} bytes, got the offsets of a file of {expected_size} bytes. "
+            f"{remedy}"
         )
     return table.cast("q")

@@ -18,7 +18,7 @@ __all__ = ["RecordFile", "offsets_of", "opened", "store_offsets"]
 
 
 class RecordFile:
-    """Base class of readers, see formats.shards.ShardReader. A subclass decodes a record's bytes."""
+    """Base class of readers of such files, see formats.shards.ShardReader. A subclass decodes a record's bytes."""
 
     def __init__(self, shard: Shard, data: Path, offsets: Path) -> None:
         """Open both files. Raises ShardCorruptError if they differ from the index or from each other."""
@@ -27,7 +27,10 @@ class RecordFile:
         self._file: Descriptor | None = None
         file, size = opened(data, self.name)
         if size != stored.size:
-            raise ShardCorruptError(f"{self.name}: {data} has {size} bytes, but its index says {stored.size}")
+            raise ShardCorruptError(
+                f"{self.name}: {data} must have {stored.size} bytes, as the dataset's index lists, got {size}. "
+                "Fetch the file again, or index the folder again"
+            )
         self._offsets = read_offsets(offsets, shard.files[1].raw, size, shard.samples)
         self._file = file
 
@@ -40,7 +43,7 @@ class RecordFile:
         return self._decoded(index, self._bytes(index, self._offsets[index], self._offsets[index + 1]))
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these numbers. Samples that follow each other are read in one call."""
+        """Return the samples with these numbers. Consecutive samples are read in one system call."""
         first, past = rows[0], rows[-1] + 1
         if not (0 <= first < past <= len(self) and list(rows) == list(range(first, past))):
             return [self[row] for row in rows]
@@ -64,11 +67,13 @@ class RecordFile:
         ShardCorruptError."""
         file, size = self._file, end - begin
         if file is None:
-            raise ValueError(f"{self.name} is closed")
+            raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         try:
             data = file.read(size, begin)
         except OSError as error:
-            raise ShardCorruptError(f"{self.name} cannot be read: {error}") from error
+            raise ShardCorruptError(
+                f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
+            ) from error
         if len(data) != size:
             self._corrupt(index, f"is truncated: {len(data)} of {size} bytes are left")
         return data
@@ -78,12 +83,14 @@ class RecordFile:
 
 
 def opened(path: Path, name: str) -> tuple[Descriptor, int]:
-    """Open a file; return it and its size in bytes. Raises ShardCorruptError, which names it."""
+    """Open a file; return it and its size in bytes. Raises ShardCorruptError."""
     try:
         file = Descriptor(path)
         return file, os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise ShardCorruptError(f"{name}: {path} cannot be read: {error}") from error
+        raise ShardCorruptError(
+            f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
+        ) from error
 
 
 def offsets_of(path: Path) -> Path:

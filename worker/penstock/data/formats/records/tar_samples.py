@@ -1,8 +1,8 @@
-"""Samples of WebDataset's tar archives, read where they lie.
+"""Samples of WebDataset's tar archives, read without unpacking.
 
-As in WebDataset, members that follow each other with the same key are a sample. The key is the member's path up to the
-first dot of its last step, and what follows the dot, in lower case, names the column. A sample also has `__key__`.
-Members that are not files, that have no dot, or whose path has a step like `__this__`, do not count.
+As in WebDataset, consecutive members with the same key are a sample. The key is the member's path up to the first dot
+of the file's name; the rest of the name after the dot, in lower case, names the column. A sample also has `__key__`.
+Members that are not files, that have no dot, or whose path has a folder like `__this__`, do not count.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _DECODERS: dict[str, Decode] = {
     **dict.fromkeys(("json", "jsn"), json.loads),
     "npy": _array,
 }
-"""Decoder of a member's bytes, by what follows the last dot of its name. Anything else stays bytes."""
+"""Decoder of a member's bytes, by the extension after the last dot of its name. Members with other extensions stay
+bytes."""
 _IMAGES: dict[str, tuple[images.Decode, images.Decode]] = {
     "jpg": (images.decode_jpeg, images.decode_jpeg_array),
     "jpeg": (images.decode_jpeg, images.decode_jpeg_array),
@@ -64,7 +65,7 @@ class TarReader(RecordFile):
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         sample: dict[str, Any] = {}
-        name = "its first header"
+        name = "the first header"
         try:
             for member in _plain_members(record) or _any_members(record):
                 name, key, column, begin, end = member
@@ -75,7 +76,7 @@ class TarReader(RecordFile):
                 name = sample[KEY]
                 fields = {field: field_of(sample, text) for field, text in self._fields.items()}
                 sample = {KEY: sample[KEY], **fields}
-        except DatasetError:  # a package is missing
+        except DatasetError:  # raised for a missing package
             raise
         except Exception as error:
             self._corrupt(index, f"cannot be read: {name}: {type(error).__name__}: {error}")
@@ -107,7 +108,7 @@ def _plain_members(record: bytes) -> list[Member] | None:
     while at < len(record):
         head = record[at : at + tarfile.BLOCKSIZE]
         try:
-            # Numbers in octal. Larger ones begin with another byte, and are no number here.
+            # Numbers are octal. Sizes too large for octal begin with another byte, and do not match here.
             size, checksum = (int(field.strip(b" \0"), 8) for field in (head[124:136], head[148:156]))
             name = _name_of(head).decode()
         except ValueError:
@@ -136,51 +137,53 @@ def _any_members(record: bytes) -> Iterator[Member]:
             if end > len(record):
                 raise tarfile.ReadError("it is truncated")
             yield name, key, column, begin, end
-        if archive.offset != len(record):  # tarfile takes a damaged header for the end of the archive
+        if archive.offset != len(record):  # tarfile mistakes a damaged header for the end of the archive
             raise tarfile.ReadError(f"the header {archive.offset} bytes after the sample's beginning is damaged")
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, str, tarfile.TarInfo]]:
-    """Yield (name, key, column, member) of each member that counts."""
+    """Yield (name, key, column, member) for each member that is part of a sample."""
     for member in archive:
         if member.issparse():
-            raise tarfile.ReadError(f"{member.name} is a sparse file, which has no bytes of its own to read")
+            raise tarfile.ReadError(f"{member.name} must not be a sparse file. Write the archive without --sparse")
         if (member.islnk() or member.issym()) and _split(member.name):
             raise tarfile.ReadError(
-                f"{member.name} is a link, whose data are elsewhere: write the archive with tar --hard-dereference "
-                "--dereference"
+                f"{member.name} must be a file, got a link. Write the archive with tar --hard-dereference --dereference"
             )
         if member.isreg() and (split := _split(member.name)):
             yield member.name, *split, member
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Return the key and the column in a member's name; None if the member does not count."""
+    """Return the key and the column in a member's name; None if the member is not part of a sample."""
     found = _NAME.fullmatch(name)
     return (found[1], found[2].lower()) if found and not _META.search(name) else None
 
 
 def index_tar(path: Path, name: str) -> Shard:
-    """Return the shard of an archive, and write the file of its samples' offsets beside it. Only the headers of the
-    members are read. `name`: its path in the dataset's folder. Raises DatasetError, ShardCorruptError."""
+    """Write the file of an archive's offsets beside it, and return its shard. Only the headers of the members are read.
+    `name`: path of the archive in the dataset's folder. Raises DatasetError, ShardCorruptError."""
     size, offsets = _samples(path, name)
     return Shard("webdataset", len(offsets) - 1, store_offsets(path, name, size, offsets))
 
 
 def _check_end(file: BinaryIO, at: int, name: str) -> None:
-    """Raise ShardCorruptError unless an archive ends at byte `at`, where tarfile found no other member. tarfile takes a
-    damaged header and the end of the file for the end of the archive, and reads nothing behind the first end."""
+    """Raise ShardCorruptError unless an archive ends at byte `at`, where tarfile found no other member. tarfile
+    mistakes a damaged header and the end of the file for the end of the archive, and reads nothing behind the first
+    end."""
     file.seek(at)
     marker = file.read(tarfile.BLOCKSIZE)
     if marker.strip(b"\0"):
-        raise ShardCorruptError(f"{name}: the header at byte {at} is damaged. Fetch it again")
+        raise ShardCorruptError(f"{name}: the header at byte {at} is damaged. Fetch or write the archive again")
     if len(marker) < tarfile.BLOCKSIZE:
-        raise ShardCorruptError(f"{name}: it is truncated: it must end with a block of zeros. Fetch it again")
+        raise ShardCorruptError(
+            f"{name} must end with a block of zeros, but it is truncated. Fetch or write the archive again"
+        )
     while rest := file.read(READ_AT_ONCE):
         if rest.strip(b"\0"):
             raise ShardCorruptError(
-                f"{name}: it must be one archive, but more data follow its end, as if archives were joined with cat. "
-                "Give them as separate files, or join them with tar --concatenate"
+                f"{name} must be one archive, but more data follow its end, as if archives were joined with cat. Give "
+                "the archives as separate files, or join them with tar --concatenate"
             )
 
 
@@ -196,11 +199,13 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
                 head = os.pread(file.fileno(), tarfile.BLOCKSIZE, member.offset_data - tarfile.BLOCKSIZE)
                 if head[257:262] == b"ustar" and head[262:263] != b"\0" and head[345:].strip(b"\0"):
                     raise ShardCorruptError(
-                        f"{name}: it must not be an incremental archive of GNU tar, whose headers have times where "
-                        "others have a part of the name: write it without --listed-incremental"
+                        f"{name} must not be an incremental archive of GNU tar. Write the archive without "
+                        "--listed-incremental"
                     )
                 if member.offset_data + member.size > size:
-                    raise ShardCorruptError(f"{name}: it is truncated within {member_name}. Fetch it again")
+                    raise ShardCorruptError(
+                        f"{name} is truncated within {member_name}. Fetch or write the archive again"
+                    )
                 if key != last:
                     if key in keys:
                         raise ShardCorruptError(
@@ -211,13 +216,20 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
                     begins.append(end if begins else 0)
                     last, columns = key, set()
                 if column in columns:
-                    raise ShardCorruptError(f"{name}: a sample must have each column once, got {member_name} again")
+                    raise ShardCorruptError(
+                        f"{name}: a sample must have each column once, got {member_name} again. Write the archive "
+                        "without it"
+                    )
                 columns.add(column)
                 end = archive.offset
             _check_end(file, archive.offset, name)
     except tarfile.TarError as error:
         with open(path, "rb", opener=open_plain) as file:
             packed = file.read(2) == b"\x1f\x8b"
-        remedy = "It is compressed: decompress it, to read samples in any order" if packed else "Fetch it again"
-        raise ShardCorruptError(f"{name}: it is no tar archive: {error}. {remedy}") from error
+        remedy = (
+            "Decompress the archive, because samples are read in any order"
+            if packed
+            else "Fetch or write the archive again"
+        )
+        raise ShardCorruptError(f"{name} must be a plain tar archive: {error}. {remedy}") from error
     return size, np.array([*begins, end], np.int64)

@@ -1,9 +1,9 @@
 """tf.train.Example, decoded without TensorFlow.
 
 An Example is a protobuf message: a map from names to features, each of which is a list of bytes, of floats or of
-integers. Only these few messages are read here, by their wire format; unknown fields are passed over. Types depend on
-what is stored and never on a value: a list of bytes is a list, floats are an array of float32, integers of int64, also
-if there is one value or none.
+integers. Only these few messages are read here, by their wire format; unknown fields are skipped. The type of a feature
+depends only on its stored kind: bytes become a list, floats an array of float32, integers an array of int64, also for
+one value or none.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def is_example(record: bytes) -> bool:
 
 
 def check_records(settings: dict[str, Any]) -> None:
-    """Check what an index says of a shard's records. Raises InvalidField."""
+    """Check the kind of records in a shard's settings from the index. Raises InvalidField."""
     if settings.get("records") not in KINDS:
         raise InvalidField("records", f"must be one of {', '.join(KINDS)}, got {settings.get('records')!r:.100}")
 
@@ -68,7 +68,7 @@ def _entry(entry: memoryview) -> tuple[str, Any]:
 
 
 def _feature(feature: memoryview) -> Any:
-    """Return a feature's values. As protobuf has it, the last kind of several counts."""
+    """Return a feature's values. If several kinds are present, the last one counts, as protobuf requires."""
     value: Any = None
     for number, kind, values in _fields(feature):
         if kind == LENGTH and number == 1:
@@ -102,7 +102,8 @@ def _numbers(values: memoryview, plain: int) -> np.ndarray[Any, Any]:
 
 
 def _packed(data: memoryview) -> np.ndarray[Any, Any]:
-    """Return packed integers: each has 7 bits in a byte, the lowest first, and the top bit set in all but its last."""
+    """Decode packed varints: 7 bits in each byte, the lowest bits first, with the top bit set in all but the last byte
+    of a number."""
     if len(data) <= SHORT:
         few, at = [], 0
         while at < len(data):
@@ -132,7 +133,7 @@ def _packed(data: memoryview) -> np.ndarray[Any, Any]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """Return (number, wire type, bytes of the value) of each field of a message. Raises ValueError."""
+    """Yield (number, wire type, bytes of the value) for each field of a message. Raises ValueError."""
     at, size = 0, len(message)
     while at < size:
         key, at = _varint(message, at)
@@ -153,7 +154,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int, memoryview]]:
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return (integer of 64 bits that begins at a byte, byte after it). Raises ValueError."""
+    """Return (64-bit integer that begins at byte `at`, offset of the byte after it). Raises ValueError."""
     value = shift = 0
     while shift < 70:
         if at >= len(data):

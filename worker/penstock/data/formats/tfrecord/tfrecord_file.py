@@ -2,8 +2,8 @@
 
     record: [length: 8] [checksum of the length: 4] [data] [checksum of the data: 4]
 
-A checksum is CRC32C, rotated and moved by a constant ("masked"). The format has no index, so `tfrecord_shard` reads the
-lengths once and stores where each record begins (records/offset_file.py). Every record is checked when it is read.
+A checksum is CRC32C, rotated and moved by a constant ("masked"). The format has no index, so `index_tfrecord` reads the
+lengths once and stores the offset of each record (records/offset_file.py). Every record is checked when it is read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def _crc32c() -> Callable[[bytes], int]:
         value: Callable[[bytes], int] = importlib.import_module("google_crc32c").value
     except ImportError as error:
         raise DatasetError(
-            "TFRecord files need the package google-crc32c, which checks them: pip install 'penstock[tfrecord]'"
+            "TFRecord files need the package google-crc32c, which verifies checksums. Run pip install "
+            "'penstock[tfrecord]'"
         ) from error
     return value
 
@@ -49,8 +50,8 @@ def _masked(data: bytes) -> int:
 
 
 class TFRecordReader(RecordFile):
-    """Reader of a TFRecord file, see formats.shards.ShardReader. A sample has the features of an Example by name, see
-    `example_of`, or is {"record": bytes}."""
+    """Reader of a TFRecord file, see formats.shards.ShardReader. A sample is the dict of an Example's features (see
+    `example_of`), or {"record": bytes}."""
 
     def __init__(self, shard: Shard, data: Path, offsets: Path) -> None:
         super().__init__(shard, data, offsets)
@@ -61,7 +62,7 @@ class TFRecordReader(RecordFile):
         size = len(record)
         length, checksum = LENGTH.unpack_from(record) if size >= FRAME else (-1, 0)
         if length != size - FRAME or checksum != _masked(record[:8]):
-            self._corrupt(index, f"must have {size - FRAME} bytes, but its length is damaged")
+            self._corrupt(index, f"is damaged: its stored length must be {size - FRAME} bytes with a matching checksum")
         data = record[LENGTH.size : -CHECKSUM.size]
         if CHECKSUM.unpack_from(record, size - CHECKSUM.size)[0] != _masked(data):
             self._corrupt(index, "is damaged: its checksum differs")
@@ -70,7 +71,10 @@ class TFRecordReader(RecordFile):
         try:
             return example_of(data)
         except ValueError as error:
-            raise ShardCorruptError(f"{self.name}: sample {index} is not a tf.train.Example: {error}") from error
+            raise ShardCorruptError(
+                f"{self.name}: sample {index} must be a tf.train.Example: {error}. Index the folder with "
+                'format="tfrecord-bytes" to read any bytes'
+            ) from error
 
 
 def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> TFRecordReader:
@@ -80,8 +84,8 @@ def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
 
 
 def index_tfrecord(path: Path, name: str) -> Shard:
-    """Return the shard of a TFRecord file, whose records are examples if the first one is, and write the file of their
-    offsets beside it. `name`: its path in the dataset's folder. Raises DatasetError, ShardCorruptError."""
+    """Write the file of a TFRecord file's offsets beside it, and return its shard. The records count as Examples if the
+    first record is one. `name`: path of the file in the dataset's folder. Raises DatasetError, ShardCorruptError."""
     size, offsets, first = _scanned(path, name)
     kind = "example" if is_example(first) else "bytes"
     stored = store_offsets(path, name, size, offsets)

@@ -1,4 +1,5 @@
-"""Balance of cost: rows are dealt to steps and boxes so that in each step all boxes have about the same work.
+"""Balance of cost: rows are dealt to steps and boxes so that in each step all boxes (data-parallel ranks) have about
+the same work.
 
 A step is as slow as its slowest box, and the cost of a row (attention's is the square of its length) varies. Two
 functions deal rows, and both depend on nothing but costs:
@@ -6,9 +7,9 @@ functions deal rows, and both depend on nothing but costs:
     steps   the rows of a window, which are those of `over_steps` global batches, are dealt to its steps
     boxes   the rows of a step's global batch are dealt to the boxes
 
-The first one does not know the number of boxes. So a position means the same row on any topology, a step's rows are the
-same set on any number of boxes, and a state is the same few integers as without balance. Only which box gets a row of
-the step depends on the number of boxes.
+The first function does not depend on the number of boxes. So a position means the same row on any topology, a step's
+rows are the same set on any number of boxes, and a state is the same few integers as without balance. Only which box
+gets a row of the step depends on the number of boxes.
 
 A row that costs more than a box's share of its step cannot be balanced, so rows of similar cost are kept together in
 one step if a window has such rows. Then the steps of a window differ in cost, but the boxes of each step hardly do.
@@ -37,13 +38,14 @@ WINDOW_LIMIT = 1 << 20
 STEPS_LIMIT = 1 << 16
 """Largest number of steps in a window."""
 WINDOWS_KEPT = 4
-"""Number of dealt windows that are kept: those of the batches that are planned now, and of the keys that are asked
-for."""
+"""Number of dealt windows that are kept in memory: those of the batches that are planned now, and of restored
+samples."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Deal rows to boxes and steps so that the boxes of a step have about the same cost.
+    """Setting of a loader: deal rows to boxes (data-parallel ranks) and steps so that the boxes of a step have about
+    the same cost.
 
     Example::
 
@@ -53,11 +55,11 @@ class Balance:
     Args:
         cost: cost of each sample, in any unit: an array with one number for each sample of the dataset (numpy, also a
             memmap, or a CPU tensor); the name of a column, for Hugging Face datasets and datasets with a method
-            `column(name)`; or a function from an array of sample numbers to an array of costs. Costs are finite and at
-            least 0, and all workers must have the same ones.
+            `column(name)`; or a function from an array of sample numbers to an array of costs. Costs must be finite, at
+            least 0, and the same on all workers.
         over_steps: number of steps whose rows are dealt together, such as those of a gradient accumulation. With 1,
             each step keeps its own rows.
-        report: True: deal nothing, and only let `imbalance()` of the loader say what balancing would bring.
+        report: True: do not balance; only `imbalance()` of the loader reports what balancing would bring.
     """
 
     cost: Cost
@@ -67,17 +69,17 @@ class Balance:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """Cost of the most expensive box of a step, divided by the mean of all boxes; the mean over some steps. 1 is
-    perfect. A step takes as long as its most expensive box."""
+    """Cost of the most expensive box of a step divided by the mean over all boxes, averaged over steps; 1 is perfect. A
+    step takes as long as its most expensive box."""
 
     plain: float
     """Cost ratio without balancing."""
     balanced: float
-    """Cost ratio with the loader's `balance`, also if it only reports."""
+    """Cost ratio with the loader's `balance`, also with report=True."""
 
 
 class BalancedOrder:
-    """An order whose windows of rows are dealt to steps by cost."""
+    """Order whose windows of rows are dealt to steps by cost."""
 
     def __init__(self, own: SampleOrder, costs: Costs, batch: int, steps: int) -> None:
         """
@@ -92,20 +94,21 @@ class BalancedOrder:
         most = min(STEPS_LIMIT, WINDOW_LIMIT // batch)
         if steps > most:
             raise InvalidArgumentError(
-                f"over_steps must be at most {most} with {batch} rows in a global batch, got {steps}"
+                f"over_steps must be at most {most} with {batch} rows in a global batch, got {steps}. Pass a smaller "
+                "number"
             )
         self._own, self._costs, self._batch, self._window = own, costs, batch, steps * batch
         self._dealt: dict[tuple[int, int], Ints] = {}
-        """Numbers of the samples in the last few windows, by epoch and number of the window."""
+        """Numbers of the samples in the latest windows, by epoch and number of the window."""
 
     def __len__(self) -> int:
-        """Return the samples of an epoch."""
+        """Return the number of samples in an epoch."""
         return len(self._own)
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
         at = np.asarray(positions, np.int64)
-        if self._window == self._batch:  # each step has the rows that it has without balance
+        if self._window == self._batch:  # each step has the same rows as without balance
             return self._own.ids(epoch, at)
         windows = at // self._window
         found = np.empty_like(at)
@@ -115,8 +118,8 @@ class BalancedOrder:
         return found
 
     def _in_window(self, epoch: int, number: int) -> Ints:
-        """Return the numbers of the samples in a window, dealt to its steps. An incomplete last batch keeps its
-        rows."""
+        """Return the numbers of the samples in a window, dealt to its steps. The rows of an incomplete last batch stay
+        in that batch."""
         dealt = self._dealt.get((epoch, number))
         if dealt is None:
             begin = number * self._window
@@ -130,7 +133,7 @@ class BalancedOrder:
 
 
 class Balanced:
-    """Balance of one loader: its order, and the costs by which the rows of a step are dealt to boxes."""
+    """Balance of one loader: the order, and the costs by which the rows of a step are dealt to boxes."""
 
     def __init__(self, balance: Balance, plain: SampleOrder, dataset: Any, length: int, batch: int) -> None:
         """
@@ -142,7 +145,9 @@ class Balanced:
         Raises InvalidArgumentError or DatasetError for invalid costs or steps.
         """
         if not isinstance(balance, Balance):
-            raise InvalidArgumentError(f"balance must be a Balance, got {balance!r}: give Balance(cost, over_steps=1)")
+            raise InvalidArgumentError(
+                f"balance must be a penstock.data.Balance or None, got {balance!r}. Pass Balance(cost, over_steps=1)"
+            )
         if not isinstance(balance.report, bool):
             raise InvalidArgumentError(f"balance: report must be True or False, got {balance.report!r}")
         self._plain, self._costs = plain, Costs(balance.cost, dataset, length)
@@ -152,10 +157,10 @@ class Balanced:
         """True if rows are dealt to boxes by cost, False if the balance only reports."""
         over_steps = not balance.report and balance.over_steps > 1
         self.described = {"cost": self._costs.digest, "rows": batch, "steps": balance.over_steps} if over_steps else {}
-        """Settings that decide the order; none if each step keeps its rows."""
+        """Settings of the balance that decide the order; empty if each step keeps its rows."""
 
     def imbalance(self, epoch: EpochRemainder, steps: int) -> Imbalance:
-        """Return how unequal the boxes' costs are in the first steps of an epoch."""
+        """Return the imbalance of the boxes' costs in the first steps of an epoch."""
         boxes, numbers = epoch.boxes, range(min(steps, epoch.batches))
         plain, dealt = [], []
         for number in numbers:

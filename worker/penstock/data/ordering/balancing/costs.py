@@ -1,4 +1,4 @@
-"""Costs of samples, known without reading them: an array, a column, or a function of sample numbers."""
+"""Costs of samples, known without reading the samples: an array, a column, or a function of sample numbers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Cost", "Costs"]
 Cost = Any | str | Callable[[Ints], npt.ArrayLike]
 """An array, the name of a column, or a function from sample numbers to costs."""
 CHUNK = 1 << 20
-"""Number of costs that are checked at a time."""
+"""Costs that are checked at a time."""
 PROBES = 1024
-"""Number of samples whose costs identify a function."""
+"""Number of samples whose costs identify a cost function in its digest."""
 
 
 class Costs:
-    """Costs of a dataset's samples, finite and at least 0."""
+    """Costs of a dataset's samples, checked to be finite and at least 0."""
 
     def __init__(self, cost: Cost, dataset: Any, length: int) -> None:
         """
@@ -51,11 +51,12 @@ class Costs:
             for begin in range(0, length, CHUNK):
                 digest.update(self.of(np.arange(begin, min(begin + CHUNK, length))).tobytes())
         self.digest = digest.hexdigest()
-        """Digest of all costs; of a function, of the costs of some samples. It is part of a loader's state."""
+        """Digest of all costs, or for a function of the costs of some samples. The digest is part of a loader's
+        state."""
 
     def of(self, ids: Ints) -> npt.NDArray[np.float64]:
         """Return the costs of these samples. Raises DatasetError for a cost that is NaN, infinite or negative,
-        InvalidArgumentError if the function does not return a number for each."""
+        InvalidArgumentError if the function does not return a number for each sample."""
         if self._array is not None:
             costs = self._array[ids]
         else:
@@ -71,7 +72,7 @@ class Costs:
         if len(wrong):
             raise DatasetError(
                 f"balance: the cost of a sample must be finite and at least 0, got {found[wrong[0]]} for sample "
-                f"{int(ids[wrong[0]])}: correct the costs, or give such samples a cost of 0"
+                f"{int(ids[wrong[0]])}. Correct the costs, or give such samples a cost of 0"
             )
         return found
 
@@ -82,14 +83,14 @@ def _array(given: Any) -> npt.NDArray[Any]:
     array = np.asarray(given)
     if array.ndim != 1 or array.dtype.kind not in "iufb":
         raise InvalidArgumentError(
-            "balance: cost must be an array of one dimension with numbers, a column's name or a function, got "
-            f"{array.ndim} dimensions of {array.dtype}"
+            "balance: cost must be a one-dimensional array of numbers, a column's name or a function, got an array "
+            f"with {array.ndim} dimensions of {array.dtype}"
         )
     return array
 
 
 def _column(name: str, dataset: Any) -> Any:
-    """Return a column of a dataset: of one with `column(name)`, or of a Hugging Face dataset."""
+    """Return a column of a dataset that has a method `column(name)`, or of a Hugging Face dataset."""
     kind = type(dataset).__qualname__
     if callable(column := getattr(dataset, "column", None)):
         return column(name)
@@ -101,6 +102,6 @@ def _column(name: str, dataset: Any) -> Any:
             )
         return dataset.select_columns([name]).with_format("numpy")[:][name]
     raise InvalidArgumentError(
-        f"balance: cost={name!r} needs a dataset with columns, got {kind}: give an array with the cost of each sample, "
+        f"balance: cost={name!r} needs a dataset with columns, got {kind}. Pass an array with the cost of each sample, "
         "or a function from sample numbers to costs"
     )

@@ -1,7 +1,8 @@
-"""Rows dealt to bins by cost: longest processing time first, with as many rows in each bin as without balance.
+"""Distribution of rows to bins by cost (longest processing time first). Each bin gets the same number of rows as
+without balance.
 
-Rows are taken from the largest cost to the smallest, and each goes to the bin with the smallest sum that has room. All
-functions are pure, and sum in integers, so every machine deals alike.
+Rows are taken from the largest cost to the smallest, and each goes to the bin with the smallest sum that is not full.
+All functions are pure, and sum in integers, so every machine gets the same result.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["cost_ratio", "deal_in_turn", "deal_to_boxes", "deal_to_steps"]
 
 SMALLEST_RUN = 16
-"""Smallest number of rows, neighbours in the order of cost, that go to the same step."""
+"""Smallest number of rows, consecutive in the order of cost, that go to the same step."""
 SHARES = 16
-"""Number of boxes among which the rows of a step can be balanced, if its largest row costs at most this part of it."""
+"""Number of boxes among which the rows of a step can be balanced, because its largest row costs at most 1/SHARES of the
+step."""
 _SCALE, _BITS = 1 << 44, 17
-"""Sum of all costs in integers, and bits of a bin's number below it: both together fit into a machine word."""
+"""Sum of all costs as integers, and number of low bits for a bin's number: both together fit into a machine word."""
 
 
 def deal_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
-    """Return the rows of each step, in ascending order: as many for each, with about equal sums of cost.
+    """Return the rows of each step, in ascending order: equal numbers of rows, and about equal sums of cost.
 
-    Rows that are neighbours in the order of cost stay together, in runs of SMALLEST_RUN at least, or longer ones if a
-    row would cost too much of its step.
+    Rows that are consecutive in the order of cost stay together in runs of at least SMALLEST_RUN, or longer if a row
+    would be too large a part of its step's cost.
 
     Args:
         costs: costs of the window's rows; `steps` divides their number.
@@ -47,12 +49,14 @@ def deal_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
         if worst <= 1 / SHARES:
             break
     assert best is not None
-    best.sort(key=lambda step: int(step[np.argmax(units[step])]))  # or the first step had the largest row each time
+    # otherwise the first step would always get the largest row
+    best.sort(key=lambda step: int(step[np.argmax(units[step])]))
     return [np.sort(step) for step in best]
 
 
 def deal_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> list[Ints]:
-    """Return the rows of each box, in ascending order: as many as without balance, with about equal sums of cost.
+    """Return the rows of each box, in ascending order: the same numbers of rows as without balance, and about equal
+    sums of cost.
 
     Args:
         costs: costs of the step's rows.
@@ -92,8 +96,8 @@ def _runs(rows: int) -> list[int]:
 
 
 def _units(costs: npt.NDArray[np.float64]) -> Ints:
-    """Return the costs as integers whose sum is at most _SCALE. Each is rounded by itself, so every machine finds the
-    same ones; sums of floats depend on the order of summation."""
+    """Return the costs as integers whose sum is at most _SCALE. Each cost is rounded by itself, so every machine gets
+    the same integers; sums of floats depend on the order of summation."""
     largest = max(float(costs.max(initial=0)), np.finfo(float).tiny)
     units: Ints = (costs / largest * (_SCALE // max(1, len(costs)))).astype(np.int64)
     return units
@@ -102,7 +106,8 @@ def _units(costs: npt.NDArray[np.float64]) -> Ints:
 def _dealt(units: Ints, room: Sequence[int]) -> list[Ints]:
     """Return the indexes of the costs that each bin gets: longest processing time first, `room[bin]` of them."""
     by_cost = np.argsort(-units, kind="stable")
-    heap = [number for number, places in enumerate(room) if places]  # sum << _BITS | bin: the smallest sum is first
+    # heap of sum << _BITS | bin: the smallest sum comes first
+    heap = [number for number, places in enumerate(room) if places]
     left, mask, dealt = list(room), (1 << _BITS) - 1, []
     for cost in (units[by_cost] << _BITS).tolist():
         top = heap[0]

@@ -16,8 +16,8 @@ __all__ = ["GarbageCollection"]
 
 
 class _Process:
-    """Settings of this process's garbage collector before they were changed, and the number of streams that need the
-    change."""
+    """Original settings of this process's garbage collector, and the number of streams that use the changed
+    settings."""
 
     def __init__(self) -> None:
         self.holders = 0
@@ -60,7 +60,7 @@ class GarbageCollection:
             gc.collect()
 
     def close(self) -> None:
-        """Withdraw this stream's request. Closing the last one restores the collector's settings. May be called
+        """Withdraw this stream's request. Closing the last stream restores the collector's settings. May be called
         twice."""
         if self._open:
             self._open = False

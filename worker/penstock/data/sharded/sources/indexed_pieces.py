@@ -1,11 +1,11 @@
 """Shards of indexable pieces. A shard is a range of positions in the order of all the pieces' records.
 
 The order of an epoch is a function (ordering/sharded_order.py), and shard l of L has its positions from floor(l N / L)
-to floor((l + 1) N / L), for N records. The bounds are computed in integers, so each record is in exactly one shard,
-whatever N and L are. A cursor's state is one number, and skipping records adds to it.
+to floor((l + 1) N / L), for N records. The bounds are computed in integers, so each record is in exactly one shard for
+any N and L. A cursor's state is one number, and skipping records adds to it.
 
 While user code reads a record, the process's random generators are in a state that belongs to this record, seeded by
-(seed, epoch, position). So random augmentation does not depend on the shard or worker, nor on what was read before.
+(seed, epoch, position). So random augmentation does not depend on the shard, the worker, or earlier reads.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from penstock.proto.errors import StateCorruptError
 __all__ = ["PieceParts", "RangeCursor", "shard_range"]
 
 POSITIONS_PER_CALL = 1024
-"""Number of positions whose records are looked up in one call. A position takes 0.1 us that way."""
+"""Positions whose records are looked up in one call, which takes 0.1 us for each position."""
 EXAMINED_POSITIONS = 256
-"""Number of upcoming positions that are looked at to find the parts to prefetch."""
+"""Upcoming positions that are examined to find the parts to prefetch."""
 
 
 def shard_range(records: int, shards: int, shard: int) -> tuple[int, int]:
@@ -102,9 +102,9 @@ class RangeCursor(Iterator[Any]):
     ):
         """
         Args:
-            order: order of the records; None if there are no records at all.
+            order: order of the records; None if there are no records.
             ahead: number of upcoming positions whose parts are prefetched.
-            key: key from which random generators are seeded for each record; None: they are left alone.
+            key: key from which random generators are seeded for each record; None: the generators are left alone.
         """
         if token is not None and (type(token) is not int or not 0 <= token <= end - begin):
             raise StateCorruptError(
@@ -118,7 +118,7 @@ class RangeCursor(Iterator[Any]):
         self._key, self._seeds = key, list[Seeds]()
         self._random: OwnGenerators | None = None
         self._prefetched_from = -1
-        """Position from which parts were prefetched last; -1 if none were."""
+        """Position from which parts were prefetched last; -1: none yet."""
 
     def __next__(self) -> Any:
         if self._at >= self._end:

@@ -1,7 +1,7 @@
 """Files of lines, cut into ranges of bytes, so that one large file can become as many pieces as there are shards.
 
-A range contains the lines that begin in it. So each line is in exactly one range, wherever the file is cut. The first
-line of a range is found by reading to the next newline, without counting or indexing lines first.
+A range contains the lines that begin in it, so each line is in exactly one range for any cut. The first line of a range
+is found by reading to the next newline, without counting or indexing lines first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["LineFile", "LineRange", "cut_files"]
 
 
 class LineFile:
-    """Text file with one record per line, such as JSON lines. It is a piece for LogicalShards, which cuts it into
+    """Text file with one record per line, such as JSON lines. A piece for LogicalShards, which cuts the file into
     ranges of bytes if there are fewer files than shards.
 
         LogicalShards([LineFile("a.jsonl"), LineFile("b.jsonl")], shards=240)
@@ -34,17 +34,20 @@ class LineFile:
         """
         Args:
             path: path of a local file.
-            parse: function that makes a record of a line, without its newline.
+            parse: function from a line, without its newline, to a record.
 
         Raises DatasetError for a file that cannot be read.
         """
         if not callable(parse):
-            raise InvalidArgumentError(f"parse must be a function that turns a line into a record, got {parse!r}")
+            raise InvalidArgumentError(f"parse must be a function from a line to a record, got {parse!r}")
         self.path, self._parse = Path(path), parse
         try:
             self.size = self.path.stat().st_size
         except OSError as error:
-            raise DatasetError(f"{self.path} cannot be read: {error.strerror}") from error
+            raise DatasetError(
+                f"{self.path} cannot be read: {error.strerror}. Check that the file exists and that this user may "
+                "read it"
+            ) from error
 
     def cut(self, parts: int) -> list[LineRange]:
         """Return the file's records as `parts` ranges of bytes of about equal length. A range may have no records."""
@@ -53,8 +56,8 @@ class LineFile:
 
 
 def cut_files(pieces: Sequence[Any], shards: int) -> list[list[Any]]:
-    """Return a list for each piece: the ranges of a LineFile, or only the piece itself. The files are cut into as many
-    ranges, of about equal length, as are needed for one piece per shard."""
+    """Return a list for each piece: the ranges of a LineFile, or only the piece itself. The files are cut into ranges
+    of about equal length, so that there is at least one piece per shard."""
     files = [piece for piece in pieces if isinstance(piece, LineFile)]
     more = max(0, shards - len(pieces)) if files else 0
     # Each file gets additional ranges in proportion to its size; the largest files get the remainder.
@@ -92,12 +95,14 @@ class _Lines(Iterator[Any]):
             self._file = of.path.open("rb")
             size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
-            raise DatasetError(f"{of.path} cannot be read: {error.strerror}") from error
+            raise DatasetError(
+                f"{of.path} cannot be read: {error.strerror}. Check that the file exists and that this user may read it"
+            ) from error
         if size != of.size:
             self._file.close()
             raise DatasetError(
-                f"{of.path} must keep the {of.size} bytes that it had when it was split into shards, got {size}: do "
-                "not change the file while it is read"
+                f"{of.path} must keep the {of.size} bytes that it had when it was split into shards, got {size}. Start "
+                "again, and write new lines to another file"
             )
         self._at = 0
         if of.begin:  # a line begins here only if the byte before it is a newline

@@ -28,8 +28,8 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["LogicalShards"]
 
 MAX_OPEN = 128
-"""Default for max_open. A process reads all shards of a finite source in turn, so it needs an open piece for each
-shard. 128 is an eighth of the usual limit of file descriptors."""
+"""Default for max_open. A process reads all shards of a finite source in turn, and needs an open piece for each shard.
+128 is an eighth of the usual limit of file descriptors."""
 LISTED = 16
 """Largest length of a list that a description contains in full. A longer list is replaced by its digest."""
 KEPT_ORDERS = 2
@@ -37,23 +37,23 @@ KEPT_ORDERS = 2
 
 class LogicalShards:
     """Source of the records of some pieces (files, tables, datasets), divided into a fixed number L of logical shards,
-    so that any number of boxes and workers can read them in one order.
+    so that any number of boxes (data-parallel ranks) and workers can read them in one order.
 
         LogicalShards([LineFile(path) for path in sorted(paths)], shards=240)
 
-    A piece is one of three kinds of object. It is indexable, with `len(piece)` and `piece[i]`: a list, an array or
-    memmap, a torch Dataset, a StreamingDataset, or a pyarrow Table, whose records are its rows. Or it is an iterable
-    that can be iterated repeatedly. Or it is a function without arguments that returns an object of the first two
-    kinds; the function is called when the piece is needed, and the `close()` of its result, if there is one,
-    afterwards. For an iterator or a generator, give the function that makes it.
+    A piece is one of three kinds of object. A piece may be indexable, with `len(piece)` and `piece[i]`: a list, an
+    array or memmap, a torch Dataset, a StreamingDataset, or a pyarrow Table, whose records are its rows. A piece may be
+    an iterable that can be iterated repeatedly. Or a piece is a function without arguments that returns an object of
+    the first two kinds; the function is called when the piece is needed, and the `close()` of its result, if there is
+    one, afterwards. For an iterator or a generator, give the function that makes it.
 
     If all pieces are indexable, an epoch's N records are in one order, like StreamingLoader's: with `shuffle`, pieces
     are permuted, and then records within blocks of pieces. Shard l of L gets positions floor(l N / L) to floor((l + 1)
     N / L) of this order. If any piece is not indexable, whole pieces are assigned to shards, evenly by `counts` if
     given. Records within a piece then come in the piece's order (WindowShuffled can shuffle them). To restore a
-    position, the `state_dict` and `load_state_dict` of a function's result are used, if it has them; otherwise the
-    piece is read again from its beginning, and its samples are compared with those delivered before. Skipping reads the
-    skipped records, except those of whole pieces whose count is given.
+    position, `state_dict` and `load_state_dict` of a function's result are used, if the result has these methods;
+    otherwise the piece is read again from its beginning, and its samples are compared with those delivered before.
+    Skipped records are read, except whole pieces whose count is given.
 
     Numbers that user code draws from `random`, `numpy.random` and `torch` depend only on the seed, the epoch and the
     position. The generators are seeded by (seed, epoch, piece) for a piece that is read sequentially, and by (seed,
@@ -79,9 +79,9 @@ class LogicalShards:
     ) -> None:
         """
         Args:
-            pieces: at least one.
-            shards: number of shards. It stays the same if the number of boxes or workers changes, so choose at least
-                the largest number of workers that may read at a time.
+            pieces: list of at least one piece.
+            shards: number of shards. The number must stay the same when the number of boxes or workers changes, so
+                choose at least the largest number of workers that may read at a time.
             counts: number of records of each piece. With counts, a piece that is given as a function is not opened
                 only to get its length (except the first one, to find out its kind), and a piece that is given as an
                 iterable has a known length. Each count is compared with the data when its piece is read.
@@ -90,13 +90,14 @@ class LogicalShards:
                 A block consists of whole pieces (of a StreamingDataset, shards) whose lengths add up to about this
                 number. None: all records are shuffled with each other.
             max_open: largest number of pieces that a process has open; the least recently used piece is closed first. A
-                process reads all shards of a finite source in turn, so with fewer open pieces than shards it opens and
-                closes pieces all the time.
-            names: names of the pieces, such as their files. They are used in errors, and a state with other names is
+                process reads all shards of a finite source in turn, so with max_open below the number of shards, pieces
+                are opened and closed all the time.
+            names: names of the pieces, such as their files. Names occur in errors, and a state with other names is
                 refused.
             capture_rng: True: seed the process's random generators for each piece or record while user code reads it,
-                and restore them afterwards. False: leave them alone, which saves 15 us a record; the pieces must not
-                draw from them then. Not needed for lists, arrays, tables and StreamingDatasets, which draw no numbers.
+                and restore them afterwards. False: leave the generators alone, which saves 15 us a record; the pieces
+                must then not use them. Not needed for lists, arrays, tables and StreamingDatasets, which draw no
+                numbers.
 
         Raises:
             InvalidArgumentError: an invalid piece or argument.
@@ -174,8 +175,8 @@ def _cut(
         return pieces, names, []
     if counts is not None:
         raise InvalidArgumentError(
-            "counts cannot be given for a LineFile, because the number of lines in a part of a file is unknown before "
-            "it is read: leave counts out, or pass functions that open the files"
+            "counts must be None with a LineFile, because the number of lines in a range of a file is unknown before "
+            "it is read. Leave counts out, or pass functions that open the files"
         )
     parts = cut_files(pieces, shards)
     if names is not None and not isinstance(names, str) and len(names) == len(pieces):
@@ -193,8 +194,8 @@ def _cut(
 
 
 def _listed(values: Sequence[Any] | None) -> Any:
-    """Return a list as a description contains it: itself, or for a long list its length and digest, which suffice to
-    detect another list."""
+    """Return the form of a list in a source's description: the list itself, or for a long list its length and digest,
+    which suffice to detect another list."""
     if not values or len(values) <= LISTED:
         return None if not values else list(values)
     return f"{len(values)}, digest {xxhash.xxh3_64_hexdigest(json.dumps(list(values)).encode())}"

@@ -1,5 +1,5 @@
-"""Sequential reading of any iterable, with positions from which it can be resumed: by its own state, or by reading it
-again.
+"""Sequential reading of any iterable, with positions that can be saved and resumed: by the iterable's own state, or by
+reading it again.
 
 A user's function may return a dataset or loader with `state_dict` and `load_state_dict`, a graph of torchdata.nodes, or
 a generator without any state. For all of them a position is saved in the same way:
@@ -10,13 +10,13 @@ To resume, the iterable is made again, the snapshot is loaded, and the samples s
 dropped. Without a snapshot, all samples before the position are read again. Three things make this reliable:
 
 - **The snapshot lies strictly before the position.** So at least one sample is read again, and compared
-  (sample_digest.py). An iterable that counts after its `yield`, or reads ahead, resumes one sample off; this is
-  detected, and the iterable is then read again from its beginning, with a warning. An error is raised only if that
-  yields other samples too. Two snapshots are kept, because the newest may lie at the position itself.
+  (sample_digest.py). An iterable that counts after its `yield`, or reads ahead, resumes one sample off; the comparison
+  detects this, and the iterable is then read again from its beginning, with a warning. An error is raised only if this
+  yields other samples, too. Two snapshots are kept, because the newest may lie at the position itself.
 - **A state is encoded at once**, because it may change while its loader advances (torchdata's do).
 - **Random generators are set in a fixed order of steps**: seed them, make the iterable, load its state, set the
-  generators back to the state after making it, call `iter`, and set them to the state at the snapshot. With any other
-  order a shuffled loader yields other batches.
+  generators back to their state after making the iterable, call `iter`, and set them to the state at the snapshot. With
+  any other order a shuffled loader yields other batches.
 
 Snapshots are taken after a number of samples or seconds, but less often if they would take more than a set share of the
 time (snapshot_cadence.py). A token is as exact with an old snapshot as with a new one. No snapshot is taken after the
@@ -52,17 +52,17 @@ from penstock.proto.state.snapshot_cadence import SnapshotCadence
 __all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "OpaqueStream", "StreamMark", "close_quietly", "without_snapshots"]
 
 SNAPSHOT_EVERY = 1000
-"""Default number of samples between snapshots, and so about the largest number of samples that a resume reads again."""
+"""Default number of samples between snapshots: about the largest number of samples that a resume reads again."""
 SNAPSHOT_S = 60.0
-"""Default number of seconds between snapshots. So a resume reads again for about a minute at most, however slow the
-samples are."""
+"""Default number of seconds between snapshots, so that a resume reads again for about a minute at most, even if samples
+are slow."""
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a token (saved position)."""
 
 
 @dataclass(frozen=True)
 class StreamMark:
-    """Position in a stream, with the snapshot from which the position can be reached again."""
+    """Position in a stream, with a snapshot from which to reach the position again."""
 
     passed: int = 0
     """Number of samples before the position."""
@@ -78,8 +78,8 @@ class StreamMark:
 
     @staticmethod
     def of(token: Token, name: str) -> StreamMark:
-        """Return the position that a token contains. Raises StateCorruptError for a value that `token()` cannot have
-        returned. `name`: name of the stream, for the error."""
+        """Return the position in a token. Raises StateCorruptError for an invalid token. `name`: name of the stream,
+        for the error."""
         try:
             mark = StreamMark(token["passed"], token["digest"], token["snapshot"])
             numbers = [(mark.passed, mark.digest)]
@@ -90,7 +90,7 @@ class StreamMark:
                     raise ValueError("the saved state of its iterable must be bytes")
                 if not 0 < own["passed"] < mark.passed:
                     raise ValueError(
-                        f"the saved state of its iterable must be of fewer samples than {mark.passed}, got "
+                        f"the saved state of its iterable must lie before sample {mark.passed}, got sample "
                         f"{own['passed']}"
                     )
             for passed, digest in numbers:
@@ -108,9 +108,9 @@ class StreamMark:
 
 
 def without_snapshots(token: Token) -> Token:
-    """Return a source's token without the snapshots of its streams. Snapshots depend on when they were taken, so only
-    tokens without them are equal for equal positions. A stream that resumes from such a token is read from its
-    beginning."""
+    """Return a source's token without the snapshots of its streams. The snapshots of a position differ between runs, so
+    only tokens without snapshots are equal for equal positions. A stream that resumes from such a token is read from
+    its beginning."""
     if isinstance(token, Mapping):
         if token.keys() >= StreamMark().token().keys():
             return {**token, "snapshot": None}
@@ -119,7 +119,7 @@ def without_snapshots(token: Token) -> Token:
 
 
 class _OtherSamplesError(Exception):
-    """Error: reading a stream again yielded other samples than those that were delivered."""
+    """Error: samples that were read again differ from the delivered ones."""
 
 
 class _EndsEarlyError(Exception):
@@ -149,8 +149,8 @@ class OpaqueStream(Iterator[Any]):
             seed: seed of the random generators while the stream's code runs; None: the process's generators are left
                 alone.
             mark: position at which to begin; None: the stream's beginning.
-            keeps_made: True if `make` returns an object that the user keeps, and not a new one. The object is not
-                closed then, and its state is not used.
+            keeps_made: True if `make` returns an object of the user instead of a new one. The object is then not
+                closed, and its state is not used.
         """
         self._make, self._name, self._digests, self._keeps_made = make, name, digests, keeps_made
         self._every, self._seconds = snapshot_every, snapshot_s
@@ -163,7 +163,7 @@ class OpaqueStream(Iterator[Any]):
         """Number of samples that the stream has yielded."""
         self._chain = mark.digest
         self._snapshots = [mark.snapshot] if mark.snapshot is not None else []
-        """Newest two snapshots at most, the older one first."""
+        """The newest snapshots, at most two, the older one first."""
         self._cadence = SnapshotCadence()
         self._next_at, self._next_s = 1, float("inf")
         self._made: Any = None
@@ -176,7 +176,7 @@ class OpaqueStream(Iterator[Any]):
 
     @property
     def reads_again(self) -> bool:
-        """True if a resume at this position would have to read all samples before it again."""
+        """True if a resume at this position would have to read all earlier samples again."""
         return self.passed > 0 and not self._snapshots
 
     def __next__(self) -> Any:
@@ -184,22 +184,22 @@ class OpaqueStream(Iterator[Any]):
             raise StopIteration
         if self._iterator is None:
             self._reopen()
-        # Before a sample, not after it, so that an error in taking a state cannot lose the sample.
+        # The snapshot is taken before a sample, so that an error in taking it cannot lose the sample.
         if self.passed >= self._next_at or time.monotonic() >= self._next_s:
             self._consider_snapshot()
         return self._advance()
 
     def skip(self, count: int) -> int:
-        """Skip `count` samples, or all that are left. Return how many were skipped. Skipped samples are made and
-        dropped."""
+        """Skip `count` samples, or all remaining ones if there are fewer, by making and dropping them. Return the
+        number of skipped samples."""
         return sum(1 for _ in zip(range(count), self, strict=False))
 
     def token(self) -> Token:
         return self._mark().token()
 
     def park(self) -> None:
-        """Close the stream for a while, so that others can be opened. A snapshot is taken first, so that little has to
-        be read again when the stream is reopened."""
+        """Close the stream temporarily, so that others can be opened, after taking a snapshot, so that little has to be
+        read again when the stream is reopened."""
         holder = None if self._iterator is None or self._ended else self._stateful()
         if holder is not None and self.passed > max((own["passed"] for own in self._snapshots), default=0):
             self._take(holder)
@@ -229,7 +229,8 @@ class OpaqueStream(Iterator[Any]):
             raise
         except BaseException as error:
             error.add_note(f"raised by {self._name} for its sample {self.passed}")
-            self.close()  # A generator that failed can only end. The position is to be tried again and not skipped.
+            # A generator that failed can only end. Closing the stream makes it anew, so the failed position is retried.
+            self.close()
             raise
         self.passed += 1
         if self._chain is not None:
@@ -261,7 +262,8 @@ class OpaqueStream(Iterator[Any]):
             encoded = encode_state(state)
         except UnsupportedStateError as error:
             raise UnsupportedStateError(
-                f"{self._name}: the return value of its state_dict() cannot be saved: {error}"
+                f"{self._name}: the value that state_dict() returns must be one that can be saved: {error}. Return "
+                "dicts, lists, numbers, text, bytes, tensors and arrays"
             ) from None
         own = {
             "passed": self.passed,
@@ -272,7 +274,7 @@ class OpaqueStream(Iterator[Any]):
         self._snapshots = [*self._snapshots[-1:], own]
 
     def _stateful(self) -> Any:
-        """Return the object whose state is saved: the iterable or its iterator; None if neither has a state."""
+        """Return the object whose state is saved, the iterable or its iterator; None if neither has a state."""
         for holder in (self._made, self._iterator):
             if holder is self._made and self._keeps_made:
                 continue
@@ -291,20 +293,20 @@ class OpaqueStream(Iterator[Any]):
             elif not self._resumes_from(mark, mark.snapshot):
                 self._replay(mark, None)
                 self._snapshots = []
-                # the states of this iterable are unusable: take no more
+                # the states of this iterable are unusable, so take no further ones
                 self._next_at, self._next_s = NUMBER_LIMIT, float("inf")
         except BaseException as error:
             self.close()
             self._reset_to(mark)
             if isinstance(error, _OtherSamplesError):
                 raise ReplayMismatchError(
-                    f"{self._name} was read again to resume, and {error}: its data have changed, or it uses random "
-                    "numbers without a seed"
+                    f"{self._name} must yield the same samples when it is read again to resume, but {error}. Use the "
+                    "data of the saved run, and seed all random numbers"
                 ) from None
             if isinstance(error, _EndsEarlyError):
                 raise DatasetError(
-                    f"{self._name} {error}, but {mark.passed} had been read when its position was saved: its data "
-                    "have changed"
+                    f"{self._name} must have the {mark.passed} samples before its saved position, but {error}. Use the "
+                    "data of the saved run"
                 ) from None
             raise
 
@@ -315,9 +317,9 @@ class OpaqueStream(Iterator[Any]):
             self.close()
             self._reset_to(mark)
             warnings.warn(
-                f"{self._name}: the state_dict that it returned after {snapshot['passed']} samples does not restore "
-                f"that position ({why}), so its {mark.passed} samples are read again from the beginning. Does it count "
-                "after its yield, read ahead, or draw random numbers in worker processes?",
+                f"{self._name}: its state_dict after {snapshot['passed']} samples must restore that position, but does "
+                f"not ({why}), so its {mark.passed} samples are read again from the beginning. Check whether it counts "
+                "after its yield, reads ahead, or draws random numbers in worker processes",
                 UserWarning,
                 stacklevel=5,
             )
@@ -334,9 +336,9 @@ class OpaqueStream(Iterator[Any]):
             try:
                 self._advance()
             except StopIteration:
-                raise _EndsEarlyError(f"ends after {self.passed} samples") from None
+                raise _EndsEarlyError(f"it ends after {self.passed} samples") from None
         if mark.digest is not None and self._chain != mark.digest:
-            raise _OtherSamplesError(f"its samples differ from the {mark.passed} that were delivered")
+            raise _OtherSamplesError(f"its samples differ from the {mark.passed} delivered ones")
 
     def _begin(self, snapshot: dict[str, Any] | None) -> None:
         if self._seed is not None:
@@ -347,8 +349,8 @@ class OpaqueStream(Iterator[Any]):
             made = self._make()
             if inspect.isgenerator(made) and inspect.getgeneratorstate(made) != inspect.GEN_CREATED:
                 raise DatasetError(
-                    f"{self._name} is a generator that was read or closed before: the function must return a new one "
-                    "at each call, because each epoch and each resume needs its own"
+                    f"{self._name} must be a new iterable at each call of the function, got a generator that was read "
+                    "or closed before. Make the generator inside the function"
                 )
             if not hasattr(type(made), "__iter__"):
                 raise InvalidArgumentError(f"{self._name} must be iterable, got {type(made).__qualname__}")
@@ -369,7 +371,7 @@ class OpaqueStream(Iterator[Any]):
         if holder is None:
             holder = self._stateful()
             if holder is None:
-                raise _OtherSamplesError("its iterator has no state_dict any more")
+                raise _OtherSamplesError("its iterator no longer has a state_dict")
             _load(holder, decode_state(snapshot["state"]))
         if self._seed is not None:
             rng = snapshot["rng"]
@@ -380,7 +382,7 @@ class OpaqueStream(Iterator[Any]):
 
 
 def _is_node(holder: Any) -> bool:
-    """Return True for the root of a torchdata.nodes graph, which is given its state by `reset()`."""
+    """Return True for the root of a torchdata.nodes graph, whose state is loaded by `reset()`."""
     return hasattr(holder, "get_state") and hasattr(holder, "reset")
 
 

@@ -1,8 +1,9 @@
 """Pieces of a user's data (lists, tables, datasets, files, streams), opened on demand.
 
-A piece is indexable (it has a length, and records by number), or iterable (read sequentially from its beginning), or a
-function that opens one or the other. This module also closes the pieces that it opened. At most `max_open` pieces are
-open at a time, and the least recently used one is closed first. All are closed when the last cursor has ended.
+A piece is indexable (with a length, and records by number), or iterable (read sequentially from its beginning), or a
+function that opens an indexable or iterable object. This module also closes the pieces that it opened. At most
+`max_open` pieces are open at a time, and the least recently used one is closed first. All pieces are closed when the
+last cursor has ended.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ __all__ = ["OpenPieces", "Pieces"]
 
 
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
-"""Types that are not accepted as the list of pieces, because each of their records would become a piece."""
+"""Types that are refused as the list of pieces, because each of their records would become a piece."""
 _PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor, StreamingDataset, MegatronDocuments, LanceRows)
-"""Types whose records are read without calling user code, so no random numbers are drawn. Their subclasses are user
-code. pyarrow's tables are treated in the same way."""
+"""Types whose records are read without calling user code, so that no random numbers are drawn. pyarrow's tables are
+treated in the same way; subclasses count as user code."""
 
 _WITH_FINGERPRINT = (StreamingDataset, MegatronDocuments, LanceRows)
 """Types whose fingerprints are part of a state."""
 
 
 class OpenPieces:
-    """Open pieces of a process, the least recently used first. There are at most `most` of them."""
+    """Open pieces of a process, at most `most`, the least recently used first."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -63,13 +64,13 @@ class OpenPieces:
         self._closers[key] = close
 
     def close_surplus(self) -> None:
-        """Close pieces until one more may be opened."""
+        """Close pieces until another one may be opened."""
         while len(self._closers) >= self.most:
             _, close_oldest = self._closers.popitem(last=False)
             close_oldest()
 
     def forget(self, key: object) -> None:
-        """Remove a piece that was closed by other code."""
+        """Remove a piece that other code has closed."""
         self._closers.pop(key, None)
 
     def close(self) -> None:
@@ -83,14 +84,14 @@ class Pieces:
     def __init__(
         self, pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, max_open: int
     ) -> None:
-        """Check all pieces. Pieces that are given as functions are opened if their length is needed and not given. The
-        first of them is always opened, to see which kind of object the functions return.
+        """Check all pieces. Functions are called if the length of their piece is needed and not given. The first
+        function is always called, to find out the kind of object that the functions return.
 
         Raises InvalidArgumentError for an invalid piece, DatasetError for wrong counts.
         """
         if not isinstance(pieces, Iterable) or isinstance(pieces, _NOT_PIECES):
             raise InvalidArgumentError(
-                f"pieces must be a list of pieces, even for a single one: [piece], got {type(pieces).__qualname__}"
+                f"pieces must be a list of pieces, such as [piece] for a single piece, got {type(pieces).__qualname__}"
             )
         self._pieces = list(pieces)
         if not self._pieces:
@@ -103,14 +104,14 @@ class Pieces:
         self.by_position = lengths is not None
         """True if all pieces are indexable."""
         self.counts = given if lengths is None else lengths
-        """Number of records in each piece; None if it is not known."""
+        """Number of records in each piece; None if unknown."""
         self.opened.close()
         _all.add(self)
 
     def _nothing_open(self, max_open: int) -> None:
         self.opened = OpenPieces(max_open)
         self._tables: dict[int, Any] = {}
-        """Objects that the functions of indexable pieces returned, while they are open, by the piece's number."""
+        """Open objects that the functions of indexable pieces returned, by the piece's number."""
         self._readers: set[int] = set()
 
     def __len__(self) -> int:
@@ -141,7 +142,7 @@ class Pieces:
         self._readers.add(cursor)
 
     def left(self, cursor: int) -> None:
-        """Remove a cursor that does not read any more. When the last one is removed, all pieces are closed."""
+        """Remove a cursor that has ended. After the last one, all pieces are closed."""
         if cursor in self._readers:
             self._readers.remove(cursor)
             if not self._readers:
@@ -161,7 +162,8 @@ class Pieces:
             raise stop_iteration_error(f"record {offset} of {self.name(number)}") from error
         except IndexError as error:
             raise DatasetError(
-                f"{self.name(number)} has no record {offset}, but {self._known(number)} ({error})"
+                f"{self.name(number)} must have record {offset}, because {self._known(number)} ({error}). Use the data "
+                "of the saved run"
             ) from error
 
     def may_draw(self, number: int) -> bool:
@@ -171,7 +173,11 @@ class Pieces:
         return not plain
 
     def _known(self, number: int) -> str:
-        return f"counts says that it has {self.counts[number]}" if self.counts is not None else "was longer before"
+        return (
+            f"counts says that it has {self.counts[number]} records"
+            if self.counts is not None
+            else "it had more records before"
+        )
 
     def _table(self, number: int) -> Any:
         table = self._tables.get(number)
@@ -182,7 +188,7 @@ class Pieces:
                 close_quietly(table)
                 raise DatasetError(
                     f"{self.name(number)} must have len() and records by index like the other pieces, got "
-                    f"{type(table).__qualname__}: leave counts out, so that all pieces are opened and examined first"
+                    f"{type(table).__qualname__}. Leave counts out, so that all pieces are opened and examined first"
                 )
             if self.counts is not None:
                 self._check_length(number, len(table), self.counts[number])
@@ -205,8 +211,8 @@ class Pieces:
         return opened
 
     def _open_table(self, number: int) -> Any:
-        """Open an indexable piece, with the random generators seeded for this piece. It may be opened several times,
-        and must draw the same numbers each time."""
+        """Open an indexable piece, with the random generators seeded for this piece. A piece may be opened several
+        times, and must draw the same numbers each time."""
         with OwnGenerators(derive_seed(0, "opens", number)):
             return self._open(number)
 
@@ -217,14 +223,14 @@ class Pieces:
     # ---- iterable pieces
 
     def stream(self, number: int) -> tuple[Callable[[], Any], bool]:
-        """Return (function that returns a piece as an iterable, True if the function returns an object that the user
-        keeps)."""
+        """Return (function that returns a piece as an iterable, True if the function returns an object of the user
+        instead of a new one)."""
         piece = self._pieces[number]
         return (partial(self._open, number), False) if number in self._functions else ((lambda: piece), True)
 
     def as_iterable(self, piece: Any) -> Any:
-        """Return a piece as an iterable over its records. Some pieces of a source may be indexable and others not; an
-        indexable one is read in order."""
+        """Return a piece as an iterable over its records. An indexable piece, which other pieces of the source may not
+        be, is read in order."""
         return _Rows(piece) if _is_indexable(piece) else piece
 
     # ---- checks
@@ -237,8 +243,9 @@ class Pieces:
         if hasattr(type(piece), "__iter__"):
             if isinstance(piece, Iterator):
                 raise InvalidArgumentError(
-                    f"{self.name(number)} is a {type(piece).__qualname__}, which can be read only once. Give the "
-                    "function that makes it: lambda: open_records(path), not open_records(path)"
+                    f"{self.name(number)} must be readable repeatedly, got a {type(piece).__qualname__}, which can be "
+                    "read only once. Pass a function that makes it: lambda: open_records(path) instead of "
+                    "open_records(path)"
                 )
             return False
         if not callable(piece):
@@ -260,7 +267,7 @@ class Pieces:
                 self._check_length(number, lengths[number], given[number])
         if len(indexable) < len(own):
             return None
-        # If counts are given, only the first piece is opened to see its kind; the others are assumed to be of the same
+        # With counts, only the first piece is opened to find out its kind; the others are assumed to be of the same
         # kind.
         for number in sorted(self._functions)[: None if given is None else 1]:
             self.opened.close_surplus()
@@ -298,8 +305,8 @@ _all: weakref.WeakSet[Pieces] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Forget all open pieces in a forked child, which then opens its own. An inherited file has one position for both
-    processes, so each process would read on where the other one stopped."""
+    """Forget all open pieces in a forked child, which then opens its own. Both processes would share the position of an
+    inherited file, and read on where the other process stopped."""
     for pieces in list(_all):
         pieces._nothing_open(pieces.opened.most)
 
@@ -308,7 +315,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Rows:
-    """Iterator over the records of an indexable piece, in order. Its state is one number."""
+    """Iterator over the records of an indexable piece, in order, with one number as its state."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -344,17 +351,17 @@ def _refuse_unordered(what: str, piece: Any) -> None:
     kind = type(piece).__qualname__
     if isinstance(piece, str | bytes | Mapping):
         raise InvalidArgumentError(
-            f"{what} a {kind}, which is not a sequence of records: give the records read from it, or a function that "
+            f"{what} a {kind}, which is not a sequence of records. Pass the records read from it, or a function that "
             "opens it"
         )
     if isinstance(piece, Set) and not isinstance(piece, KeysView | ItemsView):
         raise InvalidArgumentError(
-            f"{what} a {kind}, whose order differs between processes, so that workers would read other records: give a "
+            f"{what} a {kind}, whose order differs between processes, so that workers would read other records. Pass a "
             "sorted list"
         )
     if hasattr(piece, "iloc"):
         raise InvalidArgumentError(
-            f"{what} a {kind}, which iterates over columns, not records: give pyarrow.Table.from_pandas(...) of it, or "
+            f"{what} a {kind}, which iterates over columns, not records. Pass pyarrow.Table.from_pandas(...) of it, or "
             "a list of its records"
         )
 
@@ -377,7 +384,9 @@ def _row(table: Any, offset: int) -> Any:
 def _count(value: int) -> int:
     number = whole("counts", value)
     if number is None:
-        raise InvalidArgumentError("counts must have the number of each piece's records, got None; or leave counts out")
+        raise InvalidArgumentError(
+            "counts must have the number of each piece's records, got None. Pass all numbers, or leave counts out"
+        )
     if number < 0:
         raise InvalidArgumentError(f"each of counts must be at least 0, got {number}")
     return number

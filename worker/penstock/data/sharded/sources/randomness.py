@@ -1,12 +1,12 @@
 """Exchange of the global random generators' states between a stream and its caller.
 
 A generator function calls `random.random()`, a dataset calls numpy's or torch's generators. The values must depend only
-on the stream's seed and position. They must not depend on the caller, on another stream that is read in turn with this
-one, or on an additional worker. So python's, numpy's and torch's generators have the stream's states while its code
-runs, and the caller's states again afterwards.
+on the stream's seed and position. The values must not depend on the caller, on another stream that is read in turn with
+this stream, or on an additional worker. So python's, numpy's and torch's generators have the stream's states while its
+code runs, and the caller's states again afterwards.
 
-States are exchanged twice for each sample, and saving or restoring all three in full takes 80 us. Two methods reduce
-this to about 15 us:
+States are exchanged twice for each sample, and saving or restoring all three generators in full takes 80 us. Two
+methods reduce this to about 15 us:
 
 - numpy's bit generator is not copied but exchanged: each side has its own object. numpy's `normal` keeps a second
   gaussian for its next call, which only get_state() reads, in 40 us. get_state() is called only after a draw, which is
@@ -14,8 +14,8 @@ this to about 15 us:
 - Likewise python's getstate(), 15 us, is called only after a draw. No function reports whether a number was drawn, but
   in CPython the object's memory changes with each draw. In any other interpreter getstate() is called each time.
 
-Generators in other threads or processes are not included. A loader's own worker processes are seeded as torch seeds
-them, from torch's generator. Threads draw from the generators of the stream that runs at the time.
+Generators in other threads or processes are not included. A loader's own worker processes are seeded from torch's
+generator, as torch does. Threads draw from the generators of the stream that runs at the time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SHOWS_DRAWS = _memory_shows_draws()
 
 
 class _Side:
-    """States of the random generators as one of the two sides, the stream or its caller, left them."""
+    """States of the random generators of one of the two sides: the stream, or its caller."""
 
     def __init__(self) -> None:
         self._python: Any = None
@@ -73,7 +73,7 @@ class _Side:
         self._torch: torch.Tensor | None = None
 
     def leave(self) -> None:
-        """Save the present states of the random generators, before the other side's are restored."""
+        """Save the present states of the random generators, before the other side's states are restored."""
         memory, gauss = _memory(_PYTHON) if _SHOWS_DRAWS else b"", _PYTHON.gauss_next  # type: ignore[attr-defined]
         if self._python is None or not _SHOWS_DRAWS or memory != self._memory or gauss != self._gauss:
             self._python, self._memory, self._gauss = random.getstate(), memory, gauss
@@ -98,8 +98,8 @@ class _Side:
 
 
 class OwnGenerators:
-    """Context manager that gives the process's random generators the states of one stream: seeded ones when it is first
-    entered, later those with which the stream left it."""
+    """Context manager that gives the process's random generators the states of one stream: seeded states at the first
+    entry, and afterwards the states at the last exit."""
 
     def __init__(self, seed: int) -> None:
         self._caller, self._own = _Side(), _Side()

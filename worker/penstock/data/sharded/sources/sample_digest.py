@@ -1,14 +1,14 @@
-"""Chained digest of a stream's samples, which shows whether reading the stream again yields the same samples.
+"""Chained digest of a stream's samples, to check that reading the stream again yields the same samples.
 
-A stream without a state can only be read again from its beginning, and it may yield other samples then: a file was
-written again, or a shuffle took its seed from the clock. So each sample's digest is added to a chain. A saved position
-contains the chain's value, and reading again must reach the same value.
+A stream without a state can only be read again from its beginning, and may then yield other samples: a file was written
+again, or a shuffle took its seed from the clock. So each sample's digest is added to a chain. A saved position contains
+the chain's value, and reading again must reach the same value.
 
 A sample's digest is the checksum of its encoding as a state, which covers every byte. A document of 1,000 Python
-integers takes 22 us. The digest of batches (penstock.proto.batch.digest) would take 480, because it has a leaf for each
-integer; for small samples and tensors both take 2 to 6 us. A sample that a batch can contain but a state cannot, such
-as a named tuple or a dataclass, has the batch's digest. For any other sample, such as an image object, the chain
-contains only that there is a sample: reading again checks that it exists, but not its content.
+integers takes 22 us. The digest of batches (penstock.proto.batch.digest) would take 480 us, because each integer is a
+leaf; for small samples and tensors both take 2 to 6 us. A sample that a batch can contain but a state cannot, such as a
+named tuple or a dataclass, has the batch's digest. For any other sample, such as an image object, only its existence
+enters the chain, and not its content.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _UNKNOWN = bytes(8)
 
 
 class SampleDigests:
-    """Calculator of chained digests of samples. One instance is needed for each thread."""
+    """Calculator of chained digests of samples. Each thread needs an instance of its own."""
 
     def __init__(self) -> None:
         self._replay_digest: ReplayDigest | None = None
 
     def __reduce__(self) -> tuple[type[SampleDigests], tuple[()]]:
-        return SampleDigests, ()  # the instance contains only scratch memory
+        return SampleDigests, ()  # instances contain only scratch memory
 
     def after(self, chain: int, sample: Any) -> int:
-        """Return the value of the chain after one more sample, as an unsigned integer of 64 bits. `chain`: value before
-        the sample."""
+        """Return the value of the chain after one more sample, as an unsigned 64-bit integer. `chain`: value before the
+        sample."""
         return xxh3_64_intdigest(self._digest(sample), chain)
 
     def _digest(self, sample: Any) -> bytes:

@@ -1,8 +1,8 @@
 """Source in logical shards made from a user's iterables: each shard is one stream, which an iterable yields.
 
 opaque.py saves and resumes a stream, and randomness.py provides its random generators. This module has the user's
-settings, and makes a source from the streams. A stream cannot be split, so there are exactly as many shards as the user
-gives, and additional workers have nothing to do. Skipping samples of a stream reads them.
+settings, and makes a source from the streams. A stream cannot be split, so each of the user's streams is one shard, and
+additional workers have nothing to do. Skipping samples of a stream reads them.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ __all__ = ["Savable"]
 
 
 class Savable:
-    """Source of streams: the iterables that `make(shard)` returns. Their positions can be saved after any sample. Each
-    stream is one logical shard.
+    """Source made from the iterables that `make(shard)` returns. Each iterable is a stream, which is one logical shard,
+    and whose position can be saved after any sample.
 
         Repeated(Savable(lambda shard: open_records(f"part-{shard}"), shards=16))
 
     `make(shard)` returns an iterable: a dataset or loader with `state_dict` and `load_state_dict` (torchdata's
-    StatefulDataLoader), the root node of a torchdata.nodes graph, a generator. It is called for each epoch, and again
-    to resume from a saved position, and must give the same samples each time, in a new object. A stream with a state of
-    its own resumes from its newest saved state, and the samples since then are read again. A stream without a state is
-    read again from its beginning. Either way the samples that are read again are compared with those that were
-    delivered.
+    StatefulDataLoader), the root node of a torchdata.nodes graph, a generator. `make` is called for each epoch, and
+    again to resume from a saved position, and must return a new object with the same samples each time. A stream with a
+    state of its own resumes from its newest saved state, and the samples since then are read again. A stream without a
+    state is read again from its beginning. In both cases the samples that are read again are compared with the
+    delivered ones.
 
     While a stream's code runs, the generators of `random`, `numpy.random` and `torch` have states of the stream, seeded
     by the source's seed, the shard and the epoch. So a function that draws from them needs no seed of its own. Two
     streams that are read in turn do not change each other's numbers, and the same source twice in a Mixture draws
     different ones.
 
-    A stream cannot be split among several workers, and can go to a position only by its own state or by reading. In an
+    A stream cannot be split among several workers, and reaches a position only by its own state or by reading. In an
     epoch of a finite source, each worker reads all streams, and skips the rows of other workers. If the source is made
     endless (Repeated), each worker reads only its own streams. Threads that a stream starts draw from the generators of
     the stream that runs at that time.
@@ -65,25 +65,27 @@ class Savable:
             make: function from a shard's number to an iterable.
             shards: number of streams.
             snapshot_every, snapshot_s: number of samples, and of seconds, after which a stream's state is taken again.
-                They limit how much a resume has to read again. States are taken less often if they would use more than
-                1% of the time.
+                Both limit how much a resume has to read again. States are taken less often if taking them would use
+                more than 1% of the time.
             capture_rng: True: give the process's random generators the stream's states while its code runs. False:
-                leave them alone, which saves 15 us a sample; the streams must not draw from them then.
+                leave the generators alone, which saves 15 us a sample; the streams must then not use them.
             batch_rows: number of rows in each sample, if the streams' samples are batches. A cursor can resume from a
                 position that was saved with a multiple of this number: the stream is read again up to the same row, and
                 its samples are not compared. (A ShardLoader refuses a state with another number, because its positions
                 count samples. If samples are rows, and the ShardLoader makes the batches, the batch size may change
                 freely.)
             collect_every: number of samples of this process after which garbage is collected, instead of Python's own
-                schedule. Objects that exist when the first stream is opened are never visited. None: leave the
+                schedule. The collector never visits objects that exist when the first stream is opened. None: leave the
                 collector alone.
-            config: other settings that decide the samples (a buffer's size, a file's name), as a JSON value. It is
-                saved, and a state with a different value is refused.
+            config: other settings that decide the samples (a buffer's size, a file's name), as a JSON value. The value
+                is saved, and a state with a different value is refused.
 
         Raises InvalidArgumentError for invalid arguments.
         """
         if not callable(make):
-            raise InvalidArgumentError(f"make must be a function: shard number -> iterable, got {type(make).__name__}")
+            raise InvalidArgumentError(
+                f"make must be a function from a shard's number to an iterable, got {type(make).__name__}"
+            )
         self._make = make
         self._shards = at_least_one("shards", shards)
         self._every = at_least_one("snapshot_every", snapshot_every)
@@ -141,13 +143,12 @@ class Savable:
                     f"the saved position of {name} is damaged: batch_rows is {rows!r}. Load an older state"
                 )
             raise StateMismatchError(
-                f"{name}: batch_rows was {rows} when the state was saved, and is {self._rows} now: give {rows}, or a "
-                "divisor of it"
+                f"{name}: batch_rows must be {rows}, as in the saved state, or a divisor of it, got {self._rows}"
             )
         if rows % self._rows:
             raise StateMismatchError(
-                f"{name}: batch_rows was {rows} when the state was saved, and is {self._rows} now, which does not "
-                f"divide it, so the position may lie within a new batch: give {rows}, or a divisor of it"
+                f"{name}: batch_rows must be {rows}, as in the saved state, or a divisor of it, got {self._rows}, so "
+                f"the saved position may lie within a batch. Pass {rows}, or a divisor of it"
             )
         passed = mark.passed * (rows // self._rows)
         return StreamMark(passed, None if passed else BEGINNING)
@@ -169,8 +170,8 @@ class _Cursor:
             self.close()
             if self._stream.passed == 0:
                 raise DatasetError(
-                    f"{self._name}: each stream must have a sample, got none. make(shard) must return a new iterable "
-                    "at each call"
+                    f"{self._name}: each stream must have at least one sample, got none. Check that make(shard) "
+                    "returns a new iterable at each call"
                 ) from None
             raise
         if self._collecting is not None:
@@ -193,7 +194,7 @@ class _Cursor:
 
 
 def _json(name: str, value: Any) -> Any:
-    """Return a value as it is after saving it as JSON and loading it. `name`: name of the argument, for the error."""
+    """Return a value after a round trip through JSON. `name`: name of the argument, for the error."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -1,4 +1,5 @@
-"""Shards of whole pieces, some of which can only be read sequentially. A shard's pieces are read one after the other.
+"""Shards of whole pieces, for sources with pieces that can only be read sequentially. A shard's pieces are read one
+after the other.
 
 If all counts are known, each piece in turn is assigned to the shard with the fewest records so far; otherwise pieces
 are assigned to shards in turn. With shuffling, the assignment differs between epochs. The order within a shard depends
@@ -6,11 +7,11 @@ on the seed and the epoch. (The assignment does not depend on the seed, because 
 without it.)
 
 While a piece is read, the random generators of the process have states of this piece, seeded by (seed, epoch, piece).
-So its code draws the same numbers in any shard and worker, whatever other code draws.
+So the piece's code draws the same numbers in any shard and worker, and independently of other code.
 
-A cursor's token contains the present piece, the number of the piece's records that were read, and the stream's mark
-from which the piece is resumed (opaque.py). A piece that is closed so that others can be opened (see OpenPieces) is
-resumed in the same way.
+A cursor's token contains the present piece, the number of the piece's records that were read, and the position from
+which the piece is resumed (StreamMark in opaque.py). A piece that is closed so that others can be opened (see
+OpenPieces) is resumed in the same way.
 """
 
 from __future__ import annotations
@@ -71,19 +72,20 @@ class SequentialPieces:
         self._capture_rng = capture_rng
         self.digests = SampleDigests()
         self._assigned: OrderedDict[int, list[Ints]] = OrderedDict()
-        """Numbers of the pieces of each shard, by epoch. They are kept in memory, because shards of an endless source
+        """Numbers of the pieces of each shard, by epoch. Several epochs are kept, because shards of an endless source
         are in different epochs, and assigning 100,000 pieces takes 0.2 s."""
         self._warned = False
 
     def close_for_others(self, stream: OpaqueStream, name: str) -> None:
-        """Close a stream so that another one can be opened. Warn if it will be read again from its beginning."""
+        """Close a stream so that another one can be opened. Warn if the closed stream will be read again from its
+        beginning."""
         stream.park()
         if stream.reads_again and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{name} is read again from its beginning repeatedly, because more pieces are read in turn than "
-                f"max_open={self.pieces.opened.most} allows to be open: raise max_open to the number of shards that a "
-                "process reads, or give the opened object a state_dict and load_state_dict",
+                f"max_open={self.pieces.opened.most} allows. Raise max_open to the number of shards that a process "
+                "reads, or give the opened object a state_dict and load_state_dict",
                 UserWarning,
                 stacklevel=6,
             )
@@ -94,14 +96,14 @@ class SequentialPieces:
 
     def run(self, shard: int, epoch: int, seed: int) -> list[int]:
         """Return the numbers of a shard's pieces in the order in which they are read. Pieces that are known to be empty
-        are left out: otherwise one position would have two tokens, before and after the empty piece."""
+        are left out, because a position before and after an empty piece would have two tokens."""
         own: list[int] = self._of(epoch)[shard].tolist()
         run = _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
         return run if self.pieces.counts is None else [n for n in run if self.pieces.counts[n]]
 
     def seeds(self, epoch: int, seed: int) -> Callable[[int], int | None]:
-        """Return a function from a piece's number to the seed of the random generators while it is read in this epoch.
-        The function returns None if generators are left alone."""
+        """Return a function from a piece's number to the seed of the random generators while the piece is read in this
+        epoch. The function returns None if generators are left alone."""
         if not self._capture_rng:
             return lambda piece: None
         return lambda piece: derive_seed(seed, "piece", epoch, piece)
@@ -141,7 +143,8 @@ class RunCursor(Iterator[Any]):
                 except StopIteration:
                     self._check_end(self._stream)
                 else:
-                    if self._is_full(self._stream):  # now, because there is no further call after a shard's last record
+                    # checked now, because no further call follows a shard's last record
+                    if self._is_full(self._stream):
                         self._expect_end(self._stream)
                     return record
             self._move_on()
@@ -152,7 +155,7 @@ class RunCursor(Iterator[Any]):
         left = count
         while left and self._stream is not None:
             rest = self._rest()
-            if rest is not None and left >= rest:  # the whole piece: it need not even be opened
+            if rest is not None and left >= rest:  # a whole piece is skipped without opening it
                 left -= rest
                 self._move_on()
                 continue
@@ -199,7 +202,7 @@ class RunCursor(Iterator[Any]):
         )
 
     def _touch(self, stream: OpaqueStream) -> None:
-        """Mark a stream as open and in use, before it is read. This may close other streams."""
+        """Mark a stream as open and in use, before it is read. Closes other streams if too many are open."""
         opened = self._pieces.opened
         if not opened.used(id(self)):
             self._pieces.read_by(id(self))
@@ -254,8 +257,8 @@ class RunCursor(Iterator[Any]):
             ) from error
         if type(turn) is not int or not 0 <= turn <= len(self._run) or piece != self._piece(turn):
             raise StateCorruptError(
-                f"the saved position in a shard of {len(self._run)} pieces is damaged: it names piece {piece!r} as "
-                f"number {turn!r}. Load an older state"
+                f"the saved position in a shard of {len(self._run)} pieces is damaged: got piece {piece!r} as number "
+                f"{turn!r}. Load an older state"
             )
         self._turn = turn
         if turn == len(self._run):

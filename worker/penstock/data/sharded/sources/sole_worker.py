@@ -1,11 +1,12 @@
-"""Context in which the code of a user's stream appears to run in the only worker.
+"""Context in which the code of a user's stream appears to run in a job with a single worker.
 
 Many datasets split themselves by torch's get_worker_info(), or by current_assignment() as Penstock's own loaders do. A
 logical shard must be the same stream in any worker. If such a dataset split the stream again, each of two workers would
 take its rows from a different part, and half of the samples would silently be left out. So while a stream's code runs,
 these functions return one box with one worker, and the run's seed.
 
-Threads that a stream starts may call these functions at any time, and may get either answer.
+Threads that a stream starts may call these functions at any time, also outside of the context, and then get the real
+values.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ __all__ = ["SoleWorker"]
 
 
 class SoleWorker:
-    """Context manager around a stream's code, which also enters another context. It is entered for each sample, which
-    takes 0.5 us."""
+    """Context manager around a stream's code, which also enters another context. Entered for each sample, which takes
+    0.5 us."""
 
     def __init__(self, within: AbstractContextManager[None]) -> None:
         self._within = within
