@@ -200,7 +200,7 @@ def test_queries_of_a_run_are_limited() -> None:
     world, (box,), _ = fleet(replace(Limits(), queries_max=1), 1)
     asked = [ask(box, step) for step in (1, 2, 3)]
     assert ask(box, 3) is asked[2]
-    with pytest.raises(OverloadedError, match="run job/0 already has 3 states being fetched"):
+    with pytest.raises(OverloadedError, match="at most 3 states of run job/0"):
         ask(box, 4)
     world.registry.end_state(asked[0])
     ask(box, 4)

@@ -179,15 +179,15 @@ def test_steps_outside_the_window_are_refused(world: FakeCluster) -> None:
     with pytest.raises(StateUnavailableError) as caught:
         ask(box, 26)
     assert caught.value.message == (
-        "run job/0 has states of steps 10 to 25, got a request for step 26: this launch began at step 10, and keeps "
-        "states of the last retention_steps=20 steps"
+        "step must be 10 to 25 for run job/0, got 26: this launch began at step 10 and keeps the "
+        "states of the last retention_steps=20 steps. Request one of these steps, or raise retention_steps"
     )
     box.deliver(15)
-    with pytest.raises(StateUnavailableError, match="states of steps 20 to 40, got a request for step 19"):
+    with pytest.raises(StateUnavailableError, match="step must be 20 to 40 for run job/0, got 19"):
         ask(box, 19)
     assert not ask(box, 20).done
     operator = pb.FetchStateRequest(run="job/0", step=41)
-    with pytest.raises(StateUnavailableError, match="states of steps 20 to 40"):
+    with pytest.raises(StateUnavailableError, match="step must be 20 to 40"):
         world.registry.begin_state(operator)
     # A member without a report of its own may ask beyond what was reported: its step is produced, or a deadline passes.
     assert not world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=41)).done

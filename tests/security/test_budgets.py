@@ -253,13 +253,13 @@ def test_hand_overs_end_with_their_attempt() -> None:
     coming = world.worker("b", 3)
     world.registry.drain_worker(pb.DrainWorkerRequest(worker="a"))
     coming.ready()
-    assert len(world.registry.cluster.appointed) == 3
+    assert len(world.registry.cluster.migrating) == 3
     world.open(0, num_boxes=3, num_workers_per_box=1, attempt_key="2", client_id="again")
-    assert len(world.registry.cluster.appointed) == 2
+    assert len(world.registry.cluster.migrating) == 2
     world.now += world.limits.migration_s + 0.1
     world.registry.tick()
     world.run_for(3, [leaving, coming])
-    assert not world.registry.cluster.appointed
+    assert not world.registry.cluster.migrating
     assert [slot.worker for slot in world.slots()] == ["b"]
 
 
@@ -273,8 +273,8 @@ def test_a_look_at_the_balance_goes_in_slices() -> None:
     for attempt in cluster.open_attempts():
         for box in attempt.boxes.values():
             box.waits.span_s, box.waits._seconds, box.waits._late = 10.0, [9.0, 1.0], [0.0, 0.0]
-    assert list(balance.look(cluster, world.now, 1)) == [None, None]
-    assert list(balance.look(cluster, world.now, 0)) == []
+    assert list(balance.find_moves(cluster, world.now, 1)) == [None, None]
+    assert list(balance.find_moves(cluster, world.now, 0)) == []
 
 
 def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
