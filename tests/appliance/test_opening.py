@@ -189,7 +189,7 @@ def test_openings_that_cannot_be_meant(
 
 def test_large_openings_are_refused(world: FakeCluster) -> None:
     """Six of 65,536 workers stopped a coordinator for minutes, and arguments of 4 MB were in no budget."""
-    with pytest.raises(InvalidArgumentError, match="slots must be at most 1024 for one worker, got 1025"):
+    with pytest.raises(InvalidArgumentError, match="slots of one worker must be at most 1024, got 1025"):
         world.worker("huge", 1025)
     with pytest.raises(InvalidArgumentError, match="num_workers_per_box must be at most 256, got 257"):
         world.open(num_workers_per_box=257)

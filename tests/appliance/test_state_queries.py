@@ -43,7 +43,7 @@ def test_slots_are_asked_in_batches_of_boxes() -> None:
     _, boxes, worker = fleet(replace(Limits(), asked_at_once=4), 5)
     query = ask(boxes[0], 4)
     assert asked(worker) == {0, 1}
-    assert "3 boxes that are asked after these" in query.waits_for()
+    assert "3 boxes after these" in query.waits_for()
     respond(worker, box=1)
     assert (query.complete, asked(worker)) == (1, {0, 2})
     respond(worker, box=0, only=0)

@@ -409,7 +409,7 @@ def test_a_reader_that_takes_nothing_is_ended() -> None:
 
 
 def test_a_worker_has_so_many_slots() -> None:
-    with pytest.raises(InvalidArgumentError, match="slots must be at most 1024 for one worker, got 1025"):
+    with pytest.raises(InvalidArgumentError, match="slots of one worker must be at most 1024, got 1025"):
         FakeCluster().worker("w", 1025)
 
 
@@ -421,7 +421,9 @@ def test_a_journal_may_hold_larger_workers(tmp_path: Path) -> None:
     worker.ready()
     world.limits = replace(Limits(), worker_slots_max=4)
     world.restart()
-    with pytest.raises(InvalidArgumentError, match=r"at most 4 for one worker, got 8: start several workers"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"slots of one worker must be at most 4, got 8: start several workers"
+    ):
         worker.register()
     worker.capacity = 4
     worker.register()
