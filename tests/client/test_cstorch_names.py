@@ -116,7 +116,7 @@ def test_a_batch_size_is_inferred() -> None:
     assert infer_batch_size(Pair(torch.tensor(1.0), [torch.zeros(1, 7)])) == 1
     with pytest.warns(UserWarning, match=r"its tensors have \[2, 3\] rows"):
         assert infer_batch_size([torch.zeros(2), torch.zeros(3)]) is None
-    with pytest.warns(UserWarning, match="has 2 rows, and batches before had 4"):
+    with pytest.warns(UserWarning, match="must have 4 rows, like earlier batches, got 2"):
         assert infer_batch_size(torch.zeros(2), 4) == 2
     with pytest.raises(InvalidArgumentError, match="got a dict without one"):
         infer_batch_size({"x": 3})
@@ -144,7 +144,7 @@ def test_numbers_of_steps() -> None:
     assert compute_num_steps(endless, num_steps=8, max_steps=5) == 5
     for words, arguments in {
         "exclude each other": {"num_epochs": 1, "num_steps": 1},
-        "one of num_steps, max_steps and num_epochs": {},
+        "num_steps, max_steps or num_epochs": {},
         "below max_steps=5, got 5": {"initial_step": 5, "max_steps": 5},
         "steps_per_epoch must be at most the 10": {"num_epochs": 1, "steps_per_epoch": 11},
         "grad_accum_steps must be at most the 10": {"num_epochs": 1, "grad_accum_steps": 11},

@@ -153,7 +153,10 @@ def test_a_token_is_not_shown() -> None:
 
 
 def test_several_boxes_are_not_embedded() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"over several processes cannot be embedded: start `penstock coord"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"over several processes needs a coordinator's address, got none. Start `penstock coord",
+    ):
         Appliance(box=0, num_boxes=2)
 
 

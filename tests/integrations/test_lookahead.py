@@ -161,9 +161,7 @@ def test_a_loop_that_nobody_counts_is_an_error(appliance: Appliance) -> None:
     batches = iter(ahead)
     next(batches)
     next(batches)
-    with pytest.raises(
-        RuntimeError, match=r"the framework has fetched 2 batches, and the loop has reported 0.*call took\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"has fetched 2 batches, and the loop has reported 0.*call took\(\)"):
         ahead.state_dict()
     loader.close()
 
@@ -171,10 +169,10 @@ def test_a_loop_that_nobody_counts_is_an_error(appliance: Appliance) -> None:
 def test_repeating_or_sharing_wrappers_are_errors(appliance: Appliance) -> None:
     loader = DataLoader(streams.counter, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)
-    with pytest.raises(RuntimeError, match="taken none from here"):
+    with pytest.raises(RuntimeError, match="taken no further batch from this loader"):
         ahead.took()
     twice = (again for batch in ahead for again in (batch, batch))
-    with pytest.raises(RuntimeError, match="step 1, but the framework had taken none"):
+    with pytest.raises(RuntimeError, match="step 1, but the framework has taken no further batch"):
         list(ahead.handed_out(twice))
     ahead.load_state_dict(ahead.state_dict())
     with pytest.raises(RuntimeError, match="shares, joins or drops"):

@@ -462,7 +462,7 @@ def test_a_report_tells_little_of_a_loader() -> None:
     worker = world.worker("w", 2)
     report = worker.slot_report(worker.heartbeat().assignments[0], pb.READY)
     report.capabilities.not_used = "x" * 20_000
-    with pytest.raises(InvalidArgumentError, match="reports of a loader must have at most 16384 bytes"):
+    with pytest.raises(InvalidArgumentError, match="capabilities in a worker's report must have at most 16384 bytes"):
         worker.heartbeat(report)
 
 
