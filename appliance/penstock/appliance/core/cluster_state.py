@@ -93,8 +93,8 @@ class ClusterState:
         self._discarded: deque[Box] = deque()
         """Boxes of attempts that are over, whose memory `free_discarded` frees in pieces."""
         self._free_at = 0.0
-        """Monotonic time from which `_discarded` may be freed. It is inf between the end of an attempt and the next
-        tick, which sets the time."""
+        """Monotonic time from which `_discarded` may be freed; inf from the end of an attempt until the next tick, when
+        `free_discarded` sets the time."""
         self.touched: set[tuple[str, int, int]] = set()
         """Keys (run, attempt, box) of boxes that changed, so that state queries must plan them again."""
         self.tickets_expire = 0
@@ -445,8 +445,8 @@ class ClusterState:
         self._add_slot_event("batch quarantined", slot.note, slot, "")
 
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
-        """Mark the slot as failed for good. It stays on its worker, because the batches made before the error are still
-        delivered from the worker's ring."""
+        """Mark the slot as failed for good. The slot stays on its worker, because the batches made before the error are
+        still delivered from the worker's ring."""
         attempt, box = self.box_of(slot)
         self.cancel_migration(slot)
         # shortened, because every view of the slot contains it

@@ -161,14 +161,14 @@ def check_capacity(
     if superseded is not None:
         all_held -= len(superseded.boxes) * superseded.num_workers
         held -= superseded.credentials[credential] * superseded.num_workers
-    for what, there, limit in (
+    for what, open_slots, limit in (
         ("with this token", held, limits.slots_max),
         ("of the whole cluster", all_held, limits.slots_open_max),
     ):
-        if there + count > limit:
+        if open_slots + count > limit:
             raise OverloadedError(
-                f"the open runs {what} must have at most {limit} workers in all, got {there} and {count} more: end "
-                "jobs that are no longer needed, or lower num_workers_per_box"
+                f"the open runs {what} must have at most {limit} workers in all, got {open_slots} and {count} more: "
+                "end other jobs, or lower num_workers_per_box"
             )
 
 
@@ -256,8 +256,8 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
 
 
 def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
-    """Raise TopologyError if the run would begin anew on another topology. A run that has delivered nothing yet may: it
-    has no position that a new beginning could lose."""
+    """Return the decision to open the next attempt. Raises TopologyError if the run would begin anew on another
+    topology, because it would lose its position. A run that has delivered nothing yet has no position to lose."""
     before, asked = topology(run.num_boxes, run.num_workers), topology(request.num_boxes, request.num_workers_per_box)
     if before != asked and not resumes(request) and not run.unused:
         raise TopologyError(

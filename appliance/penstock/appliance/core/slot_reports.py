@@ -13,8 +13,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 _MAX_ACTIVITY, _MAX_STACK = 300, 12_000
-"""Longest texts taken from a report of a hang or a crash, in characters: the runner's activity, and its stack. They are
-bounded because every view of the box contains both texts."""
+"""Longest texts taken from a report of a hang or a crash, in characters: the runner's activity, and its stack. Both
+texts are bounded because every view of the box contains them."""
 END_COST = 2
 """Cost of a report that a runner has ended, counted in slots: handling one takes 75 us of the event loop."""
 _NO_REASON = records_pb2.ErrorDetail(

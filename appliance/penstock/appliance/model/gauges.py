@@ -15,10 +15,10 @@ HALF_S = 15.0
 """Half-life of a measured wait, in seconds. Shares of waits are therefore those of about the last minute."""
 
 QUEUE_HALF_S = 5.0
-"""Half-life of the mean number of ready batches, in seconds. It is short because this number changes within seconds."""
+"""Half-life of the mean number of ready batches, in seconds; short because this number changes within seconds."""
 AHEAD = 2
-"""Smallest number of ready batches with which a slot counts as ahead. One is not enough: the loop may have taken that
-batch without the runner having noticed."""
+"""Smallest number of ready batches with which a slot counts as ahead. A single batch does not count, because the loop
+may have taken it without the runner having noticed."""
 
 
 @dataclass

@@ -39,8 +39,8 @@ class Limits:
     that only lost the connection is back within half a second. The value is multiplied when the lease grows with the
     fleet."""
     client_lease_s: float = 10.0
-    """Lease of a training process. It is longer than a worker's, because user code may hold the GIL for seconds (a
-    compile, a large pickle), in which the process cannot report."""
+    """Lease of a training process, longer than a worker's because user code may hold the GIL for seconds (a compile, a
+    large pickle), in which the process cannot report."""
     return_s: float = 25.0
     """Shortest lease of every peer that is in the journal when a coordinator starts on another host. Peers get no
     signal that the old host is down. Their pings fail after 15 s (channel.py), and after 5 s more the peers give up the
@@ -81,8 +81,8 @@ class Limits:
     come back."""
 
     target_ready_s: float = 300.0
-    """Longest time for a migration target to become ready. It may have to import torch and read the index of a dataset.
-    Meanwhile the slot runs on its present worker."""
+    """Longest time for a migration target to become ready. A target may have to import torch and read the index of a
+    dataset. Meanwhile the slot runs on its present worker."""
     migration_s: float = 5.0
     """Longest time for the present worker to make the snapshot durable that a ready migration target needs."""
     left_alone_s: float = 30.0
@@ -169,7 +169,7 @@ class Limits:
     """Limits on the rate of registrations of workers and openings of runs."""
     slots_max: int = 16_384
     """Largest number of slots of a run (boxes times workers), and of all open runs of one credential token. The limit
-    makes a mistyped number an error. It also bounds the work at the end of an attempt, which takes up to 1 us per slot
+    makes a mistyped number an error, and bounds the work at the end of an attempt, which takes up to 1 us per slot
     without a pause."""
     slots_open_max: int = 65_536
     """Largest number of slots of all open runs. Each slot takes some 5 KB."""
@@ -187,7 +187,7 @@ class Limits:
     """Largest request to open a run, in bytes. The request is kept in memory and in the journal. Larger arguments are
     uploaded before the request as a blob, and count in `budget`."""
     watches_max: int = 4
-    """Largest number of long polls held for one box or one worker. One more poll makes the oldest one be answered at
+    """Largest number of long polls held for one box or one worker. At a further poll the oldest one is answered at
     once, because a peer that calls again has lost the connection of its earlier call."""
     queries_of_token_max: int = 1024
     """Largest number of state queries that one credential token may have open at a time, over all runs."""

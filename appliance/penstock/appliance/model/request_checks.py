@@ -23,7 +23,7 @@ it runs, and those that it could not start."""
 _REMEDY = ": run the same release of Penstock on all machines"
 """End of errors about requests that Penstock's own programs never send."""
 LONGEST_NAME = 200
-"""Longest name of a job or worker, in characters: it appears in logs, metrics and every message about it."""
+"""Longest name of a job or worker, in characters, because names appear in logs, metrics and messages."""
 
 
 def check_measures(**values: float) -> None:

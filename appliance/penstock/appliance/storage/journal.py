@@ -69,8 +69,8 @@ _INSERT = {
 
 
 def make_private(path: Path) -> None:
-    """Create a state directory if it is missing. Raises JournalError if another user could have written or can read it,
-    and OSError if it cannot be created."""
+    """Create a state directory if it is missing. Raises JournalError for a directory that another user could have
+    written or can read, and OSError for a directory that cannot be created."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)

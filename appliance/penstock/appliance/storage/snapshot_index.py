@@ -234,7 +234,7 @@ class SnapshotIndex:
         self._blobs[name] = _Blob(size, now, credential)
 
     def drop_idle_blobs(self, named: set[str], now: float) -> None:
-        """Drop the blobs that no open attempt uses and that nobody sent for `limits.blob_idle_s` seconds. `named`:
+        """Drop the blobs that no open attempt uses and that were not sent for `limits.blob_idle_s` seconds. `named`:
         names of the blobs in use."""
         for name, blob in list(self._blobs.items()):
             if name in named:

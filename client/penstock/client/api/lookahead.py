@@ -198,7 +198,7 @@ class Lookahead(IterableDataset[Any]):
 
     @property
     def place(self) -> tuple[int, int]:
-        """(box, num_boxes) of this process."""
+        """Pair (box, num_boxes) of this process in the run."""
         return self._loader.place
 
     def state_dict(self) -> dict[str, Any]:

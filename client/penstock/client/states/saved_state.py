@@ -362,6 +362,7 @@ def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
             raise ValueError(f"each of its positions must have {workers} workers, got another number")
     if saved.methods not in (0, 2, 4) or not 0 <= saved.step <= MOST or (saved.step > 0 and not saved.positions):
         raise ValueError(
-            f"impossible values: {saved.methods} state methods, step {saved.step}, {len(saved.positions)} positions"
+            f"it must have 0, 2 or 4 state methods, a step from 0 to {MOST}, and positions unless the step is 0, got "
+            f"{saved.methods} state methods, step {saved.step} and {len(saved.positions)} positions"
         )
     return saved, bool(record["wrapped"])
