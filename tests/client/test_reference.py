@@ -178,8 +178,8 @@ def test_arguments_travel_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "words"),
     [
-        ((1, threading.Lock()), {}, "argument 1 of input_fn m:f cannot travel"),
-        ((), {"transform": math.sqrt}, "argument 'transform' of input_fn m:f cannot travel"),
+        ((1, threading.Lock()), {}, "argument 1 of input_fn m:f cannot be sent"),
+        ((), {"transform": math.sqrt}, "argument 'transform' of input_fn m:f cannot be sent"),
     ],
 )
 def test_an_argument_that_cannot_travel_is_named(args: tuple[Any, ...], kwargs: dict[str, Any], words: str) -> None:

@@ -161,7 +161,9 @@ def test_several_boxes_are_not_embedded() -> None:
 
 
 def test_several_hosts_are_not_embedded(torchrun: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"over several hosts cannot be embedded.*PENSTOCK_COORDINATOR"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"over several hosts needs a coordinator's address.*PENSTOCK_COORDINATOR"
+    ):
         Appliance()
 
 

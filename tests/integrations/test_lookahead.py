@@ -190,7 +190,7 @@ def test_mistakes_are_named(appliance: Appliance) -> None:
     with pytest.raises(TypeError, match=r"must be an int, got 1\.0"):
         loader.state_at(1.0)  # type: ignore[arg-type]
     ahead.load_state_dict(ahead.state_dict())
-    with pytest.raises(RuntimeError, match="load_state_dict while"):
+    with pytest.raises(RuntimeError, match="load_state_dict was called inside"):
         next(batches)
     loader.close()
 

@@ -166,5 +166,5 @@ def open_web(
         free = f"{listen.rpartition(':')[0]}:0"
         web = WebServer(free, routes, tokens=tokens, tls=tls, insecure=insecure)
         log.info("the dashboard's address %s is in use, so the dashboard takes a free port", listen)
-    log.info("the dashboard is at %s", web.url)
+    log.info("the coordinator serves its dashboard at %s", web.url)
     return web
