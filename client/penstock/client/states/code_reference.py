@@ -213,7 +213,8 @@ def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         except UnsupportedStateError as error:
             what = place if place not in kwargs else f"argument {place!r}"
             raise UnsupportedStateError(
-                f"{what} of input_fn {name} cannot be sent to a worker: {error.message.rstrip('.')}. Pass plain values, tensors or "
+                f"{what} of input_fn {name} cannot be sent to a worker: {error.message.rstrip('.')}. "
+                "Pass plain values, tensors or "
                 "arrays, and build other objects inside input_fn"
             ) from error
     return encode_state({"args": tuple(args), "kwargs": dict(kwargs)})
