@@ -219,7 +219,7 @@ def test_steps_whose_state_cannot_be_had(appliance: Appliance) -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(InvalidArgumentError, match="depth"):
         Lookahead(DataLoader(streams.counter), depth=0)
-    with pytest.raises(TypeError, match=r"not a builtins\.list"):
+    with pytest.raises(TypeError, match=r"got a builtins\.list"):
         Lookahead([])  # type: ignore[arg-type]
 
 
