@@ -35,7 +35,7 @@ def planned(world: FakeCluster, room: int = 10) -> list[tuple[int, str]]:
 
 
 def moves(world: FakeCluster, room: int = 10) -> list[balance.SlotMove]:
-    return [move for move in balance.look(world.registry.cluster, world.now, room) if move is not None]
+    return [move for move in balance.find_moves(world.registry.cluster, world.now, room) if move is not None]
 
 
 def hold_up(slot: Slot, share: float, world: FakeCluster, *, others_ahead: bool = True) -> None:
@@ -80,8 +80,8 @@ def test_slots_go_from_fullest_to_emptiest(world: FakeCluster) -> None:
     went = 0
     while found := moves(world):
         assert [(move.slot.worker, move.worker.name) for move in found] == [("full", "empty")]
-        cluster.appoint(found[0].slot, found[0].worker, found[0].why, world.now)
-        cluster.take_over(found[0].slot, found[0].why, world.now - LIMITS.balance_after_s)
+        cluster.start_migration(found[0].slot, found[0].worker, found[0].why, world.now)
+        cluster.complete_migration(found[0].slot, found[0].why, world.now - LIMITS.balance_after_s)
         went += 1
     assert went == 2
 
@@ -209,7 +209,7 @@ def test_coordinator_balances_unless_disabled() -> None:
         box = crowded(world)
         everybody = [FakeWorker(world, name, f"{name}-1", "", 4) for name in ("full", "empty")]
         world.run_for(1.5, [box, *everybody])
-        assert len(world.registry.cluster.appointed) == moved
+        assert len(world.registry.cluster.migrating) == moved
 
 
 # ------------------------------------------------------------------------------------------------------------- demand

@@ -73,14 +73,14 @@ def test_first_slot_is_no_straggler_by_itself() -> None:
     finding = found(box([slot(0, wait_share=0.7, mean_queued=0.5), *(slot(k, mean_queued=0.6) for k in (1, 2, 3))]))
     assert (finding.kind, finding.slot, finding.worker) == ("workers", None, "")
     assert "all its 4 slots are busy" in finding.text
-    assert "more workers, or a faster input_fn" in finding.text
+    assert "Raise num_workers_per_box, or make input_fn faster" in finding.text
 
 
 def test_busy_cores_advise_no_more_workers() -> None:
     finding = find([box([slot(k, wait_share=0.2, mean_queued=0.5) for k in range(2)])], busy_cores=2)
     assert finding is not None
     assert finding.kind == "workers"
-    assert "the cores are busy: the workers' machines have 2, which carry no more" in finding.text
+    assert "all 2 cores of the workers' machines are busy" in finding.text
     assert "more workers, or" not in finding.text
 
 
@@ -109,7 +109,7 @@ def test_slot_without_worker_or_with_new_runner() -> None:
     assert found(box([slot(0, wait_share=0.5, phase="WAITING"), slot(1)])).kind == "unplaced"
     moved = found(box([slot(0, wait_share=0.5, phase="STARTING", restarts=1), slot(1)]))
     assert (moved.kind, moved.input_bound) == ("recovering", True)
-    assert "which another runner is taking over on worker w0" in moved.text
+    assert "whose new runner on worker w0 is still starting" in moved.text
     assert found(box([slot(0, wait_share=0.5, behind=True), slot(1, mean_queued=9.0)])).kind == "recovering"
     assert found(box([slot(0, wait_share=0.5, phase="FAILED"), slot(1)])).kind == "recovering"
 

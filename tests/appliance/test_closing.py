@@ -27,8 +27,8 @@ def test_ended_run_frees_its_workers_at_once() -> None:
     error = box.refused()
     assert isinstance(error, SupersededError)
     assert error.message == (
-        "attempt 1 of run job/0 was ended by an operator (`penstock run close`): start the job again to go on from its "
-        "last checkpoint"
+        "attempt 1 of run job/0 was ended by an operator (`penstock run close`): start the job again to continue from "
+        "its last checkpoint"
     )
     assert world.open(client_id="next").reply.attempt == 2
 

@@ -42,7 +42,7 @@ def test_no_more_slots_than_the_cores_carry(slots: int) -> None:
     measured(worker, 0.1 * slots / 2, 0.1, 0.1 * slots / 2 - 0.1)
     status = starved(world, steps_per_s=20.0)
     assert status.runs[0].recommended_workers_per_box == 2
-    assert "the cores are busy: the workers' machines have 2" in status.runs[0].bottleneck.text
+    assert "all 2 cores of the workers' machines are busy" in status.runs[0].bottleneck.text
     assert status.recommended_workers == 4  # 200 steps a second are wanted: new machines bring cores
 
 
@@ -53,7 +53,7 @@ def test_storage_bound_slots_need_no_core_each() -> None:
     measured(worker, 0.1, 0.01)
     status = starved(world, steps_per_s=20.0)
     assert status.runs[0].recommended_workers_per_box == 8  # four times as many
-    assert "more workers, or a faster input_fn" in status.runs[0].bottleneck.text
+    assert "Raise num_workers_per_box, or make input_fn faster" in status.runs[0].bottleneck.text
 
 
 def test_processor_waits_add_no_demand() -> None:

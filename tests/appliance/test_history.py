@@ -196,9 +196,9 @@ def test_snapshots_and_blobs_are_read_from_files(state: StateDir) -> None:
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, state: StateDir) -> None:
     FakeCluster(directory=state).journal.close()
-    with pytest.raises(JournalError, match="in use by a running coordinator: query that one"):
+    with pytest.raises(JournalError, match="in use by a running coordinator: pass that coordinator's address"):
         StoppedCoordinator(state.path)
-    with pytest.raises(JournalError, match=r"with a journal\.db in it, got none there"):
+    with pytest.raises(JournalError, match=r"got a folder without journal\.db"):
         StoppedCoordinator(tmp_path)
     state.close()
     journal = state.path / "journal.db"

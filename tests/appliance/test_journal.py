@@ -226,8 +226,8 @@ def test_coordinators_cannot_share_a_directory(tmp_path: Path) -> None:
     with pytest.raises(JournalError) as caught:
         StateDir(tmp_path)
     assert caught.value.message == (
-        f"the state directory {tmp_path} is in use by another coordinator (process {os.getpid()}): stop that one, or "
-        "give this one a directory of its own"
+        f"the state directory {tmp_path} is in use by another coordinator (process {os.getpid()}): stop that "
+        "coordinator, or pass another --state-dir"
     )
     first.close()
     StateDir(tmp_path).close()
@@ -235,12 +235,12 @@ def test_coordinators_cannot_share_a_directory(tmp_path: Path) -> None:
 
 def test_directory_open_to_others_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(JournalError, match=rf"must be closed to other users, .* got mode 0755: chmod 700 {tmp_path}"):
+    with pytest.raises(JournalError, match=rf"must have mode 0700, .* got mode 0755: run chmod 700 {tmp_path}"):
         StateDir(tmp_path)
     tmp_path.chmod(0o700)
     if os.getuid() == 0:
         os.chown(tmp_path, 12345, 12345)
-        with pytest.raises(JournalError, match="must belong to the user that the coordinator runs as"):
+        with pytest.raises(JournalError, match=r"owner of the state directory .* must be the coordinator's user"):
             StateDir(tmp_path)
         os.chown(tmp_path, 0, 0)
     StateDir(tmp_path).close()
@@ -259,7 +259,7 @@ def test_a_newer_journal_is_refused(state: StateDir) -> None:
     with sqlite3.connect(state.path / "journal.db") as db:
         db.execute(f"PRAGMA user_version={SCHEMA + 1}")
     db.close()
-    with pytest.raises(JournalError, match=r"database .*journal\.db has format 3, and this Penstock reads format 2"):
+    with pytest.raises(JournalError, match=r"format of database .*journal\.db must be 2, got 3"):
         Journal(state)
 
 
@@ -280,7 +280,9 @@ def test_damaged_journal_is_refused_unchanged(state: StateDir, damage: str) -> N
         "one page": good[: (page - 1) * 4096] + b"\xff" * 4096 + good[page * 4096 :],
     }[damage]
     file.write_bytes(bad)
-    with pytest.raises(JournalError, match=r"journal\.db.*restore it from a copy, or move it away to start anew"):
+    with pytest.raises(
+        JournalError, match=r"journal\.db.*restore a copy of the file, or move the file away to start anew"
+    ):
         Journal(state)
     assert file.read_bytes() == bad
 
@@ -377,7 +379,7 @@ def test_missing_log_is_noticed_in_both_databases(state: StateDir, tmp_path: Pat
             opened(directory)
         directory.close()
         (directory.path / f"{name}.commits").write_bytes(b"1" * 30)
-        with pytest.raises(JournalError, match=rf"{name}\.commits is damaged.*Remove it"):
+        with pytest.raises(JournalError, match=rf"{name}\.commits is damaged.*remove the file"):
             opened(directory)
     journal.close()
     store.close()

@@ -249,7 +249,7 @@ def test_drain_is_unknown_until_worker_is_back(tmp_path: Path) -> None:
     world.restart()
     look = pb.DrainWorkerRequest(worker="old", look=True)
     assert world.registry.drain_worker(look).draining  # who waits for it must not hear that it was taken back
-    with pytest.raises(UnknownWorkerError, match="worker 'old' has not reported since the coordinator was started"):
+    with pytest.raises(UnknownWorkerError, match="worker 'old' has not reported since the coordinator started"):
         drain(world, "old", undo=True)
     old.register()
     assert not world.registry.drain_worker(look).draining

@@ -81,7 +81,7 @@ def test_held_box_without_key_names_its_holder(world: FakeCluster) -> None:
     holder = f"is held by client {shown(client_of('first'))} on host node-7"
     assert f"box 1 of run job/0 (attempt 1) {holder}" in caught.value.message
     assert "PENSTOCK_ATTEMPT" in caught.value.message
-    assert "wait up to 7 s" in caught.value.message
+    assert "retry in 7 s" in caught.value.message
 
 
 def test_dead_member_breaks_attempt_without_key(world: FakeCluster) -> None:
@@ -125,7 +125,7 @@ def test_key_of_lost_holder_opens_next_attempt(world: FakeCluster) -> None:
 def test_superseded_key_cannot_return(world: FakeCluster) -> None:
     world.open(0, num_boxes=2, client_id="a0", attempt_key="one")
     world.open(0, num_boxes=2, client_id="b0", attempt_key="two")
-    with pytest.raises(SupersededError, match=r"attempt key 'one' .* belongs to that earlier launch"):
+    with pytest.raises(SupersededError, match=r"attempt key 'one' .* belongs to the superseded launch"):
         world.open(1, num_boxes=2, client_id="a1", attempt_key="one")
     world.run_for(11)  # once the successor is dead, the key is as good as any
     assert world.open(1, num_boxes=2, client_id="c1", attempt_key="one").reply.attempt == 3
@@ -189,7 +189,7 @@ def test_openings_that_cannot_be_meant(
 
 def test_large_openings_are_refused(world: FakeCluster) -> None:
     """Six of 65,536 workers stopped a coordinator for minutes, and arguments of 4 MB were in no budget."""
-    with pytest.raises(InvalidArgumentError, match="slots must be at most 1024 for one worker, got 1025"):
+    with pytest.raises(InvalidArgumentError, match="slots of one worker must be at most 1024, got 1025"):
         world.worker("huge", 1025)
     with pytest.raises(InvalidArgumentError, match="num_workers_per_box must be at most 256, got 257"):
         world.open(num_workers_per_box=257)
@@ -246,8 +246,8 @@ def test_another_shape_needs_a_state(world: FakeCluster) -> None:
     with pytest.raises(TopologyError) as caught:
         world.open(client_id="b", num_workers_per_box=3)
     assert caught.value.message == (
-        "run job/0 had 1 box x 2 workers before and now asks for 1 box x 3 workers, without a state: load a state to "
-        "continue on another topology, or choose another job name to start anew"
+        "run job/0 had 1 box x 2 workers before, and is now opened with 1 box x 3 workers and without a state: load a "
+        "state to continue on another topology, or choose another job name to start anew"
     )
     assert world.open(client_id="c", num_workers_per_box=3, **resumed(world, count=3)).reply.attempt == 2
     with pytest.raises(TopologyError):  # three workers are the run's shape now
@@ -283,7 +283,9 @@ def test_closed_unused_run_reopens_on_any_topology(world: FakeCluster) -> None:
 def test_journaled_seed_changes_only_with_a_state(world: FakeCluster) -> None:
     assert world.open(client_id="a", has_seed=True, seed=2**64 - 1).reply.seed == 2**64 - 1
     assert world.open(client_id="b").reply.seed == 2**64 - 1
-    with pytest.raises(InvalidArgumentError, match=f"was started with seed {2**64 - 1}, and now asks for seed 5"):
+    with pytest.raises(
+        InvalidArgumentError, match=f"seed of run job/0 must be {2**64 - 1}, as at its first start, got 5"
+    ):
         world.open(client_id="c", has_seed=True, seed=5)
     assert world.open(client_id="d", has_seed=True, seed=5, **resumed(world)).reply.seed == 5
     assert world.open(client_id="e").reply.seed == 5
@@ -301,12 +303,12 @@ def test_calls_for_what_is_not_there(world: FakeCluster) -> None:
         world.registry.watch_run(request)
     request = box.progress()
     request.box = 1
-    with pytest.raises(UnknownRunError, match="box 1 of run job/0 has not been opened"):
+    with pytest.raises(UnknownRunError, match=r"box 1 of run job/0 .attempt 1. has not been opened"):
         world.registry.watch_run(request)
     request = box.progress()
     request.client_id = "else"
     with pytest.raises(BoxTakenError, match=r"held by client [0-9a-f]{8} on"):
         world.registry.watch_run(request)
-    with pytest.raises(InvalidArgumentError, match="must name a job"):
+    with pytest.raises(InvalidArgumentError, match="job and input_fn must not be empty"):
         world.registry.open_run(pb.OpenRunRequest())
     world.registry.close_run(pb.CloseRunRequest(run="never", attempt=3))

@@ -39,7 +39,10 @@ def test_slot_fails_and_names_batch_and_step() -> None:
         dies(worker, 5)
     view = box.watch().slots[0]
     assert (view.phase, view.error.name) == (pb.FAILED, "WorkerLostError")
-    assert "batch 6 of box 0 slot 0 (step 11) of run job/0 is quarantined: it killed its runner 4" in view.error.message
+    assert (
+        "batch 6 of box 0 slot 0 (step 11) of run job/0 is quarantined, because it killed its runner 4"
+        in view.error.message
+    )
     assert 'poison="skip"' in view.error.message
     assert view.error.remote_traceback == "in f"
 
@@ -65,7 +68,7 @@ def test_deaths_at_different_batches_name_none() -> None:
     for total in (5, 6, 5, 6):
         assert skips(worker) == []
         dies(worker, total)
-    assert "was lost 4 times" in box.watch().slots[0].error.message
+    assert "lost its runner 4 times" in box.watch().slots[0].error.message
 
 
 def test_progress_resets_losses_and_time_does_not() -> None:

@@ -167,9 +167,9 @@ def test_losses_without_progress_are_final(world: FakeCluster) -> None:
     view = box.watch().slots[0]
     assert (view.phase, view.error.name) == (pb.FAILED, "WorkerLostError")
     assert view.error.message == (
-        "the runner of box 0 slot 0 of run job/0 was lost 4 times within 60 s without delivering a batch in between "
-        "(after batch 0 of "
-        "the slot): " + "; ".join(f"runner of box 0 slot 0 on worker w died: death {number}" for number in range(4))
+        "box 0 slot 0 of run job/0 lost its runner 4 times within 60 s without a batch delivered in between (after "
+        "batch 0 of the slot). Remove the causes and start the job again: "
+        + "; ".join(f"runner of box 0 slot 0 on worker w died: death {number}" for number in range(4))
     )
     assert generations(worker) == {1: 1}
 
@@ -209,7 +209,9 @@ def test_user_error_is_final_and_keeps_the_lane(world: FakeCluster) -> None:
 def test_failure_without_reason_has_a_message(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.heartbeat(worker.slot_report(worker.of(0), pb.FAILED))
-    assert box.watch().slots[0].error.message == "the worker reported no reason"
+    assert box.watch().slots[0].error.message == (
+        "the slot's runner failed, and the worker reported no reason: see the worker's log"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- leases
@@ -231,10 +233,10 @@ def test_restarted_worker_loses_its_slots(world: FakeCluster) -> None:
     new = world.worker("w", session="w-2")
     assert generations(new) == {0: 2, 1: 2}
     assert new.of(0).recovery
-    assert box.watch().slots[0].note == "worker w was started anew"
+    assert box.watch().slots[0].note == "worker w was restarted"
     assert old.heartbeat().register_again
     with pytest.raises(
-        SupersededError, match="another process has registered as worker w since: give every worker its own"
+        SupersededError, match="another process has since registered as worker w: give every worker its own"
     ):
         old.register()
     assert generations(new) == {0: 2, 1: 2}
@@ -260,7 +262,7 @@ def test_abandoned_attempt_is_closed() -> None:
 
 
 def test_a_worker_needs_a_name_and_room(world: FakeCluster) -> None:
-    with pytest.raises(InvalidArgumentError, match="number of slots >= 1, got 'w', a session and 0"):
+    with pytest.raises(InvalidArgumentError, match="slots >= 1, got worker='w', a session and slots=0"):
         world.registry.register_worker(pb.RegisterWorkerRequest(worker="w", session="s"))
 
 
@@ -302,9 +304,7 @@ def test_snapshot_of_old_generation_is_refused(world: FakeCluster) -> None:
     worker = world.worker("w")
     worker.ready()
     worker.lose(worker.of(0))
-    with pytest.raises(
-        SupersededError, match=r"box 0 slot 0 of run job/0 .*generation 1. has been replaced .*generation 2"
-    ):
+    with pytest.raises(SupersededError, match=r"generation of box 0 slot 0 of run job/0 must be 2, got 1"):
         world.registry.slot_of_generation(KEY, 1)
     worker.ready()
     put(world, 4, generation=2)
@@ -333,7 +333,7 @@ def test_budget_refuses_and_keeps_the_rest() -> None:
     assert snapshot_index.why_refused(KEY, 901) == "a snapshot must have at most 900 bytes, got 901"
     assert snapshot_index.why_refused(KEY, 800) == ""  # the first of a slot may use it all
     put(world, 0, size=450)
-    expected = "there is no budget for a snapshot of 51 bytes: 450 of 500 bytes"
+    expected = "a snapshot of 51 bytes does not fit into the budget: 450 of 500 bytes"
     assert snapshot_index.why_refused(KEY, 51).startswith(expected)
     assert "--budget" in snapshot_index.why_refused(KEY, 51)
     assert snapshot_index.why_refused(KEY, 50) == ""
@@ -345,7 +345,7 @@ def test_budget_refuses_and_keeps_the_rest() -> None:
     assert snapshot_index.why_blob_refused(600) == ""
     refused = snapshot_index.why_blob_refused(601)
     assert refused.startswith(
-        "there is no budget for its 601 bytes: 400 of 1000 bytes of the coordinator's budget are in use; raise it "
+        "its 601 bytes do not fit into the budget: 400 of 1000 bytes of the coordinator's budget are in use; raise the "
     )
     assert "PENSTOCK_COORDINATOR_BUDGET" in refused
 

@@ -55,12 +55,14 @@ from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 async def test_long_or_unprintable_names_are_refused(client: AsyncCoordinatorClient) -> None:
     """Refuse names that would confuse logs and tables."""
     for name in ("a\nb", "\x1b[2Ja", "\u202egpj.a", "  ", " a", "a\u200b"):
-        with pytest.raises(InvalidArgumentError, match="job must be printable text without blanks") as refused:
+        with pytest.raises(
+            InvalidArgumentError, match="the name of a job must be printable text without blanks"
+        ) as refused:
             await client.open_run(opening(job=name))
         assert refused.value.message.isprintable()
-        with pytest.raises(InvalidArgumentError, match="worker must be printable text without blanks"):
+        with pytest.raises(InvalidArgumentError, match="the name of a worker must be printable text without blanks"):
             await client.register(pb.RegisterWorkerRequest(worker=name, session="s", slots=1))
-    with pytest.raises(InvalidArgumentError, match="job must have at most 200 characters, got 201"):
+    with pytest.raises(InvalidArgumentError, match="the name of a job must have at most 200 characters, got 201"):
         await client.open_run(opening(job="j" * 201))
     assert (await client.open_run(opening(job="Straße 7"))).run == "Straße 7/0"
 
@@ -170,7 +172,7 @@ async def test_snapshots_of_the_fenced_are_refused(client: AsyncCoordinatorClien
     await client.open_run(opening())
     async with daemon(address):
         await until_ready(client)
-        with pytest.raises(SupersededError, match=r"box 0 slot 0 .*generation 7. has been replaced .*generation 1"):
+        with pytest.raises(SupersededError, match=r"generation of box 0 slot 0 .*must be 1, got 7"):
             await client.put_snapshot(header(3, generation=7), b"x" * 3_000_000)
         with pytest.raises(SupersededError):
             await client.get_snapshots(query(7))
@@ -186,7 +188,9 @@ async def test_over_budget_is_refused_and_rest_stays(client: AsyncCoordinatorCli
         reply = await client.put_snapshot(header(0), b"x" * 1_000_000)
         assert (reply.refused, reply.free_bytes) == ("", 2_000_000)
         refusal = await client.put_snapshot(header(1), b"x" * 2_500_000)
-        assert refusal.refused.startswith("there is no budget for a snapshot of 2500000 bytes: 1000000 of 2700000")
+        assert refusal.refused.startswith(
+            "a snapshot of 2500000 bytes does not fit into the budget: 1000000 of 2700000"
+        )
         assert refusal.free_bytes == 2_000_000
         assert [head.total for head, _ in await client.get_snapshots(query())] == [0]
 
@@ -270,7 +274,7 @@ async def test_inconsistent_parts_are_a_protocol_error(client: AsyncCoordinatorC
     async with daemon(address):
         await until_ready(client)
         put = client._stub.PutSnapshot
-        for size, words in ((2, "2 bytes it declared, got more"), (9, "9 bytes it declared, got 4")):
+        for size, words in ((2, "declared 2 bytes, got more"), (9, "declared 9 bytes, got 4")):
             with pytest.raises(ProtocolError, match=words), client._guarded("PutSnapshot", DEADLINE_S):
                 await put(parts(size, b"ab", b"cd"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
         assert await client.get_snapshots(query()) == []
@@ -301,10 +305,11 @@ async def test_blobs_are_kept_by_content(client: AsyncCoordinatorClient, address
     with CoordinatorClient(address, TOKEN) as blocking:
         assert await asyncio.to_thread(blocking.put_blob, b"") == blob_name(b"")
         assert await asyncio.to_thread(blocking.get_blob, name) == data
-    with pytest.raises(StateUnavailableError, match="does not have the stored value 'nothing'"):
+    with pytest.raises(StateUnavailableError, match="does not have the value 'nothing'"):
         await client.get_blob("nothing")
     with pytest.raises(
-        InvalidArgumentError, match=r"for run job/0 .* cannot be stored: .* its 2000000 bytes: 5000000 of 6000000 b"
+        InvalidArgumentError,
+        match=r"for run job/0 .* cannot be stored: its 2000000 bytes do not fit .*: 5000000 of 6000000 b",
     ):
         await client.put_blob(b"z" * 2_000_000, "job/0")
     start = Position.start(2, step=7).to_proto()
@@ -401,8 +406,8 @@ async def test_a_deadline_names_who_is_waited_for(client: AsyncCoordinatorClient
         with pytest.raises(DeadlineError) as caught:
             await client.fetch_state(asking(0, 2, deadline_s=0.3))
         assert caught.value.message == (
-            "the state of run job/0 at step 2 was not complete after 0.3 s; waited for box 0 slot 1 (no worker has "
-            "it), box 1 (it has not opened the run), box 0 slot 0 on worker w"
+            "the state of run job/0 at step 2 was not complete after 0.3 s; waited for box 0 slot 1 (waiting for a "
+            "worker), box 1 (has not opened the run), box 0 slot 0 on worker w. Retry, or allow more time"
         )
 
 

@@ -43,7 +43,7 @@ def test_slots_are_asked_in_batches_of_boxes() -> None:
     _, boxes, worker = fleet(replace(Limits(), asked_at_once=4), 5)
     query = ask(boxes[0], 4)
     assert asked(worker) == {0, 1}
-    assert "3 boxes that are asked after these" in query.waits_for()
+    assert "3 boxes after these" in query.waits_for()
     respond(worker, box=1)
     assert (query.complete, asked(worker)) == (1, {0, 2})
     respond(worker, box=0, only=0)
@@ -200,7 +200,7 @@ def test_queries_of_a_run_are_limited() -> None:
     world, (box,), _ = fleet(replace(Limits(), queries_max=1), 1)
     asked = [ask(box, step) for step in (1, 2, 3)]
     assert ask(box, 3) is asked[2]
-    with pytest.raises(OverloadedError, match="run job/0 already has 3 states being fetched"):
+    with pytest.raises(OverloadedError, match="at most 3 states of run job/0"):
         ask(box, 4)
     world.registry.end_state(asked[0])
     ask(box, 4)

@@ -91,7 +91,7 @@ def test_moved_slot_is_asked_at_its_new_owner(world: FakeCluster) -> None:
     query = ask(box, 4)
     (old,) = (request for request in worker.heartbeat().state_requests if request.slot == 1)
     worker.lose(worker.of(1))
-    assert "box 0 slot 1 (being started on worker w)" in query.waits_for()
+    assert "box 0 slot 1 (starting on worker w)" in query.waits_for()
     late = pb.StateAnswer(request=old.request, worker="w", session="w-1")
     world.registry.answer_state(late, b"")
     assert not query.done
@@ -106,13 +106,13 @@ def test_who_is_waited_for_is_named(world: FakeCluster) -> None:
     world.worker("w", 1).ready()
     box.deliver(2)
     query = ask(box, 2)
-    expected = "box 0 slot 1 (no worker has it), box 1 (it has not opened the run), box 0 slot 0 on worker w"
+    expected = "box 0 slot 1 (waiting for a worker), box 1 (has not opened the run), box 0 slot 0 on worker w"
     assert query.waits_for() == expected
     other = world.open(1, num_boxes=2)
-    assert "box 1 slot 0 (no worker has it)" in query.waits_for()
+    assert "box 1 slot 0 (waiting for a worker)" in query.waits_for()
     other.close()
     assert isinstance(failure(query), StateUnavailableError)
-    assert "box 1 has closed and its workers are gone" in failure(query).message
+    assert "box 1 has closed and its workers were freed" in failure(query).message
 
 
 def test_lost_box_fails_the_state_at_once(world: FakeCluster) -> None:
@@ -126,7 +126,7 @@ def test_lost_box_fails_the_state_at_once(world: FakeCluster) -> None:
     world.run_for(11, [boxes[0], worker])
     for query in (waiting, ask(boxes[0], 3)):
         assert isinstance(failure(query), StateUnavailableError)
-        assert "the training job of box 1 has stopped reporting" in failure(query).message
+        assert "the training process of box 1 has stopped reporting" in failure(query).message
     boxes[1].watch()
     worker.ready()
     again = ask(boxes[0], 3)
@@ -179,15 +179,15 @@ def test_steps_outside_the_window_are_refused(world: FakeCluster) -> None:
     with pytest.raises(StateUnavailableError) as caught:
         ask(box, 26)
     assert caught.value.message == (
-        "run job/0 has states of steps 10 to 25, got a request for step 26: this launch began at step 10, and keeps "
-        "states of the last retention_steps=20 steps"
+        "step must be 10 to 25 for run job/0, got 26: this launch began at step 10 and keeps the "
+        "states of the last retention_steps=20 steps. Request one of these steps, or raise retention_steps"
     )
     box.deliver(15)
-    with pytest.raises(StateUnavailableError, match="states of steps 20 to 40, got a request for step 19"):
+    with pytest.raises(StateUnavailableError, match="step must be 20 to 40 for run job/0, got 19"):
         ask(box, 19)
     assert not ask(box, 20).done
     operator = pb.FetchStateRequest(run="job/0", step=41)
-    with pytest.raises(StateUnavailableError, match="states of steps 20 to 40"):
+    with pytest.raises(StateUnavailableError, match="step must be 20 to 40"):
         world.registry.begin_state(operator)
     # A member without a report of its own may ask beyond what was reported: its step is produced, or a deadline passes.
     assert not world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=41)).done
@@ -241,7 +241,7 @@ def test_contradicting_worker_is_an_error(world: FakeCluster) -> None:
     answer = pb.StateAnswer(request=request.request, worker="w", session="w-1", ended=True, ended_total=7)
     world.registry.answer_state(answer, b"")
     assert isinstance(failure(query), ProtocolError)
-    assert "epoch 0 ended after batch 7, which is not before the requested batch 2" in failure(query).message
+    assert "must be before batch 2 of epoch 0, got the end of epoch 0 after batch 7" in failure(query).message
 
 
 def test_only_the_owner_s_answer_counts(world: FakeCluster) -> None:

@@ -124,7 +124,7 @@ def test_box_that_may_abandon_too_is_waited_for(tmp_path: Path, leaves: bool, re
     query = ask(first, 6)
     respond(worker)
     assert not query.done
-    assert query.waits_for() == "box 1 (it has not reported a step beyond 5, after which box 0 abandoned an epoch)"
+    assert query.waits_for() == "box 1 (has not reported a step beyond 5, after which box 0 abandoned an epoch)"
     second.deliver(1)
     assert not [request for request in worker.heartbeat().state_requests if request.box == 1]
     if leaves:
@@ -181,8 +181,8 @@ def test_disagreeing_workers_are_an_error(world: FakeCluster) -> None:
         respond(worker, starts={(0, 1): 2, (1, 1): 1})
     assert isinstance(failure(query), ProtocolError)
     assert failure(query).message == (
-        "the state of run job/0 at step 6 cannot be put together: the workers disagree about the batch after which "
-        "an epoch ended. Check that these loaders are deterministic: "
+        "the state of run job/0 at step 6 cannot be computed: the workers disagree about the batch after which an "
+        "epoch ended. Check that the loader is deterministic in "
         "box 0 slot 1 on worker w"
     )
 
@@ -252,14 +252,14 @@ def test_restart_waits_for_every_boxs_report(restartable: FakeCluster) -> None:
     query = ask(asking, 4)
     respond(worker)
     assert not query.done
-    assert query.waits_for() == "box 1 (it has not reported since the coordinator was started)"
+    assert query.waits_for() == "box 1 (has not reported since the coordinator started)"
     other.watch()
     respond(worker)
     assert values(query) == ["0.0:0.2", "0.1:0.2", "1.0:1.3", "1.1:1.1"]
     asking.close()
     restartable.restart()
     assert (
-        "box 0 has closed, and the coordinator, restarted since, does not know where it ended"
+        "box 0 has closed, and the coordinator has restarted since and lost the last position"
         in failure(ask(other, 3)).message
     )
 

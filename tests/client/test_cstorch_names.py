@@ -114,11 +114,11 @@ class Pair:
 def test_a_batch_size_is_inferred() -> None:
     assert infer_batch_size({"x": torch.zeros(4, 2), "more": [(torch.zeros(4), "text")]}) == 4
     assert infer_batch_size(Pair(torch.tensor(1.0), [torch.zeros(1, 7)])) == 1
-    with pytest.warns(UserWarning, match=r"its tensors have \[2, 3\] rows"):
+    with pytest.warns(UserWarning, match=r"same number of rows, got \[2, 3\]"):
         assert infer_batch_size([torch.zeros(2), torch.zeros(3)]) is None
-    with pytest.warns(UserWarning, match="has 2 rows, and batches before had 4"):
+    with pytest.warns(UserWarning, match="must have 4 rows, like earlier batches, got 2"):
         assert infer_batch_size(torch.zeros(2), 4) == 2
-    with pytest.raises(InvalidArgumentError, match="got a dict without one"):
+    with pytest.raises(InvalidArgumentError, match="got a dict without"):
         infer_batch_size({"x": 3})
 
 
@@ -143,8 +143,8 @@ def test_numbers_of_steps() -> None:
     assert compute_num_steps(ten, initial_step=90, num_epochs=3, max_steps=100) == 10
     assert compute_num_steps(endless, num_steps=8, max_steps=5) == 5
     for words, arguments in {
-        "exclude each other": {"num_epochs": 1, "num_steps": 1},
-        "one of num_steps, max_steps and num_epochs": {},
+        "only one of num_steps and num_epochs": {"num_epochs": 1, "num_steps": 1},
+        "num_steps, max_steps or num_epochs": {},
         "below max_steps=5, got 5": {"initial_step": 5, "max_steps": 5},
         "steps_per_epoch must be at most the 10": {"num_epochs": 1, "steps_per_epoch": 11},
         "grad_accum_steps must be at most the 10": {"num_epochs": 1, "grad_accum_steps": 11},
@@ -153,7 +153,7 @@ def test_numbers_of_steps() -> None:
             compute_num_steps(ten, **arguments)
     with pytest.raises(InvalidArgumentError, match=r"needs a dataloader with a len"):
         compute_num_steps(endless, num_epochs=1)
-    with pytest.raises(InvalidArgumentError, match="no batches"):
+    with pytest.raises(InvalidArgumentError, match="must be >= 1"):
         compute_num_steps([], num_steps=1)
 
 
@@ -199,7 +199,7 @@ def test_records_count_this_launch_and_all(two: Any) -> None:
     assert (second.global_worker_id, second.total_num_workers) == (1, 2)
     loader.load_state_dict(loader.state_dict())
     list(DataExecutor(loader, num_steps=2, appliance=two))
-    with pytest.raises(StateUnavailableError, match="step 3 has no records: steps 4 to 5 have been delivered"):
+    with pytest.raises(StateUnavailableError, match="step 3 has no records, because steps 4 to 5 have been delivered"):
         loader.checkpoints(3)
     again = loader.checkpoints(5)
     assert [(c.appliance_step, c.worker_step, c.samples_streamed) for c in again] == [(2, 1, 1), (2, 1, 1)]

@@ -87,7 +87,7 @@ def test_unimportable_callables_get_a_remedy() -> None:
         (functools.partial(streams.counter, 3), r"functools.partial of counter.*DataLoader\(counter, ...\)"),
         (Outer(), "instance of Outer.*pass a function or a class"),
         (Outer().method, "method of an instance of Outer"),
-        (original, "decorated, but that name holds another object"),
+        (original, "decorated, but importing that name yields another object"),
     ]
     for thing, words in cases:
         with pytest.raises(InvalidArgumentError, match=words):
@@ -99,7 +99,7 @@ def test_a_name_that_is_not_there() -> None:
         return []
 
     function.__module__, function.__qualname__ = "streams", "gone"
-    with pytest.raises(InvalidArgumentError, match=r"streams.gone, but nothing of that name"):
+    with pytest.raises(InvalidArgumentError, match=r"streams.gone, which cannot be imported"):
         refer(function)
     function.__module__ = "no_such_module"
     with pytest.raises(InvalidArgumentError, match="no_such_module"):
@@ -153,7 +153,9 @@ def test_a_main_without_a_file_is_told_to_use_one(monkeypatch: pytest.MonkeyPatc
     exec("def make(): return []", main.__dict__)
     main.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", main)
-    with pytest.raises(InvalidArgumentError, match=r"'make' is defined in a notebook.*put it into a module file"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"'make' is defined in a notebook.*move the function to a module file"
+    ):
         refer(main.make)
 
 
@@ -176,8 +178,8 @@ def test_arguments_travel_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "words"),
     [
-        ((1, threading.Lock()), {}, "argument 1 of input_fn m:f cannot travel"),
-        ((), {"transform": math.sqrt}, "argument 'transform' of input_fn m:f cannot travel"),
+        ((1, threading.Lock()), {}, "argument 1 of input_fn m:f cannot be sent"),
+        ((), {"transform": math.sqrt}, "argument 'transform' of input_fn m:f cannot be sent"),
     ],
 )
 def test_an_argument_that_cannot_travel_is_named(args: tuple[Any, ...], kwargs: dict[str, Any], words: str) -> None:

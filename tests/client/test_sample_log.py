@@ -57,5 +57,5 @@ def test_a_batch_without_keys_is_refused(tmp_path: Path, batch: Any) -> None:
 def test_steps_go_up(tmp_path: Path) -> None:
     with SampleLog(tmp_path / "keys") as log:
         log.write(2, {"key": []})
-        with pytest.raises(InvalidArgumentError, match="above the last one, 2, got 2"):
+        with pytest.raises(InvalidArgumentError, match=r"above 2, the last step in .*, got 2"):
             log.write(2, {"key": []})

@@ -153,12 +153,17 @@ def test_a_token_is_not_shown() -> None:
 
 
 def test_several_boxes_are_not_embedded() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"over several processes cannot be embedded: start `penstock coord"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"over several processes needs a coordinator's address, got none. Start `penstock coord",
+    ):
         Appliance(box=0, num_boxes=2)
 
 
 def test_several_hosts_are_not_embedded(torchrun: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"over several hosts cannot be embedded.*PENSTOCK_COORDINATOR"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"over several hosts needs a coordinator's address.*PENSTOCK_COORDINATOR"
+    ):
         Appliance()
 
 

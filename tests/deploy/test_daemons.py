@@ -233,7 +233,7 @@ def test_default_dashboard_port_is_a_free_one(shell: Any) -> None:
     second = shell.start("coordinator", *LOCAL, "--state-dir", "b", **run)
     assert dashboard(first) != dashboard(second)
     for started in (first, second):
-        says = "127.0.0.1:7071 is in use, so the dashboard uses another port" in started.log.read_text()
+        says = "127.0.0.1:7071 is in use, so the dashboard takes a free port" in started.log.read_text()
         assert says is not dashboard(started).endswith(":7071")  # another test's may have had it
         found = json.loads(shell.call("status", "--json", "--coordinator", started.line).stdout)
         assert found["coordinator"]["dashboard"] == dashboard(started)

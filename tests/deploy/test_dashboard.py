@@ -259,7 +259,7 @@ def test_selected_slot_shows_more_and_stays(browser: Any) -> None:
     slot.send_keys(Keys.ENTER)
     uptime = shown(browser, "#about")
     until(lambda: shown(browser, "#about") != uptime)  # drawn again since
-    assert "its box waits" in shown(browser, ".detail")[0]
+    assert "the box waits" in shown(browser, ".detail")[0]
     assert slot.get_attribute("aria-pressed") == "true"
     assert browser.execute_script("return document.activeElement === arguments[0]", slot)
     slot.send_keys(Keys.ENTER)

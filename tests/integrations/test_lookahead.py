@@ -161,9 +161,7 @@ def test_a_loop_that_nobody_counts_is_an_error(appliance: Appliance) -> None:
     batches = iter(ahead)
     next(batches)
     next(batches)
-    with pytest.raises(
-        RuntimeError, match=r"the framework has fetched 2 batches, and the loop has reported 0.*call took\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"has fetched 2 batches, and the loop has reported 0.*call took\(\)"):
         ahead.state_dict()
     loader.close()
 
@@ -171,10 +169,10 @@ def test_a_loop_that_nobody_counts_is_an_error(appliance: Appliance) -> None:
 def test_repeating_or_sharing_wrappers_are_errors(appliance: Appliance) -> None:
     loader = DataLoader(streams.counter, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)
-    with pytest.raises(RuntimeError, match="taken none from here"):
+    with pytest.raises(RuntimeError, match="taken no further batch from this loader"):
         ahead.took()
     twice = (again for batch in ahead for again in (batch, batch))
-    with pytest.raises(RuntimeError, match="step 1, but the framework had taken none"):
+    with pytest.raises(RuntimeError, match="step 1, but the framework has taken no further batch"):
         list(ahead.handed_out(twice))
     ahead.load_state_dict(ahead.state_dict())
     with pytest.raises(RuntimeError, match="shares, joins or drops"):
@@ -192,7 +190,7 @@ def test_mistakes_are_named(appliance: Appliance) -> None:
     with pytest.raises(TypeError, match=r"must be an int, got 1\.0"):
         loader.state_at(1.0)  # type: ignore[arg-type]
     ahead.load_state_dict(ahead.state_dict())
-    with pytest.raises(RuntimeError, match="load_state_dict while"):
+    with pytest.raises(RuntimeError, match="load_state_dict was called inside"):
         next(batches)
     loader.close()
 
@@ -221,7 +219,7 @@ def test_steps_whose_state_cannot_be_had(appliance: Appliance) -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(InvalidArgumentError, match="depth"):
         Lookahead(DataLoader(streams.counter), depth=0)
-    with pytest.raises(TypeError, match=r"not a builtins\.list"):
+    with pytest.raises(TypeError, match=r"got a builtins\.list"):
         Lookahead([])  # type: ignore[arg-type]
 
 

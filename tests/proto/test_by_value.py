@@ -133,7 +133,9 @@ def test_by_value_is_refused_elsewhere() -> None:
         assert reference.name.startswith(name)
         with pytest.raises(kind, match=words):
             raise reference.only_here or AssertionError
-    with pytest.raises(UnsupportedStateError, match=r"Nor can it go to this machine's own workers: cannot pickle"):
+    with pytest.raises(
+        UnsupportedStateError, match=r"Sending it by value to this machine's own workers failed too: cannot pickle"
+    ):
         ship(streams.counter, ((i for i in range(3)),), {})
 
 

@@ -78,8 +78,8 @@ def test_slot_that_none_may_run_fails_at_once(world: FakeCluster) -> None:
     view = box.watch().slots[0]
     assert (view.phase, view.error.name) == (pb.FAILED, "InputFnNotAllowedError")
     assert view.error.message == (
-        "input_fn 'm:f' is in module 'm', which none of the 1 workers may run (allowed prefixes: more, other); start "
-        "workers with --allow m"
+        "module 'm' of input_fn 'm:f' must be under a prefix that a worker allows (more, other), but none of the 1 "
+        "workers may run the module: start workers with --allow m"
     )
 
 

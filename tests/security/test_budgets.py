@@ -253,13 +253,13 @@ def test_hand_overs_end_with_their_attempt() -> None:
     coming = world.worker("b", 3)
     world.registry.drain_worker(pb.DrainWorkerRequest(worker="a"))
     coming.ready()
-    assert len(world.registry.cluster.appointed) == 3
+    assert len(world.registry.cluster.migrating) == 3
     world.open(0, num_boxes=3, num_workers_per_box=1, attempt_key="2", client_id="again")
-    assert len(world.registry.cluster.appointed) == 2
+    assert len(world.registry.cluster.migrating) == 2
     world.now += world.limits.migration_s + 0.1
     world.registry.tick()
     world.run_for(3, [leaving, coming])
-    assert not world.registry.cluster.appointed
+    assert not world.registry.cluster.migrating
     assert [slot.worker for slot in world.slots()] == ["b"]
 
 
@@ -273,8 +273,8 @@ def test_a_look_at_the_balance_goes_in_slices() -> None:
     for attempt in cluster.open_attempts():
         for box in attempt.boxes.values():
             box.waits.span_s, box.waits._seconds, box.waits._late = 10.0, [9.0, 1.0], [0.0, 0.0]
-    assert list(balance.look(cluster, world.now, 1)) == [None, None]
-    assert list(balance.look(cluster, world.now, 0)) == []
+    assert list(balance.find_moves(cluster, world.now, 1)) == [None, None]
+    assert list(balance.find_moves(cluster, world.now, 0)) == []
 
 
 def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +409,7 @@ def test_a_reader_that_takes_nothing_is_ended() -> None:
 
 
 def test_a_worker_has_so_many_slots() -> None:
-    with pytest.raises(InvalidArgumentError, match="slots must be at most 1024 for one worker, got 1025"):
+    with pytest.raises(InvalidArgumentError, match="slots of one worker must be at most 1024, got 1025"):
         FakeCluster().worker("w", 1025)
 
 
@@ -421,7 +421,9 @@ def test_a_journal_may_hold_larger_workers(tmp_path: Path) -> None:
     worker.ready()
     world.limits = replace(Limits(), worker_slots_max=4)
     world.restart()
-    with pytest.raises(InvalidArgumentError, match=r"at most 4 for one worker, got 8: start several workers"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"slots of one worker must be at most 4, got 8: start several workers"
+    ):
         worker.register()
     worker.capacity = 4
     worker.register()
@@ -460,7 +462,7 @@ def test_a_report_tells_little_of_a_loader() -> None:
     worker = world.worker("w", 2)
     report = worker.slot_report(worker.heartbeat().assignments[0], pb.READY)
     report.capabilities.not_used = "x" * 20_000
-    with pytest.raises(InvalidArgumentError, match="reports of a loader must have at most 16384 bytes"):
+    with pytest.raises(InvalidArgumentError, match="capabilities in a worker's report must have at most 16384 bytes"):
         worker.heartbeat(report)
 
 

@@ -60,7 +60,7 @@ def test_no_token_is_put_where_others_write(tmp_path: Path) -> None:
     """Store no token: a user who then closes the folder, as the error asks, would use a token that others may have
     planted."""
     tmp_path.chmod(0o777)
-    with pytest.raises(JournalError, match="must be closed to other users"):
+    with pytest.raises(JournalError, match="must have mode 0700"):
         coordinator_tokens(None, tmp_path)
     assert not [*tmp_path.iterdir()]
     tmp_path.chmod(0o700)

@@ -241,4 +241,4 @@ def test_damaged_file_stops_the_start(left: Path, tmp_path: Path, name: str) -> 
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert str(path) in line
-    assert "restore it from a copy, or move it away" in line
+    assert "restore a copy of the file, or move the file away" in line

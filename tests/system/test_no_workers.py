@@ -109,7 +109,7 @@ def test_a_traceback_has_the_users_frames_once(broken: str) -> None:
 
 def test_several_boxes_need_a_seed() -> None:
     """No coordinator gives them the same one."""
-    error = pytest.raises(InvalidArgumentError, match=r"seed must be given to a job of 2 boxes.*Appliance\(seed=")
+    error = pytest.raises(InvalidArgumentError, match=r"seed must be given with .* num_boxes=2.*Appliance\(seed=")
     with Appliance(num_workers_per_box=0, num_boxes=2, box=1) as appliance, error:
         next(iter(DataExecutor(DataLoader(numbers, 3), appliance=appliance)))
 

@@ -148,8 +148,8 @@ def test_by_default_the_run_fails_and_names_it(appliance: Appliance) -> None:
     assert len([text for text in told if "SIGSEGV at batch 4, in next" in text]) >= 3
     text = str(caught.value)
     assert (
-        "is quarantined: it killed its runner 4 times. Repair the data or code of that batch, or have such batches "
-        "skipped: Appliance" in text
+        "is quarantined, because it killed its runner 4 times. Repair the data or code of that batch, or pass "
+        "Appliance" in text
     )
     assert 'poison="skip"' in text
     assert "in __getitem__" in caught.value.remote_traceback

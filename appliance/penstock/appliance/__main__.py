@@ -1,5 +1,5 @@
-"""Program `python -m penstock.appliance`: start a coordinator without the command line `penstock`, for programs that
-start a coordinator themselves.
+"""Program `python -m penstock.appliance`: starts a coordinator without the command line `penstock`, for programs that
+run a coordinator themselves.
 
 The module imports little (no torch, no Typer), so that the coordinator is ready within half a second. It reads the
 token from PENSTOCK_TOKEN, or from the file that PENSTOCK_TOKEN_FILE names. The token is never an argument, because
@@ -36,20 +36,55 @@ UNSAFE_BIND = 16
 def main() -> int:
     defaults = Limits()
     parser = argparse.ArgumentParser("python -m penstock.appliance", description="A Penstock coordinator.")
-    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port or unix:/path")
-    parser.add_argument("--state-dir", default=IN_MEMORY, help=f"directory for the cluster state, or {IN_MEMORY}")
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:0",
+        help="address to listen at: host:port (port 0: a free one) or unix:/path (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--state-dir", default=IN_MEMORY, help=f"directory for the cluster state, or {IN_MEMORY} (default: %(default)s)"
+    )
     parser.add_argument("--parent-pid", type=int, help="pid of the parent process; the coordinator ends with it")
     parser.add_argument(
-        "--ready-fd", type=int, help="file descriptor that gets the address as one line once it listens"
+        "--ready-fd",
+        type=int,
+        help="file descriptor to which the coordinator writes its address as one line once it accepts calls "
+        "(default: standard output)",
     )
-    parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS")
-    for part in ("ca", "cert", "key", "name"):
-        parser.add_argument(f"--tls-{part}", default="", help="see penstock.proto.rpc.tls")
-    parser.add_argument("--http", default="", help="host:port of the dashboard (default: none)")
-    parser.add_argument("--worker-lease-s", type=float, default=defaults.worker_lease_s)
-    parser.add_argument("--client-lease-s", type=float, default=defaults.client_lease_s)
-    parser.add_argument("--balance-after-s", type=float, default=defaults.balance_after_s)
-    parser.add_argument("--budget", default=os.environ.get("PENSTOCK_COORDINATOR_BUDGET", ""), help="size, e.g. 4GiB")
+    parser.add_argument("--insecure", action="store_true", help="permission to listen beyond this machine without TLS")
+    for part, what in (
+        ("ca", "file with the CA certificates that callers' certificates are checked against"),
+        ("cert", "file with the coordinator's certificate"),
+        ("key", "file with the coordinator's private key"),
+        ("name", "name that the coordinator's certificate must carry"),
+    ):
+        parser.add_argument(f"--tls-{part}", default="", help=f"{what} (default: none)")
+    parser.add_argument("--http", default="", help="host:port of the dashboard (default: no dashboard)")
+    parser.add_argument(
+        "--worker-lease-s",
+        type=float,
+        default=defaults.worker_lease_s,
+        help="seconds of silence after which a worker counts as dead (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--client-lease-s",
+        type=float,
+        default=defaults.client_lease_s,
+        help="seconds of silence after which a training process counts as dead (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--balance-after-s",
+        type=float,
+        default=defaults.balance_after_s,
+        help="seconds that a slot stays on its worker before it may move to a faster one; 0: slots stay "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--budget",
+        default=os.environ.get("PENSTOCK_COORDINATOR_BUDGET", ""),
+        help="largest size of all snapshots and blobs, e.g. 4GiB (default: PENSTOCK_COORDINATOR_BUDGET, else "
+        f"{defaults.budget >> 30} GiB, or {MEMORY_BUDGET >> 20} MiB with --state-dir {IN_MEMORY})",
+    )
     given = parser.parse_args()
     keep_memory_private()
     name_process("penstock coord")

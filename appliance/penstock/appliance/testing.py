@@ -1,6 +1,5 @@
-"""Simulated coordinator in virtual time, with workers and boxes that do what a test tells them.
-
-It is for tests of the registry, and of anything else that needs a coordinator without processes, sockets or real time.
+"""Simulated coordinator in virtual time, with workers and boxes that do what a test tells them, for tests that need a
+coordinator without processes, sockets or real time.
 """
 
 from __future__ import annotations
@@ -83,8 +82,8 @@ class FakeCluster:
         return worker
 
     def open(self, box: int = 0, **fields: object) -> FakeBox:
-        """Open run "job/0" with 2 workers per box and return the box. `fields`: other values of the request;
-        `retention` and `skip_poison` go into its options."""
+        """Open run "job/0" with 2 workers per box and return the box. `fields`: values that replace those of the
+        request; `retention` and `skip_poison` go into the request's options."""
         retention = fields.pop("retention", 100)
         skip_poison = bool(fields.pop("skip_poison", False))
         request = pb.OpenRunRequest(job="job", box=box, num_boxes=1, num_workers_per_box=2, host_id="host-a")
@@ -98,7 +97,7 @@ class FakeCluster:
 
 @dataclass
 class FakeWorker:
-    """Worker daemon without processes: it registers with a FakeCluster and reports what the test tells it."""
+    """Worker daemon without processes, which registers with a FakeCluster and reports what the test says."""
 
     world: FakeCluster
     name: str
@@ -169,7 +168,7 @@ class FakeBox:
         self.watch()
 
     def deliver(self, steps: int) -> None:
-        """Deliver `steps` more batches to the training loop, and report it."""
+        """Deliver `steps` more batches to the training loop, and report the new position."""
         if self.position is None:
             self.position = start_of(self.request)
         for _ in range(steps):
@@ -177,7 +176,7 @@ class FakeBox:
         self.watch()
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch, as by `break`, and report it."""
+        """Abandon the epoch, as by `break`, and report this."""
         assert self.position is not None
         self.abandoned[self.position.epoch] = self.position.step
         self.position.abandon_epoch()

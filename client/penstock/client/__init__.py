@@ -1,4 +1,4 @@
-"""The training job: an ordinary iterator that can be saved at any step and resumed exactly."""
+"""Client in the training job: data loaders whose position can be saved at any step and resumed exactly."""
 
 from penstock.runtime.process import linux_only  # noqa: F401  # before the imports that fail elsewhere
 

@@ -1,10 +1,11 @@
-"""Coordinator and worker daemon as a child of the training process: started by `Appliance()` without an address.
+"""Embedded mode: coordinator and worker daemon as a child of the training process, started by `Appliance()` without an
+address.
 
 Coordinator and worker daemon are one child process (embedded_daemons.py). It communicates with the training process
 over a Unix socket in a folder that is private to this user, so ports cannot collide, and no other user can take the
 name first. The last process to end removes the folder. The child has a session of its own: a Ctrl-C in the terminal
-reaches only the training script, which may still save its state. The child watches the training process by its pidfd
-and ends with it, also when the training process is killed.
+reaches only the training script, which may still save its state. The child watches the training process by a pidfd and
+ends with it, also when the training process is killed.
 
 The child's output, including that of user code in the runners, goes through a pipe to this process's stderr. The last
 lines are kept for the error message if the child does not start. The one thread of this module moves those lines and
@@ -44,9 +45,11 @@ __all__ = ["Embedded"]
 
 DAEMONS = Path(__file__).with_name("embedded_daemons.py")
 TAIL_LINES = 40
+"""Number of output lines kept for errors."""
 STOP_S = 8.0
 """Seconds within which the daemons must end after SIGTERM."""
 PROBE_S = 0.01
+"""Seconds between two attempts to connect to the starting coordinator."""
 
 NO_CAGE = "PENSTOCK_WORKER_NO_CAGE"
 """Environment variable that turns off an embedded worker's sandbox, like `penstock worker --no-cage`."""
@@ -60,26 +63,27 @@ class Embedded:
     """Child process with both daemons, coordinator and worker. `close` is idempotent and does nothing in a forked
     child.
 
-    on_death: called, in this object's thread, if the process ends before `close`.
+    `on_death`: function called, in this object's thread, with the error if the process ends before `close`.
     """
 
     def __init__(self, on_death: Callable[[PenstockError], None]) -> None:
         if not sys.executable:
             raise PenstockError(
-                "Appliance(): sys.executable is empty, so the daemons cannot be started; give an address"
+                "Appliance(): sys.executable must be the path of Python, got an empty one, so the embedded coordinator "
+                "cannot be started: pass the address of a coordinator"
             )
         try:
             self._folder = PrivateFolder()
         except OSError as error:
             raise PenstockError(
-                f"Appliance(): the coordinator's socket needs a folder in {tempfile.gettempdir()}, which cannot be "
-                f"created: {error}; set TMPDIR to a folder that this user can write to"
+                f"Appliance(): a folder for the coordinator's socket cannot be made in {tempfile.gettempdir()}: "
+                f"{error}. Set TMPDIR to a folder that this user can write to"
             ) from error
         self._socket = str(self._folder.path / "coordinator")
         self.address = f"unix:{self._socket}"
         self.token = secrets.token_urlsafe(24)
         self._command_token = secrets.token_urlsafe(24)
-        """Token of this user's commands, of the role admin: it cannot open a run or register a worker."""
+        """Token of this user's commands, of the role admin, which cannot open a run or register a worker."""
         self._pid = os.getpid()
         self._on_death = on_death
         self._closing = False
@@ -114,8 +118,8 @@ class Embedded:
     # ---- starting
 
     def announce(self, job: str) -> None:
-        """Let this user's commands find the coordinator: `penstock status` then needs no setting. Without a folder for
-        the announcement they do not find it; training is not concerned."""
+        """Let this user's commands find the coordinator, so that `penstock status` needs no setting. Failure to write
+        the announcement is ignored, because training does not need it."""
         token_file = self._folder.path / "token"
         with contextlib.suppress(OSError, ProcessLookupError):
             write_whole(token_file, f"admin:{self._command_token}\n".encode(), mode=0o600, sync=False)
@@ -131,9 +135,10 @@ class Embedded:
             )
 
     def wait_until_up(self, deadline: float, waiting: Callable[[], None]) -> None:
-        """Wait until the coordinator answers. Raises PenstockError with the last output of the daemons if they ended.
+        """Wait until the coordinator accepts connections. Raises PenstockError, with the daemons' last output, after
+        their end or the deadline.
 
-        deadline: a time of time.monotonic(). `waiting` is called repeatedly during the wait.
+        `deadline`: a time of time.monotonic(). `waiting`: called repeatedly during the wait.
         """
         while True:
             if self._failure is not None:
@@ -146,7 +151,8 @@ class Embedded:
                     pass
             if time.monotonic() > deadline:
                 raise PenstockError(
-                    f"the embedded coordinator did not accept connections within timeout_s{self._last_words()}"
+                    "the embedded coordinator did not accept connections within timeout_s. Raise timeout_s, or see the "
+                    f"cause in its output{self._last_words()}"
                 )
             waiting()
             self._down.wait(PROBE_S)
@@ -167,7 +173,10 @@ class Embedded:
         if self._closing:
             return
         how = exit_words(self.process.result())
-        self._failure = PenstockError(f"the process of the embedded coordinator and worker {how}{self._last_words()}")
+        self._failure = PenstockError(
+            f"the process of the embedded coordinator and worker {how}. See the cause in its output, and start the job "
+            f"again{self._last_words()}"
+        )
         self._down.set()
         self._on_death(self._failure)
 
@@ -179,7 +188,7 @@ class Embedded:
             try:
                 print(text, file=sys.stderr, flush=True)
             except (OSError, ValueError, AttributeError):
-                pass  # stderr is closed; the tail still has it
+                pass  # stderr is closed; the line is still in the tail
         return not self._out.ended
 
     def _read_rest(self) -> None:
@@ -192,13 +201,13 @@ class Embedded:
     def _last_words(self) -> str:
         """Return the last lines of the daemons' output, for an error message."""
         lines = [*self._tail, self._out.rest.decode(errors="backslashreplace")] if self._out.rest else [*self._tail]
-        return ":\n" + "\n".join(lines) if lines else " without output"
+        return ":\n" + "\n".join(lines) if lines else " (it wrote none)"
 
     # ---- closing
 
     def let_go(self) -> None:
-        """Send SIGTERM to the daemons without waiting for their end. A finalizer calls this, perhaps in the garbage
-        collector."""
+        """Send SIGTERM to the daemons without waiting for their end. A finalizer calls this method, perhaps in the
+        garbage collector."""
         if os.getpid() == self._pid and not self._closing:
             self._closing = True
             self.process.send(signal.SIGTERM)

@@ -1,17 +1,17 @@
-"""The process of embedded mode: coordinator and worker daemon in one event loop. embedded.py starts it.
+"""Process of embedded mode, which embedded.py starts: coordinator and worker daemon in one event loop.
 
-Both run in one interpreter. Packages that both need are imported once, which saves 0.2 s of processor time, and neither
-daemon is of use without the other. The process starts the fork server before it imports anything else, because the fork
-server imports torch, and the first batch waits for it.
+Both daemons run in one interpreter. Packages that both need are imported once, which saves 0.2 s of processor time, and
+neither daemon is of use without the other. The process starts the fork server before it imports anything else, because
+the fork server imports torch, and the first batch waits for this import.
 
 The process runs this module by its file's path, because `python -m` would import penstock.client, and with that torch.
 Its argument is a JSON object:
 
     address: Unix socket that the coordinator listens on.
     folder_fd: descriptor of the training process's temporary folder, which is removed when this process ends.
-    parent_pid: the training process; this one ends with it.
-    no_cage: whether runners have no sandbox.
-    budget: the coordinator's budget for snapshots, as a size; "" for the default.
+    parent_pid: id of the training process, whose end also ends this process.
+    no_cage: true if runners have no sandbox.
+    budget: coordinator's budget for snapshots, as a size such as "4GiB"; "": the default.
 
 The credential token comes in PENSTOCK_TOKEN.
 """
@@ -57,8 +57,7 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
     from penstock.worker.daemon.worker_settings import DaemonSettings
 
     async def run() -> None:
-        """Run the worker, and run the coordinator until the worker ends. If the coordinator ends first, stop the
-        worker."""
+        """Run coordinator and worker until one of them ends, then stop the other."""
         listening, stop = asyncio.Event(), asyncio.Event()
         limits = replace(Limits(), budget=bytes_of(given["budget"]) or MEMORY_BUDGET)
         coordinator = asyncio.create_task(

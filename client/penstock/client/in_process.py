@@ -1,16 +1,15 @@
-"""Run whose slots are in this process and thread: the same batches and states as from workers, without processes,
-sockets or threads.
+"""Run whose worker slots are in this process and thread: the same batches and states as from workers, without
+processes, sockets or threads.
 
     InProcessRun     the slots of all boxes (penstock.worker.runner.in_process_slot), each created when first needed
     InProcessReader  this box's batches, in the order of its position; each is made on request
 
-A state covers all boxes, and a slot's batches are a function of its position. So when a state is requested, the slots
-of other boxes are created here too. They are moved to the positions that those boxes have if their loops do the same as
-the loop of this box: take the same steps, and leave an epoch after the same step. With one box there is no such
-assumption.
+A state covers all boxes (data-parallel ranks), and a slot's batches are a function of its position. So when a state is
+requested, the slots of other boxes are created here too. Their positions are computed on the assumption that the loops
+of all boxes take the same steps as the loop of this box, and leave an epoch after the same step.
 
-Only this module and embedded.py depend on penstock.worker: this one for its loaders, which are not copied here.
-`penstock.client.testing` is built on it.
+Only this module and embedded_daemons.py import penstock.worker; this module uses the worker's own slots and copies no
+code. `penstock.client.testing` is built on this module.
 """
 
 from __future__ import annotations
@@ -58,17 +57,18 @@ __all__ = ["Fault", "InProcessReader", "InProcessRun"]
 HERE: Final = "this process"
 """Name of this process, used in place of a worker's name in views, messages and figures."""
 STRUCTURES_KEPT: Final = 64
+"""Largest number of batch structures for which an assembler is kept."""
 
 
 class Fault(Protocol):
-    """Fault to inject into a run, for tests. It happens before a chosen step."""
+    """Fault to inject into a run before a chosen step, for tests."""
 
     @property
     def step(self) -> int:
         """Absolute step of the fault, from 1. The fault happens once, before the batch of this step is delivered."""
 
     def strike(self, reader: InProcessReader) -> None:
-        """Inject the fault. If this raises an error, the training loop gets that error."""
+        """Inject the fault. The training loop gets an error that this method raises."""
 
 
 class _Box:
@@ -82,7 +82,7 @@ class _Box:
         self._kept = kept
 
     def deliver(self, made: MadeBatch) -> None:
-        """Count a batch as delivered. The batch is that of the slot whose turn it is."""
+        """Count a batch of the slot whose turn it is as delivered."""
         self.position.deliver(made.digest)
         self._at[self.position.step] = self.position.copy()
         if len(self._at) > self._kept:
@@ -129,13 +129,14 @@ class _Box:
         if step >= self.position.step:  # its epoch was shorter than this box's
             return next(reversed(self._at.values()), self.position)
         raise StateUnavailableError(
-            f"box {self.number}: the state of step {step} is no longer kept: ask for a later step, or raise "
-            "retention_steps"
+            f"box {self.number}: the state of step {step} was dropped, because it is more than retention_steps old: "
+            "request a later step, or raise retention_steps"
         )
 
 
 class InProcessRun:
-    """Open run whose slots are in this process; see penstock.client.stream.stream_interfaces.StreamRun.
+    """Open run whose slots are in this process. The methods are those of
+    penstock.client.stream.stream_interfaces.StreamRun.
 
     Args:
         name: job and number of the loader within it, "job/ordinal".
@@ -193,7 +194,7 @@ class InProcessRun:
         self._owner.check(f"run {self.name}, box {self.box}")
 
     def box_of(self, number: int) -> _Box:
-        """Return the box with this number. It is created at its first use."""
+        """Return the box with this number, which is created at its first use."""
         if number not in self._boxes:
             start = self._opening.start_of(number)
             slots = [self._slot(number, slot, start) for slot in range(self.num_slots)]
@@ -218,7 +219,7 @@ class InProcessRun:
         return InProcessSlot(assignment, self._opening.make, start.blob, noted=self._options.retention_steps + 2)
 
     def prepare(self) -> None:
-        """Create the loaders of this box's slots. If one fails, the error is raised later, when a batch of its slot is
+        """Create the loaders of this box's slots. The error of a loader is raised later, when a batch of its slot is
         due."""
         for view, slot in zip(self.views, self.box_of(self.box).slots, strict=True):
             if view.phase in (pb.READY, pb.FAILED):
@@ -243,7 +244,7 @@ class InProcessRun:
         return ready(self)
 
     def report(self) -> None:
-        """No-op: there is no coordinator."""
+        """No-op: this run has no coordinator."""
 
     def fail(self, error: PenstockError) -> None:
         self.error = error
@@ -302,7 +303,7 @@ class InProcessRun:
 
 
 class InProcessReader:
-    """Reader of one box's batches; see penstock.client.stream.stream_interfaces.Reader.
+    """Reader of one box's batches. The methods are those of penstock.client.stream.stream_interfaces.Reader.
 
     Args:
         run: run of the batches.
@@ -354,7 +355,9 @@ class InProcessReader:
         if run.error is not None:
             raise run.error
         if run.closed:
-            raise PenstockError(f"{self._label}: its appliance was closed while the loop was reading")
+            raise PenstockError(
+                f"{self._label}: the appliance was closed while the loop was running: close it after the loop"
+            )
         began = time.monotonic()
         with run.lock:
             run.prepare()
@@ -451,12 +454,14 @@ class InProcessReader:
         if seconds >= self._timeout_s:
             position, run = self.position, self._run
             raise DeadlineError(
-                f"{self._label}: box {run.box} waited {self._timeout_s:.0f} s for step {position.step + 1} from slot "
-                f"{position.turn} on worker {HERE}: its next batch has not come (timeout_s={self._timeout_s:g})"
+                f"{self._label}: box {run.box} waited timeout_s={self._timeout_s:g} s for step {position.step + 1} "
+                f"from slot {position.turn} on worker {HERE}, whose next batch has not come: raise timeout_s, or make "
+                "input_fn faster"
             )
 
     def replace_worker(self, why: str) -> None:
-        """Replace the slot whose turn it is, as if its worker had been lost: a new one resumes at the same position."""
+        """Replace the slot whose turn it is, as if its worker had been lost. The new slot resumes at the same
+        position. `why`: reason, for the warning."""
         run, slot = self._run, self.position.turn
         self.due.lose()
         run.views[slot].restarts += 1

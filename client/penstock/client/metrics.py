@@ -4,10 +4,10 @@ A job that already exports metrics registers `collector()` in addition:
 
     REGISTRY.register(penstock.client.metrics.collector())
 
-A job that exports no metrics yet passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP. That starts a small
-server, which runs until the process ends. A process has one server, however many appliances it opens.
+A job that exports no metrics yet passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP. This starts a small
+server, which runs until the process ends. All appliances of a process share one server.
 
-A scrape reads, on its own thread, figures that the loop keeps anyway, so it costs the loop nothing.
+A scrape reads, on its own thread, figures that the loop keeps anyway, so a scrape costs the loop nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _log = logging.getLogger("penstock.client")
 
 def collector() -> Collector:
     """Return a collector for a registry of prometheus-client, which reads all loaders and checkpointers of this process
-    at each scrape. Register it once. Raises InvalidArgumentError if prometheus-client is not installed."""
+    at each scrape. Register one collector per process. Raises InvalidArgumentError if prometheus-client is not
+    installed."""
     require_prometheus()
     return Collector(_readings)
 
@@ -127,25 +128,27 @@ def _resident(pid: int) -> int:
 
 
 class _Server:
-    """Holder of this process's metrics server. It is None until the server is started."""
+    """Holder of this process's metrics server."""
 
     lock = threading.Lock()
     web: WebServer | None = None
+    """Server; None before its start."""
     listen = ""
+    """Address at which the server was requested to listen."""
 
 
 def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
-    """Start to serve metrics, unless this process does so already. Return the URL of the metrics page.
+    """Return the URL of this process's metrics page. Start the metrics server if none runs yet.
 
     Args:
         listen: "host:port". Ranks that torchrun starts on one host share this value: each takes port + its local rank.
-            Port 0 takes a free one.
+            Port 0: a free port.
         local_rank: rank among the processes of this host.
         tokens: credential tokens, one of which readers from other machines must send; ignored on loopback.
         tls: certificate and key of the server; None: no TLS.
 
     Raises:
-        InvalidArgumentError: listen is not an address, or differs from the one that the process already serves at;
+        InvalidArgumentError: listen is not an address, or differs from the address of the running server;
             prometheus-client is not installed.
         PortTakenError: another process uses the port.
         UnsafeBindError: the address is not loopback, and there is no certificate.
@@ -154,11 +157,11 @@ def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
     with _Server.lock:
         if _Server.web is None:
             _Server.web, _Server.listen = _opened(listen, local_rank, tokens, tls), listen
-            _log.info("metrics at %s/metrics", _Server.web.url)
+            _log.info("this process serves its metrics at %s/metrics", _Server.web.url)
         elif listen != _Server.listen:
             raise InvalidArgumentError(
-                f"Appliance(http={listen!r}): this process already serves its metrics at {_Server.listen}, and one "
-                "server shows all of its appliances: pass the same address, or none"
+                f"http must be {_Server.listen!r}, where this process already serves its metrics, got {listen!r}: one "
+                "server shows all appliances of a process. Pass the same address, or none"
             )
         return f"{_Server.web.url}/metrics"
 
@@ -168,7 +171,7 @@ def _opened(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> WebSe
         raise UnsafeBindError(
             f"Appliance(http={listen!r}) can be reached from other machines, and without TLS the token would cross the "
             "network in clear text: listen on 127.0.0.1, pass tls_cert and tls_key, or register "
-            "penstock.client.metrics.collector() with an exporter of your own"
+            "penstock.client.metrics.collector() with your own exporter"
         )
     routes = {"/metrics": metrics_route(collector())}
     host, _, first = listen.rpartition(":")
@@ -178,6 +181,6 @@ def _opened(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> WebSe
     except PortTakenError as error:
         raise PortTakenError(
             f"Appliance(http={listen!r}): port {port} of {host} is in use. Each process of a host needs its own port: "
-            "processes that torchrun starts take PORT + LOCAL_RANK, others need different ones (PENSTOCK_HTTP); port 0 "
-            "takes a free one, see Appliance.metrics_url"
+            "processes that torchrun starts take PORT + LOCAL_RANK. Give other processes different ports "
+            "(PENSTOCK_HTTP), or port 0 for a free port, which Appliance.metrics_url shows"
         ) from error

@@ -5,8 +5,8 @@
     wrap(torch_loader) ────────────────────────────────┘
 
 Arguments that control how torch makes batches ahead (`num_workers`, `pin_memory`, `prefetch_factor`, ...) have no
-meaning here and are ignored. If an argument decides which samples come in which order, and Penstock cannot reproduce
-that, it is refused with an error that names it.
+meaning here and are ignored. An argument that requests an order of samples which Penstock cannot reproduce is refused
+with an error.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _AHEAD = {
     "prefetch_factor",
     "persistent_workers",
 }
-"""Arguments of torch that control how it makes batches ahead, which are ignored. Penstock's workers make batches ahead,
-and Appliance(device=) pins memory."""
+"""Arguments by which torch makes batches ahead, which are ignored: Penstock's workers make batches ahead, and
+Appliance(device=) pins memory."""
 
 
 @dataclass(frozen=True)
 class TakenOver:
-    """An input_fn that makes the batches of a torch DataLoader."""
+    """Function input_fn that makes the batches of a torch DataLoader, and its arguments."""
 
     input_fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -69,7 +69,7 @@ def taken_over(thing: Any, *args: Any, **kwargs: Any) -> TakenOver:
     )
     if not is_dataset:
         raise TypeError(
-            f"input_fn must be callable, or a dataset, got a {type(thing).__qualname__}: pass the function itself, "
+            f"input_fn must be a callable or a dataset, got a {type(thing).__qualname__}: pass the function itself, "
             "without calling it, and its arguments after it"
         )
     return _from_arguments(thing, *args, **kwargs)
@@ -95,11 +95,11 @@ def _from_arguments(
     initial seed of a `generator` becomes the seed of the order; without a generator the run's seed is used.
 
     Raises:
-        InvalidArgumentError: an argument cannot be taken over; names it.
+        InvalidArgumentError: Penstock cannot reproduce the effect of an argument; the error names the argument.
         TypeError: torch's DataLoader has no such argument.
     """
     if not ahead.pop("in_order", True):
-        raise _refused("in_order", False, "batches come in one order, so that a position is exact; leave it out")
+        raise _refused("in_order", False, "batches always come in order, so that a position is exact. Leave it out")
     unknown = ahead.keys() - _AHEAD
     if unknown:
         raise TypeError(f"neither torch's DataLoader nor Penstock's has an argument {min(unknown)!r}: leave it out")
@@ -108,14 +108,14 @@ def _from_arguments(
     if isinstance(dataset, IterableDataset):
         if shuffle or sampler is not None:
             name, value = ("shuffle", shuffle) if shuffle else ("sampler", sampler)
-            raise _refused(name, value, "an IterableDataset has an order of its own")
+            raise _refused(name, value, "an IterableDataset has an order of its own. Leave it out")
         return _streamed(dataset, batch_size, drop_last, collate_fn, worker_init_fn)
     order = _ordered_by(sampler) if sampler is not None else _Order(bool(shuffle))
     return _read(dataset, batch_size, order, drop_last, collate_fn, worker_init_fn, generator)
 
 
 def _from_loader(loader: TorchLoader[Any]) -> TakenOver:
-    """Return the input_fn for an existing torch DataLoader. No batch is read from it.
+    """Return the input_fn for an existing torch DataLoader, without reading a batch.
 
     Raises InvalidArgumentError if Penstock cannot reproduce the order of the loader's sampler.
     """
@@ -130,8 +130,8 @@ def _from_loader(loader: TorchLoader[Any]) -> TakenOver:
 
 
 _INPUT_FN = (
-    "its order cannot be followed on several workers; write an input_fn that returns a torch DataLoader of this "
-    "worker's share, or a penstock.data.MapLoader over a torch.utils.data.Subset in this order"
+    "several workers cannot follow its order. Write an input_fn that returns a torch DataLoader of this worker's "
+    "share, or a penstock.data.MapLoader over a torch.utils.data.Subset in this order"
 )
 
 
@@ -139,13 +139,13 @@ _INPUT_FN = (
 class _Order:
     shuffle: bool
     indices: Sequence[int] | None = None
-    """Numbers of the dataset's samples that are read, in this order before shuffling; None: all samples."""
+    """Indices of the dataset's samples that are read, in this order before shuffling; None: all samples."""
     num_samples: int | None = None
     """Number of samples in an epoch; None: one for each index."""
 
 
 def _ordered_by(sampler: Any) -> _Order:
-    """Return the order that a sampler of torch's own classes gives. Raises InvalidArgumentError for other samplers."""
+    """Return the order of a sampler of torch's own classes. Raises InvalidArgumentError for other samplers."""
     if type(sampler) is SequentialSampler:
         return _Order(shuffle=False)
     if type(sampler) is RandomSampler and not sampler.replacement:
@@ -200,4 +200,4 @@ def _streamed(
 
 def _refused(name: str, value: Any, why: str) -> InvalidArgumentError:
     shown = value if isinstance(value, bool) else f"a {type(value).__qualname__}"
-    return InvalidArgumentError(f"{name} of a torch DataLoader cannot be taken over, got {shown}: {why}")
+    return InvalidArgumentError(f"{name} of a torch DataLoader is not supported, got {shown}: {why}")

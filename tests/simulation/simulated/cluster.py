@@ -78,7 +78,7 @@ def check_cluster(fail: Fail, registry: Registry) -> None:
                     fail("one owner per slot and generation", f"{slot.key}: {named}, {held.get(slot.key)}")
                 if target is not None and (slot.phase != pb.READY or target.worker == slot.worker):
                     fail("one owner per slot and generation", f"{slot} has {target}, and is with {slot.worker}")
-                if (slot.key in cluster.appointed) != (target is not None):
+                if (slot.key in cluster.migrating) != (target is not None):
                     fail(_WAITS, f"{slot} has the successor {target}, which nobody waits for")
                 if slot.phase in (pb.STARTING, pb.READY) and not slot.worker:
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)} with nobody")
@@ -171,7 +171,7 @@ def check_moves(
                 fail("a lease is whole", f"box {box_number} of {run} was given up after {silent:.3f} s")
     before.blurred = False
     before.slots, before.live = slots, live
-    heirs = [(slot.key, slot.target) for slot in cluster.appointed.values()]
+    heirs = [(slot.key, slot.target) for slot in cluster.migrating.values()]
     before.targets = {key: (heir.worker, heir.generation) for key, heir in heirs if heir is not None}
     before.workers = {worker.name: worker.session for worker in cluster.workers.values()}
 

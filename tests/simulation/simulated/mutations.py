@@ -102,11 +102,13 @@ MUTATIONS = (
     Mutation(
         "a successor keeps its place when it is dismissed",
         ClusterState,
-        "dismiss",
+        "cancel_migration",
         "worker.slots.discard(slot.key)",
         "pass",
     ),
-    Mutation("a successor's generation is not written down", ClusterState, "appoint", "self.journal.put(", "dict("),
+    Mutation(
+        "a successor's generation is not written down", ClusterState, "start_migration", "self.journal.put(", "dict("
+    ),
     Mutation(
         "a restarted coordinator forgets who waits", recovery, "_slot", "cluster.waiting[slot.key] = slot", "pass"
     ),

@@ -386,7 +386,7 @@ class Truth:
         no step before its deadline."""
         self.unsaved += 1
         what = f"{plan.name} at step {step}: {type(error).__name__} {error.message}"
-        named = bool(error.message) and "waited for \n" not in f"{error.message}\n"
+        named = bool(error.message) and "waited for ." not in error.message
         self._must(named, "a state that cannot be had is named", what)
         if self.healed_at and began > self.healed_at:
             window = plan.retention < max(box.steps for box in plan.boxes)
@@ -401,7 +401,7 @@ class Truth:
     def _all_through(self, plan: RunPlan, waited_for: str) -> bool:
         """Return whether it waited for boxes that never open the attempt: they were through in an earlier one,
         whose others were killed and came back when nobody was left in it."""
-        absent = {int(number) for number in re.findall(r"box (\d+) \(it has not opened the run\)", waited_for)}
+        absent = {int(number) for number in re.findall(r"box (\d+) \(has not opened the run\)", waited_for)}
         through = {
             box for (run, _, box), step in self._steps.items() if (run, step) == (plan.name, plan.boxes[box].steps)
         }

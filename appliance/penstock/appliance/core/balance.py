@@ -1,6 +1,6 @@
 """Balance: decides from measurements which slots should move to another worker.
 
-A move costs the start of a runner on the new worker and a short replay. So a slot is moved for one of two reasons only.
+A move costs the start of a runner on the new worker and a short replay. So a slot moves for two reasons only.
 
 Stragglers. A training loop takes the batches of its box's slots in turn, so one slow slot holds up the loop, however
 fast the other slots are. bottleneck.py finds such a slot in one of two ways. Either the loop waits for the slot while
@@ -55,20 +55,24 @@ MIN_LOAD_DIFFERENCE = 0.25
 
 @dataclass(frozen=True)
 class SlotMove:
+    """Decision to move a slot to another worker."""
+
     slot: Slot
     worker: Worker
+    """Worker to which the slot moves."""
     why: str
+    """Reason, as text for people."""
     for_straggler: bool = False
     """True if the slot moves because it is a straggler, False if it moves to balance the load."""
 
 
-def look(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotMove | None]:
+def find_moves(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotMove | None]:
     """Yield at most `budget` moves, and None at the end of each slice, where the caller can let other tasks run. The
     caller must make each move before it takes the next one. Each slot and each worker is in at most one of the
     moves."""
     slots: set[SlotKey] = set()
     taken: set[str] = set()
-    for move in chain(_stragglers(cluster, now), _levelled(cluster, now)) if budget > 0 else ():
+    for move in chain(_straggler_moves(cluster, now), _load_moves(cluster, now)) if budget > 0 else ():
         if move is None:
             yield None
         elif move.worker.name not in taken and move.slot.key not in slots:
@@ -84,21 +88,21 @@ class _Slice:
     ends, because checking a large fleet in one go would delay other calls."""
 
     def __init__(self, cluster: ClusterState) -> None:
-        self._most = SLICES * cluster.limits.slots_at_once
-        self._looked = 0
+        self._limit = SLICES * cluster.limits.slots_at_once
+        self._checked = 0
 
-    def ends(self, looked: int) -> bool:
-        """Add `looked` to the number of slots, boxes or workers checked; return whether the slice must end here."""
-        self._looked += looked
-        if self._looked < self._most:
+    def ends(self, checked: int) -> bool:
+        """Add `checked` to the number of slots, boxes or workers checked; return whether the slice must end here."""
+        self._checked += checked
+        if self._checked < self._limit:
             return False
-        self._looked = 0
+        self._checked = 0
         return True
 
 
-def _settled(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> bool:
-    """Return whether the slot may be moved: it has run normally on its worker for long enough, and a move is cheap.
-    `times`: factor of the time that it must have run there."""
+def _is_movable(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> bool:
+    """Return whether the slot may be moved: the slot has run normally on its worker for long enough, and a move is
+    cheap. `times`: factor by which the required running time is multiplied."""
     return (
         slot.phase == pb.READY
         and slot.target is None
@@ -121,7 +125,7 @@ def _is_cheap(slot: Slot) -> bool:
     )
 
 
-def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
+def _straggler_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
     part = _Slice(cluster)
     for attempt in cluster.open_attempts():
         found: list[Bottleneck] = []
@@ -139,13 +143,13 @@ def _stragglers(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
             if (
                 not cluster.is_open(slot)
                 or len(slot.was_slow_at) >= MAX_STRAGGLER_MOVES
-                or not _settled(cluster, slot, now, 1 << len(slot.was_slow_at))
+                or not _is_movable(cluster, slot, now, 1 << len(slot.was_slow_at))
             ):
                 continue
             worker = _elsewhere(cluster, slot, slow | slot.was_slow_at | slot.unfit_at(cluster.workers))
             if worker is not None:
                 share = f"{finding.wait_share * finding.blame:.0%}"
-                why = f"box {finding.box} waited {share} of its time for it on worker {slot.worker}"
+                why = f"box {finding.box} waited {share} of its time for the slot on worker {slot.worker}"
                 yield SlotMove(slot, worker, why, for_straggler=True)
             if part.ends(len(cluster.workers)):  # `_elsewhere` looks at every worker
                 yield None
@@ -161,13 +165,13 @@ def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
 
 
 def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
-    """Return a worker that can take a straggler, on another machine if possible; None if there is none. `slow`: names
+    """Return a worker that can take a straggler, on another machine if possible; None if no worker can. `slow`: names
     of workers that are excluded."""
     _, box = cluster.box_of(slot)
     opening = box.opening
     owner = cluster.workers.get(slot.worker)
     here = {worker.name for worker in cluster.workers.values() if owner and worker.host_id == owner.host_id}
-    slow = slow | _far(cluster, box)
+    slow = slow | _unreachable(cluster, box)
     for barred in (slow | here, slow | {slot.worker}):
         worker = cluster.free_capacity.choose(slot, opening.host_id, opening.loader.input_fn, barred)
         if worker is not None:
@@ -175,15 +179,15 @@ def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | No
     return None
 
 
-def _far(cluster: ClusterState, box: Box) -> set[str]:
+def _unreachable(cluster: ClusterState, box: Box) -> set[str]:
     """Return the names of the workers that the box reported as unreachable within the last `limits.unreachable_s`
     seconds."""
     return box.unreachable_since(cluster.events.now - cluster.limits.unreachable_s)
 
 
-def _levelled(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
-    there = [worker for worker in cluster.workers.values() if worker.registered and not worker.draining]
-    fullest = sorted(there, key=lambda worker: (-worker.load, worker.name))
+def _load_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
+    usable = [worker for worker in cluster.workers.values() if worker.registered and not worker.draining]
+    fullest = sorted(usable, key=lambda worker: (-worker.load, worker.name))
     emptiest = [worker for worker in reversed(fullest) if worker.free > 0]
     part = _Slice(cluster)
     slow: set[tuple[str, str]] | None = None
@@ -220,10 +224,10 @@ def _slow_for(attempt: Attempt) -> set[str]:
 
 
 def _may_go(cluster: ClusterState, slot: Slot, full: Worker, empty: Worker, now: float) -> bool:
-    if slot.worker != full.name or not _settled(cluster, slot, now):
+    if slot.worker != full.name or not _is_movable(cluster, slot, now):
         return False
     _, box = cluster.box_of(slot)
     opening = box.opening
     near = full.host_id == opening.host_id != empty.host_id
-    barred = slot.was_slow_at | slot.unfit_at(cluster.workers) | _far(cluster, box)
+    barred = slot.was_slow_at | slot.unfit_at(cluster.workers) | _unreachable(cluster, box)
     return not near and empty.name not in barred and empty.may_run(module_of(opening.loader.input_fn))

@@ -5,8 +5,8 @@ abandoned, the skipped batches, and any restart point. A running coordinator has
 attempts that are over, and for a stopped coordinator, they are in the journal.
 
 Reading the files of a stopped coordinator does not change them. The reader holds the lock of the state directory, so
-that no coordinator starts on the files meanwhile. The state of a running coordinator is newer than its files: query the
-coordinator instead.
+that no coordinator starts on the files meanwhile. The state of a running coordinator is newer than its files, so ask
+the coordinator for its state instead.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["BoxRecord", "StoppedCoordinator", "past", "track_of", "with_snapshots"]
 
 KNOWN = 8
-"""Approximate number of positions stored for each box. One position of every box takes 400 KB at 65,536 slots in
-all."""
+"""Approximate number of positions stored for each box. With 65,536 slots in all, one position of every box takes
+400 KB."""
 
 
 @dataclass(frozen=True)
 class BoxRecord:
-    """History of a box, copied from the cluster state at one moment, so that it can be serialised later. Serialising
-    the histories of all boxes of a large attempt takes seconds, in which the event loop would receive no heartbeat."""
+    """History of a box, copied from the cluster state at one moment, to be serialised later. Serialising the histories
+    of all boxes of a large attempt takes seconds, in which the event loop would receive no heartbeat."""
 
     attempt: int
     seed: int
@@ -76,7 +76,7 @@ class BoxRecord:
         return replace(self, known=[*few, *self.known[-1:]])
 
     def kept(self) -> bytes:
-        """Return the record as bytes for the journal. It has no snapshots, because they have an index of their own."""
+        """Return the record as bytes for the journal, without snapshots, because these have an index of their own."""
         return self.message().SerializeToString()
 
 
@@ -124,18 +124,20 @@ def _header(key: SlotKey, total: int, epoch: int, size: int, epoch_start: bool) 
 
 @contextmanager
 def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
-    """Open a coordinator's database read-only. Raises JournalError if it cannot be read."""
+    """Open a coordinator's database read-only. Raises JournalError for an unreadable database."""
     try:
         with read_only(path, in_use=in_use) as db:
             (found,) = db.execute("PRAGMA user_version").fetchone()
             check_schema(path, found)
             yield db
     except (sqlite3.Error, DecodeError) as error:
-        raise JournalError(f"{path} cannot be read as a journal: {error}") from error
+        raise JournalError(
+            f"{path} cannot be read as a coordinator's database: {error}. Check the path, or restore a copy"
+        ) from error
 
 
 def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
-    """Return the table's rows that have the values `where`, sorted by key. Return an empty list if the table does not
+    """Return the table's rows with the column values `where`, sorted by key. Return an empty list if the table does not
     exist, because an older release wrote the database."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).fetchone():
         return []
@@ -160,18 +162,22 @@ class StoppedCoordinator:
         self._journal, self._store = path / "journal.db", path / "snapshots.db"
         if not self._journal.is_file():
             raise JournalError(
-                f"{path} must be a coordinator's state directory, with a journal.db in it, got none there"
+                f"{path} must be a coordinator's state directory, got a folder without journal.db: pass the "
+                "coordinator's --state-dir"
             )
         try:
             self._lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise JournalError(f"the state directory {path} cannot be read: {error}") from error
+            raise JournalError(
+                f"the state directory {path} cannot be read: {error}. Run this as the coordinator's user"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
             self.close()
             raise JournalError(
-                f"the state directory {path} is in use by a running coordinator: query that one (--coordinator)"
+                f"the state directory {path} is in use by a running coordinator: pass that coordinator's address "
+                "(--coordinator) instead"
             ) from error
         try:
             for database in (self._journal, self._store):

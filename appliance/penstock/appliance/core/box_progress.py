@@ -1,5 +1,5 @@
-"""Progress that a box reports to the coordinator: its position, the ends of its slots' epochs, abandoned epochs.
-Progress shows which snapshots are no longer needed.
+"""Progress that a box (a data-parallel rank) reports to the coordinator: its position, the ends of its slots' epochs,
+abandoned epochs. Snapshots from before the retention window are dropped as the position advances.
 
 A box also reports workers that it cannot reach, although both can reach the coordinator. A lane goes from the training
 host directly to the worker's host, so only the box can notice a broken route or a firewall between the two. The box
@@ -42,7 +42,7 @@ def _note_use(cluster: ClusterState, run: Run) -> None:
 
 
 def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-    """Record the box's newly reported position, `request.delivered`. It must not be before the recorded one."""
+    """Record the box's newly reported position, `request.delivered`, which must not be before the recorded one."""
     position = Position.from_proto(request.delivered)
     steps, box.delivered = position.step - box.step, owned(request.delivered)
     if position.step > 0:
@@ -77,8 +77,8 @@ def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: p
             continue
         if len(box.abandoned) >= cluster.limits.abandoned_max:
             raise InvalidArgumentError(
-                f"a box must abandon at most {cluster.limits.abandoned_max} epochs by `break` in one launch, and "
-                f"box {box.number} has abandoned one more: save a state, and start the job again from it"
+                f"box {box.number} must abandon at most {cluster.limits.abandoned_max} epochs (by `break`) in one "
+                "launch, got one more: save a state, and start the job again from that state"
             )
         if attempt.note_abandoned(box, abandoned_epoch.epoch, abandoned_epoch.step):
             touched = list(attempt.boxes.values())

@@ -1,7 +1,7 @@
 """Ends of runs: a training job closes its boxes one by one, and an operator ends a whole run (`penstock run close`).
 
-An operator ends a run whose training job is gone, or hangs, before its lease or its grace period is over. The
-coordinator cannot know which of the two it is, so a live training job is not spared: its next call gets
+An operator ends a run whose training job is gone, or hangs, before the job's lease or grace period is over. The
+coordinator cannot tell a dead job from a hanging one, so it also ends a live one: the next call of the job gets
 SupersededError with the reason. The run itself remains, and the next launch opens it again.
 """
 
@@ -15,7 +15,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 def close_box(cluster: ClusterState, attempt: Attempt, box: Box, now: float, *, forget: bool) -> None:
-    """Close a box for its client. The last box ends the attempt. `forget`: then remove the run, too."""
+    """Close a box for its client. Closing the last box ends the attempt. `forget`: also remove the run then."""
     attempt.set_presence(box, BoxPresence.CLOSED)
     attempt.set_ended(box, True)
     if attempt.any_live():
@@ -41,7 +41,7 @@ def end_runs(cluster: ClusterState, name: str) -> pb.EndRunReply:
         reply.runs.add(run=run.name, attempt=run.attempt, was_open=attempt is not None)
         if attempt is not None:
             why = f"attempt {attempt.number} of run {run.name} was ended by an operator (`penstock run close`)"
-            cluster.end(attempt, AttemptState.ENDED, f"{why}: start the job again to go on from its last checkpoint")
+            cluster.end(attempt, AttemptState.ENDED, f"{why}: start the job again to continue from its last checkpoint")
     return reply
 
 
@@ -51,6 +51,6 @@ def _named(cluster: ClusterState, name: str) -> list[Run]:
     found = [run for run in cluster.runs.values() if run.name.rpartition("/")[0] == name]
     if not found:
         raise UnknownRunError(
-            f"the coordinator has no run or job {name!r}: give JOB/ORDINAL or JOB, as `penstock status --all` shows it"
+            f"the coordinator has no run or job {name!r}: give JOB/ORDINAL or JOB, as in `penstock status --all`"
         )
     return found

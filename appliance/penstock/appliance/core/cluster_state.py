@@ -1,5 +1,6 @@
 """Cluster state: all runs and workers, and the operations that change them. Each operation keeps four things in step:
 the objects, the journal's rows, the versions that long polls compare, and the list of slots that wait for a worker.
+entities.py explains run, attempt, box and slot.
 
 The operations are small: `move` takes a slot from its worker, `end` closes an attempt, and so on. state_machine.py
 decides which call may make which change, and when.
@@ -49,6 +50,8 @@ Topic = tuple[str | int, ...]
 
 
 class ClusterState:
+    """All runs and workers of a coordinator. `changed`: function called with the topic of each change."""
+
     def __init__(
         self,
         journal: Journal,
@@ -74,7 +77,7 @@ class ClusterState:
         """Number of slots in open attempts, by the digest of the credential token that opened them."""
         self.placed = 0
         """Number of slots that workers hold. A slot with a migration target counts twice."""
-        self.appointed: dict[SlotKey, Slot] = {}
+        self.migrating: dict[SlotKey, Slot] = {}
         """Slots that have a migration target."""
         self.waiting: dict[SlotKey, Slot] = {}
         """Slots of live boxes that have no worker, in the order in which they began to wait."""
@@ -83,15 +86,15 @@ class ClusterState:
         self._is_round_unfinished = False
         """True if the last call of `place_waiting` ended before it had tried every waiting slot."""
         self._stuck: set[str] = set()
-        """Each input_fn for which no worker with free capacity was found in the present round."""
+        """Values of input_fn ("module:function") for which the present round found no worker with free capacity."""
         self._ended: deque[tuple[Attempt, list[Box]]] = deque()
         """Attempts that are over, each with the boxes whose slots are still to be taken from their workers. The last
         box of the list is next."""
         self._discarded: deque[Box] = deque()
         """Boxes of attempts that are over, whose memory `free_discarded` frees in pieces."""
         self._free_at = 0.0
-        """Monotonic time from which `_discarded` may be freed. It is inf between the end of an attempt and the next
-        tick, which sets the time."""
+        """Monotonic time from which `_discarded` may be freed; inf from the end of an attempt until the next tick, when
+        `free_discarded` sets the time."""
         self.touched: set[tuple[str, int, int]] = set()
         """Keys (run, attempt, box) of boxes that changed, so that state queries must plan them again."""
         self.tickets_expire = 0
@@ -101,7 +104,7 @@ class ClusterState:
     # ------------------------------------------------------------------------------------------------ small things
 
     def next_version(self) -> int:
-        """Return a version number that is higher than all earlier ones, of every object and before every restart."""
+        """Return a version number higher than every earlier one of any object, including those before a restart."""
         self._version += 1
         return self._version
 
@@ -151,7 +154,7 @@ class ClusterState:
     # ----------------------------------------------------------------------------------------------------- finding
 
     def attempt(self, run_name: str, number: int) -> Attempt:
-        """Return the run's open attempt, which must have this number. Raises UnknownRunError if there is no such run or
+        """Return the run's open attempt, which must have this number. Raises UnknownRunError for an unknown run or
         attempt, SupersededError if the attempt is over."""
         run = self.runs.get(run_name)
         if run is None:
@@ -163,7 +166,7 @@ class ClusterState:
             raise SupersededError(past.why)
         if number < run.attempt:
             raise SupersededError(
-                f"attempt (launch) {number} of run {run_name} is over; the newest one is {run.attempt}"
+                f"attempt (launch) {number} of run {run_name} is over, the newest is {run.attempt}: end this process"
             )
         raise UnknownRunError(f"run {run_name} has no attempt (launch) {number}; the newest one is {run.attempt}")
 
@@ -218,7 +221,7 @@ class ClusterState:
         self.journal.put("tracks", _track_row(attempt, box))
 
     def track(self, run_name: str, box_number: int) -> box_history.BoxRecord | None:
-        """Return the box's history in the run's open attempt; None if there is no such attempt or box."""
+        """Return the box's history in the run's open attempt; None if the run is not open or the box not in it."""
         run = self.runs.get(run_name)
         attempt = run.current if run is not None else None
         box = attempt.boxes.get(box_number) if attempt is not None else None
@@ -280,7 +283,7 @@ class ClusterState:
             self._ended.append((attempt, list(reversed(boxes))))
             self._discarded.extend(boxes)
             self._free_at = math.inf
-        # any box will do: `settle` looks at the attempt only
+        # the box's number does not matter: `settle` looks at the attempt only
         self.touched.add((attempt.run, attempt.number, next(iter(attempt.boxes), 0)))
         run.generation = max(run.generation, attempt.generation)
         run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, attempt.clients)
@@ -311,7 +314,7 @@ class ClusterState:
                 self._ended.popleft()
             taken += len(box.slots)
             for slot in box.slots:
-                self.dismiss(slot)
+                self.cancel_migration(slot)
                 if slot.worker:
                     left.add(self._take(slot))
                 self.waiting.pop(slot.key, None)
@@ -343,7 +346,7 @@ class ClusterState:
             self.save_track(attempt, box)
         for slot in box.slots:
             self.waiting.pop(slot.key, None)
-            self.dismiss(slot)
+            self.cancel_migration(slot)
             if self._detach(slot):
                 slot.generation = slot.next_generation
                 if slot.phase != pb.FAILED:
@@ -355,7 +358,7 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
-        """Mark the box's client as live again: it has reported after its lease had ended."""
+        """Mark the box's client as live again, because the client has reported after the end of its lease."""
         attempt.set_presence(box, BoxPresence.LIVE)
         text = f"the training job of box {box.number} reported again"
         self.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
@@ -370,12 +373,12 @@ class ClusterState:
 
     def _add_slot_event(self, kind: str, text: str, slot: Slot, worker: str) -> None:
         """Add an event about a slot to the recent events."""
-        place = {name: value for name, value in slot.key._asdict().items() if name != "run"}
-        self.events.add(kind, text, run=slot.key.run, worker=worker, generation=slot.generation, **place)
+        numbers = {name: value for name, value in slot.key._asdict().items() if name != "run"}
+        self.events.add(kind, text, run=slot.key.run, worker=worker, generation=slot.generation, **numbers)
 
     def _take(self, slot: Slot) -> str:
         """Take the slot from its worker and return the worker's name. The caller must raise the worker's version, so
-        that its long poll is answered."""
+        that the worker's long poll is answered."""
         name = slot.worker
         worker = self.workers.get(name)
         if worker is not None:
@@ -419,33 +422,33 @@ class ClusterState:
             self._give_up(box, slot)
         slot.gauge.restart(self.events.now)
         if slot.phase == pb.WAITING and slot.target is not None:
-            self._succeed(slot)
+            self._give_to_target(slot)
         elif slot.phase == pb.WAITING:
             self.waiting[slot.key] = slot
         else:
-            self.dismiss(slot)
+            self.cancel_migration(slot)
         self.save_slot(slot)
         self.bump_box(attempt, box)
 
     def _give_up(self, box: Box, slot: Slot) -> None:
         """Fail a slot that was lost too often; or quarantine a batch that killed the slot's runner each time."""
-        place = quarantine.common_position(slot.losses)
-        if place is None or not box.opening.loader.options.skip_poison:
-            error = quarantine.loss_error(box, slot, place, self.limits.loss_window_s)
+        position = quarantine.common_position(slot.losses)
+        if position is None or not box.opening.loader.options.skip_poison:
+            error = quarantine.loss_error(box, slot, position, self.limits.loss_window_s)
             slot.phase, slot.error = pb.FAILED, detail_of(error)
             self._add_slot_event("slot failed", error.message, slot, "")
             return
-        count, name = len(slot.losses), quarantine.name_of(box, slot, place)
-        quarantine.skip_batch(slot, place)
-        self._save_skip(slot, place.epoch, place.total)
+        count, name = len(slot.losses), quarantine.name_of(box, slot, position)
+        quarantine.skip_batch(slot, position)
+        self._save_skip(slot, position.epoch, position.total)
         slot.note = f"{name} is quarantined and skipped: it killed its runner {count} times: {slot.note}"
         self._add_slot_event("batch quarantined", slot.note, slot, "")
 
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
-        """Mark the slot as failed for good. It stays on its worker, because the batches made before the error are still
-        delivered from the worker's ring."""
+        """Mark the slot as failed for good. The slot stays on its worker, because the batches made before the error are
+        still delivered from the worker's ring."""
         attempt, box = self.box_of(slot)
-        self.dismiss(slot)
+        self.cancel_migration(slot)
         # shortened, because every view of the slot contains it
         slot.phase, slot.error = pb.FAILED, detail_of(error_of(error))
         self._add_slot_event("slot failed", f"{slot}: {slot.error.message}", slot, slot.worker)
@@ -453,8 +456,8 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def note_rate(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """Record a report's figures of the slot's runner: its speed and how many batches it is ahead of the loop;
-        before it is ready, its place in the start queue and its start stage."""
+        """Record the figures that a report gives of the slot's runner: its speed, and how many batches it is ahead of
+        the loop. Before the runner is ready: its place in the start queue and its start stage."""
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
         _, box = self.box_of(slot)
@@ -532,31 +535,31 @@ class ClusterState:
             if slot is not None and slot.worker == worker.name:
                 self.move(slot, note, loss_at)
             elif slot is not None:
-                self.dismiss(slot)
+                self.cancel_migration(slot)
         worker.slots.clear()
 
     # ------------------------------------------------------------------------------------------- migration targets
 
-    def appoint(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
+    def start_migration(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
         """Set a worker as the slot's migration target. The slot stays on its present worker until the target is ready:
-        see migration.py."""
+        see migration.py. `why`: reason, for the event log and the slot's note."""
         attempt, box = self.box_of(slot)
         slot.reserved = slot.next_generation
         attempt.note_generation(slot.reserved)
         slot.target = MigrationTarget(worker.name, worker.session, slot.reserved, why, now)
-        self.appointed[slot.key] = slot
+        self.migrating[slot.key] = slot
         self.journal.put("reserved", slot.key._asdict() | {"generation": slot.reserved})
         worker.slots.add(slot.key, self.box_of(slot)[1].assignment_size)
         self.placed += 1
         self.bump_worker(worker)
         self.bump_box(attempt, box)
 
-    def dismiss(self, slot: Slot) -> None:
-        """Remove the slot's migration target, if it has one: the slot stays where it is."""
+    def cancel_migration(self, slot: Slot) -> None:
+        """Remove the slot's migration target, if the slot has one. The slot stays on its present worker."""
         target, slot.target = slot.target, None
         if target is None:
             return
-        del self.appointed[slot.key]
+        del self.migrating[slot.key]
         self.placed -= 1
         for name in (target.worker, slot.worker):
             worker = self.workers.get(name)
@@ -565,10 +568,10 @@ class ClusterState:
                     worker.slots.discard(slot.key)
                 self.bump_worker(worker)
 
-    def take_over(self, slot: Slot, note: str, now: float) -> None:
+    def complete_migration(self, slot: Slot, note: str, now: float) -> None:
         """Move the slot from its worker to its target."""
         self._detach(slot)
-        self._succeed(slot)
+        self._give_to_target(slot)
         slot.note, slot.doing, slot.moved_at, slot.migrated = note, "", now, True
         slot.gauge.restart(0.0)
         text = f"{slot} migrated to worker {slot.worker}: {note}"
@@ -576,11 +579,11 @@ class ClusterState:
         self.save_slot(slot)
         self.bump_box(*self.box_of(slot))
 
-    def _succeed(self, slot: Slot) -> None:
+    def _give_to_target(self, slot: Slot) -> None:
         """Give the slot to its migration target. The slot must have been taken from its worker before."""
         target, slot.target = slot.target, None
         assert target is not None
-        del self.appointed[slot.key]
+        del self.migrating[slot.key]
         slot.generation, slot.worker, slot.session = target.generation, target.worker, target.session
         slot.phase = pb.READY if target.ready_at else pb.STARTING
         slot.recovery, slot.batch_s = True, 0.0

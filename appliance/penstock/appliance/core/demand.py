@@ -49,7 +49,7 @@ class WorkerAdvice:
 
 
 def advise(attempt: Attempt, cores: int) -> WorkerAdvice:
-    """Return how many slots the run should have. `cores`: cores of all its workers' machines; 0 = not known."""
+    """Return the recommended number of slots of the run. `cores`: cores of all its workers' machines; 0 = unknown."""
     boxes = _live(attempt)
     slots = [slot for box in boxes for slot in box.slots if slot.phase == pb.READY and slot.batch_s > 0]
     needed = _needed(attempt, boxes, slots)
@@ -61,8 +61,7 @@ def advise(attempt: Attempt, cores: int) -> WorkerAdvice:
 
 
 def cores(workers: Iterable[Worker]) -> int:
-    """Return the number of cores of all machines that have workers which take slots; 0 if a worker did not report its
-    cores.
+    """Return the number of cores of all machines whose workers take slots; 0 if a worker did not report its cores.
 
     Daemons on the same machine share its cores, so each machine counts once.
     """
@@ -99,7 +98,7 @@ def _needed(attempt: Attempt, boxes: list[Box], slots: list[Slot]) -> int:
 
 
 def _carried(cores: int, slots: list[Slot]) -> float:
-    """Return how many slots with the measurements of `slots` keep `cores` cores busy."""
+    """Return the number of slots, measured like `slots`, that keep `cores` cores busy; inf if nothing is known."""
     cpu_s = fmean(slot.batch_cpu_s for slot in slots)
     return cores * fmean(map(_work_s, slots)) / cpu_s if cores and cpu_s else math.inf
 

@@ -1,13 +1,13 @@
 """Planned migration of slots to another worker, without a loss and with hardly any delay for the loop.
 
-    appointed   the target worker prepares: its runner builds the loader and waits
+    started     the target worker prepares: its runner builds the loader and waits
     ready       the present worker makes a snapshot durable, so that the target has little to replay
-    taken over  the slot belongs to the target, under the generation that was reserved for it
+    completed   the slot belongs to the target, under the generation that was reserved for the target
 
 Until the last step the slot stays on its present worker and its batches are delivered. If the present worker is lost
-meanwhile, the target takes over at once. If the target is lost, or does not get ready in time, the slot stays where it
-is. A target that did not get ready is then chosen only as the last resort when a worker drains, and never again for
-balance.
+meanwhile, the target takes over at once. If the target is lost, or does not get ready in time, the slot stays on its
+present worker. A target that did not get ready is then chosen only as the last resort when a worker drains, and never
+again for balance.
 
 A slot migrates for one of three reasons: its worker drains; it is a straggler; or workers with more free capacity have
 joined (see balance.py). A slot's output does not depend on where it runs, so a migration never changes the stream.
@@ -31,18 +31,18 @@ class Migrations:
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self._balanced_at = 0.0
-        self._look: Iterator[balance.SlotMove | None] | None = None
-        """Iterator over the moves of the present balance check, of which each tick takes one slice; None if no check is
-        under way."""
+        self._moves: Iterator[balance.SlotMove | None] | None = None
+        """Iterator over the moves of the present balance check. Each tick takes one slice. None if no check is under
+        way."""
 
     # ---- reports of workers
 
     def target_reported(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """Record a report of a slot's migration target about the runner that it prepares."""
+        """Record a report of a slot's migration target about the runner that the target prepares."""
         target = slot.target
         assert target is not None
         if report.phase == pb.FAILED:
-            self._give_up(slot, f"worker {target.worker} could not take it over: {report.error.message}", now)
+            self._give_up(slot, f"worker {target.worker} could not take over the slot: {report.error.message}", now)
         elif report.phase == pb.READY and not target.ready_at:
             target.ready_at = now
             if report.HasField("capabilities"):
@@ -54,41 +54,43 @@ class Migrations:
     def migrated(self, slot: Slot, now: float) -> None:
         """Complete the slot's migration: its present worker reported that the snapshot for the target is durable."""
         if slot.target is not None and slot.target.ready_at:
-            self._cluster.take_over(slot, slot.target.why, now)
+            self._cluster.complete_migration(slot, slot.target.why, now)
 
     # ---- periodic checks
 
     def tick(self, now: float) -> None:
         """Check the migrations under way, the draining workers, and the balance of the fleet."""
         cluster, limits = self._cluster, self._cluster.limits
-        for slot in list(cluster.appointed.values()):
+        for slot in list(cluster.migrating.values()):
             target = slot.target
             assert target is not None
             if not cluster.is_open(slot):
-                continue  # it is about to be released
+                continue  # `release_ended` is about to release the slot
             if target.ready_at and now - target.ready_at > limits.migration_s:
-                cluster.take_over(slot, target.why, now)
+                cluster.complete_migration(slot, target.why, now)
             elif not target.ready_at and now - target.since > limits.target_ready_s:
-                waited = f"worker {target.worker} was not ready to take it over within {limits.target_ready_s:g} s"
+                waited = (
+                    f"worker {target.worker} was not ready to take over the slot within {limits.target_ready_s:g} s"
+                )
                 self._give_up(slot, waited, now)
         for worker in cluster.workers.values():
             if worker.draining:
                 self.drain(worker, now)
         due = now - self._balanced_at >= min(limits.balance_every_s, limits.balance_after_s)
-        if limits.balance_after_s and due and self._look is None:
+        if limits.balance_after_s and due and self._moves is None:
             self._balanced_at = now
-            budget = max(1, cluster.placed // balance.SLOTS_PER_MIGRATION) - len(cluster.appointed)
-            self._look = balance.look(cluster, now, budget)
-        for move in self._look or ():
+            budget = max(1, cluster.placed // balance.SLOTS_PER_MIGRATION) - len(cluster.migrating)
+            self._moves = balance.find_moves(cluster, now, budget)
+        for move in self._moves or ():
             if move is None:
                 return
             if move.for_straggler:
                 move.slot.was_slow_at |= {move.slot.worker}
-            cluster.appoint(move.slot, move.worker, move.why, now)
-        self._look = None
+            cluster.start_migration(move.slot, move.worker, move.why, now)
+        self._moves = None
 
     def drain(self, worker: Worker, now: float) -> None:
-        """Appoint targets for the worker's slots, as far as other workers have free capacity."""
+        """Start migrations of the worker's slots, as far as other workers have free capacity."""
         why = f"worker {worker.name} drains"
         for slot in self.owned(worker):
             if slot.target is not None or slot.phase == pb.FAILED:
@@ -97,13 +99,13 @@ class Migrations:
             if other is None:
                 continue
             if slot.phase == pb.READY:
-                self._cluster.appoint(slot, other, why, now)
-            else:  # it has delivered no batch, so it can move at once
+                self._cluster.start_migration(slot, other, why, now)
+            else:  # the slot has delivered no batch, so it can move at once
                 self._cluster.move(slot, why, None)
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
-        """Return a worker that can take a slot of a draining worker. A worker that failed to prepare for the slot, or
-        that the box cannot reach, is chosen only if there is no other."""
+        """Return a worker that can take a slot of a draining worker; None if no worker can. A worker that failed to
+        prepare for the slot, or that the box cannot reach, is the last choice."""
         cluster = self._cluster
         _, box = cluster.box_of(slot)
         host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn
@@ -116,13 +118,13 @@ class Migrations:
         return other
 
     def owned(self, worker: Worker) -> list[Slot]:
-        """Return the slots that run on the worker, without those for which it is only the migration target."""
+        """Return the slots that run on the worker, without those that are only migrating to the worker."""
         slots = [self._cluster.slot(key) for key in sorted(worker.slots)]
         return [slot for slot in slots if slot is not None and slot.worker == worker.name]
 
     def stuck(self, worker: Worker, now: float) -> int:
-        """Return the number of slots that cannot leave a draining worker: those that failed, and those for which no
-        other worker has free capacity."""
+        """Return the number of slots that cannot leave a draining worker: failed slots, and slots for which no other
+        worker has free capacity."""
         staying = [slot for slot in self.owned(worker) if slot.target is None]
         return sum(slot.phase == pb.FAILED or self._elsewhere(slot, worker, now) is None for slot in staying)
 
@@ -135,11 +137,12 @@ class Migrations:
         """
         worker = self._cluster.workers.get(request.worker)
         if worker is None:
-            there = ", ".join(sorted(self._cluster.workers)[:8]) or "none"
-            raise UnknownWorkerError(f"worker must be one of {there}, got {request.worker!r}")
+            known = ", ".join(sorted(self._cluster.workers)[:8]) or "none, because no worker is registered"
+            raise UnknownWorkerError(f"worker must be one of {known}, got {request.worker!r}")
         if request.undo and not worker.registered:
             raise UnknownWorkerError(
-                f"worker {request.worker!r} has not reported since the coordinator was started: retry once it is back"
+                f"worker {request.worker!r} has not reported since the coordinator started: retry once `penstock "
+                "status` shows the worker as live"
             )
         if not request.look:
             self.set_draining(worker, not request.undo, now)
@@ -163,18 +166,18 @@ class Migrations:
         if draining:
             for slot in [self._cluster.slot(key) for key in sorted(worker.slots)]:
                 if slot is not None and slot.worker != worker.name:
-                    self._cluster.dismiss(slot)  # the slot would have to leave this worker again
+                    self._cluster.cancel_migration(slot)  # the slot would have to leave this worker again
             self.drain(worker, now)
         else:
             for slot in self.owned(worker):
-                self._cluster.dismiss(slot)
+                self._cluster.cancel_migration(slot)
         self._cluster.bump_worker(worker)
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
-        """Cancel the slot's migration, and start no other for `left_alone_s`."""
+        """Cancel the slot's migration, and start no other one for `limits.left_alone_s` seconds."""
         if slot.target is not None:
             slot.unfit[slot.target.worker] = slot.target.session
-        self._cluster.dismiss(slot)
+        self._cluster.cancel_migration(slot)
         slot.left_alone_until = now + self._cluster.limits.left_alone_s
         slot.note = note
         self._cluster.bump_box(*self._cluster.box_of(slot))

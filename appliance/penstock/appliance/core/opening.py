@@ -1,12 +1,12 @@
-"""Decision about an OpenRun request: is it a repeated request, does a box join the open attempt, or does the next
-attempt begin?
+"""Decision about an OpenRun request: the request repeats an earlier one, or a box joins the open attempt (launch of the
+job), or the next attempt begins.
 
 Each rule decides whether the sender belongs to the launch that holds the run, or to the next launch. An attempt key in
 the request decides this directly. Without a key, a request for a free box of an attempt in which all boxes are alive
 comes from the same launch, which is still starting. If a box of the attempt is lost, the request comes from the next
 launch, because no process can rejoin a launch whose slots have moved to other workers. A request for a box that a live
 client holds is an error, because it may be a mistake. The exception is a run with one box: there the next launch never
-has to wait until the lease of the dead one ends.
+has to wait for the end of the dead launch's lease.
 
 Pure functions: the cluster state is read, not changed.
 """
@@ -44,6 +44,8 @@ class RepeatedOpening:
 
 @dataclass(frozen=True)
 class JoinAttempt:
+    """Decision to add the box to the open attempt."""
+
     attempt: Attempt
 
 
@@ -60,27 +62,31 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
     """Check everything in the request that can be checked without the cluster state; return the position where the box
     starts."""
     if not request.job or not request.loader.input_fn:
-        raise InvalidArgumentError("a request to open a run must name a job and an input_fn, got an empty name")
+        raise InvalidArgumentError(
+            f"job and input_fn must not be empty, got job={request.job!r}, input_fn={request.loader.input_fn!r}: pass "
+            "both"
+        )
     if request.num_boxes < 1 or request.num_workers_per_box < 1:
         raise InvalidArgumentError(
-            f"num_boxes and num_workers_per_box must be >= 1, got {request.num_boxes} and {request.num_workers_per_box}"
+            f"num_boxes and num_workers_per_box must be >= 1, got {request.num_boxes} and "
+            f"{request.num_workers_per_box}: pass at least 1 for each"
         )
     if request.num_boxes * request.num_workers_per_box > limits.slots_max:
         raise InvalidArgumentError(
-            f"a run must have at most {limits.slots_max} workers, got "
-            f"{topology(request.num_boxes, request.num_workers_per_box)}"
+            f"a run must have at most {limits.slots_max} workers in all, got "
+            f"{topology(request.num_boxes, request.num_workers_per_box)}: lower num_workers_per_box"
         )
     if request.box >= request.num_boxes:
         raise BoxOutOfRangeError(
             f"box of run {run_name(request)} must be 0 to {request.num_boxes - 1} with num_boxes={request.num_boxes}, "
-            f"got {request.box}"
+            f"got {request.box}: number the boxes from 0"
         )
     given, count = len(request.start.slots), request.num_workers_per_box
     live = len(request.start.live)
     if given not in (0, count) or live > given:
         raise InvalidArgumentError(
-            f"the position to start from must have one entry for each of the box's {count} workers, got {given} "
-            f"entries and {live} live ones"
+            f"the start position must have one entry for each of the box's {count} workers, got {given} entries, "
+            f"{live} of them live: load a state that was saved with {count} workers per box"
         )
     return start_of(request)
 
@@ -102,7 +108,7 @@ def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
     """Return the digest of the client's secret, and the request without the secret (client_id), which is never
     stored."""
     if not request.client_id:
-        raise InvalidArgumentError("a request to open a run must have a client_id, got an empty one")
+        raise InvalidArgumentError("client_id must not be empty: set it to the client's secret, a random string")
     kept = pb.OpenRunRequest()
     kept.CopyFrom(request)
     kept.ClearField("client_id")
@@ -119,7 +125,8 @@ def check_limits(
     """
     if run is None and runs >= limits.runs_max:
         raise OverloadedError(
-            f"the coordinator already keeps {runs} runs, the most it may: start it with another --state-dir"
+            f"a coordinator must keep at most {limits.runs_max} runs, got {runs} and one more: start the coordinator "
+            "with another --state-dir"
         )
     for what, blob in (
         ("state to resume from", request.resume.blob),
@@ -127,7 +134,7 @@ def check_limits(
     ):
         if blob and not snapshot_index.has_blob(blob):
             raise InvalidArgumentError(
-                f"the coordinator does not have the {what} that the run names (blob {blob}): send them by PutBlob first"
+                f"the coordinator does not have the {what} (blob {blob}): send the data by PutBlob first"
             )
     if request.num_workers_per_box > limits.box_slots_max:
         raise InvalidArgumentError(
@@ -154,14 +161,14 @@ def check_capacity(
     if superseded is not None:
         all_held -= len(superseded.boxes) * superseded.num_workers
         held -= superseded.credentials[credential] * superseded.num_workers
-    for what, there, limit in (
+    for what, open_slots, limit in (
         ("with this token", held, limits.slots_max),
         ("of the whole cluster", all_held, limits.slots_open_max),
     ):
-        if there + count > limit:
+        if open_slots + count > limit:
             raise OverloadedError(
-                f"the open runs {what} must have at most {limit} workers in all, got {there} and {count} more: end "
-                "jobs that are no longer needed, or lower num_workers_per_box"
+                f"the open runs {what} must have at most {limit} workers in all, got {open_slots} and {count} more: "
+                "end other jobs, or lower num_workers_per_box"
             )
 
 
@@ -174,7 +181,7 @@ def decide(
         return OpenAttempt()
     for past in run.past.values():
         if past.clients.get(request.box) == client:
-            raise SupersededError(past.why)  # a delayed duplicate of an old opening
+            raise SupersededError(past.why)  # a delayed duplicate of an old request
     current = run.current
     if current is None:
         return _next(run, request)
@@ -192,20 +199,20 @@ def decide(
         earlier = [past for past in run.past.values() if past.key == key and past.state is AttemptState.SUPERSEDED]
         if earlier and current.any_live():
             raise SupersededError(
-                f"{earlier[-1].why}; the attempt key {key!r} (attempt= or PENSTOCK_ATTEMPT) belongs to that earlier "
-                "launch: give each launch a new one"
+                f"{earlier[-1].why}; the attempt key {key!r} (attempt= or PENSTOCK_ATTEMPT) belongs to the superseded "
+                "launch: give each launch a new key"
             )
         return _next(run, request)
     if key:
         if held is not None and live:
-            raise _taken(current, held, now, "")
+            raise _taken(current, held, now, ": give each process of the launch its own box number")
         return _join(current, request) if held is None else _next(run, request)
     if request.num_boxes == 1:
         return _next(run, request)
     if held is not None and live:
         remedy = (
-            "; to replace that launch, give all boxes of the new one the same attempt key (attempt= or "
-            f"PENSTOCK_ATTEMPT), or wait up to {held.lease_until - now:.0f} s if its process is dead"
+            ": to replace that launch, give all boxes of the new one the same attempt key (attempt= or "
+            f"PENSTOCK_ATTEMPT). If the process that holds the box is dead, retry in {held.lease_until - now:.0f} s"
         )
         raise _taken(current, held, now, remedy)
     if held is not None or not current.all_live():
@@ -236,8 +243,8 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
         running, asked_for = other.opening.loader.input_fn, request.loader.input_fn
         if running != asked_for:
             raise TopologyError(
-                f"{where} has input_fn {asked_for}, box {other.number} has {running}: all boxes must make the same "
-                "loaders in the same order"
+                f"{where} has input_fn {asked_for}, box {other.number} has {running}: make the same loaders in the "
+                "same order on all boxes"
             )
         if resumes(other.opening) != resumes(request):
             says = ["starts anew", "resumes from a state"]
@@ -249,13 +256,13 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
 
 
 def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
-    """Raise TopologyError if the run would begin anew on another topology, unless it has delivered nothing yet: then it
-    has no position that a new beginning could lose."""
+    """Return the decision to open the next attempt. Raises TopologyError if the run would begin anew on another
+    topology, because it would lose its position. A run that has delivered nothing yet has no position to lose."""
     before, asked = topology(run.num_boxes, run.num_workers), topology(request.num_boxes, request.num_workers_per_box)
     if before != asked and not resumes(request) and not run.unused:
         raise TopologyError(
-            f"run {run.name} had {before} before and now asks for {asked}, without a state: load a state to continue "
-            "on another topology, or choose another job name to start anew"
+            f"run {run.name} had {before} before, and is now opened with {asked} and without a state: load a state to "
+            "continue on another topology, or choose another job name to start anew"
         )
     return OpenAttempt()
 
@@ -265,8 +272,8 @@ def seed_of(run: Run | None, request: pb.OpenRunRequest, fresh: Callable[[], int
     if request.has_seed:
         if run is not None and request.seed != run.seed and not resumes(request):
             raise InvalidArgumentError(
-                f"run {run.name} was started with seed {run.seed}, and now asks for seed {request.seed} without a "
-                "state to resume from: leave the seed out, or choose another job name"
+                f"seed of run {run.name} must be {run.seed}, as at its first start, got {request.seed}: leave the seed "
+                "out, load a state, or choose another job name"
             )
         return request.seed
     return run.seed if run is not None else fresh()

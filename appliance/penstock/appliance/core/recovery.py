@@ -81,7 +81,7 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
             cluster.box_of(slot)[0].note_generation(slot.reserved)
     for row in journal.rows("abandoned"):
         attempt = cluster.runs[row["run"]].current
-        # else an older release, which does not know this table, ended it
+        # else an older release, which does not know this table, ended the attempt
         if attempt is not None and attempt.number == row["attempt"]:
             attempt.note_abandoned(attempt.boxes[row["box"]], row["epoch"], row["step"])
     for row in journal.rows("tracks"):

@@ -1,4 +1,4 @@
-"""Handling of a worker's report about one of its slots: what its runner does, whether it is ready, how it ended."""
+"""Handling of a worker's report about one of its slots: activity, readiness and end of the slot's runner."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 _MAX_ACTIVITY, _MAX_STACK = 300, 12_000
-"""Longest texts taken from a report of a hang or a crash, in characters: the runner's activity, and its stack. They are
-bounded because every view of the box contains them."""
+"""Longest texts taken from a report of a hang or a crash, in characters: the runner's activity, and its stack. Both
+texts are bounded because every view of the box contains them."""
 END_COST = 2
-"""Cost of a report that a runner has ended, counted in slots: handling it takes 75 us of the event loop."""
-_NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker reported no reason")
+"""Cost of a report that a runner has ended, counted in slots: handling one takes 75 us of the event loop."""
+_NO_REASON = records_pb2.ErrorDetail(
+    name="PenstockError", message="the slot's runner failed, and the worker reported no reason: see the worker's log"
+)
 
 
 def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: pb.SlotReport, now: float) -> bool:
@@ -37,10 +39,10 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
         if report.recycle:
             _recycle(cluster, slot, report)
         elif report.lost:
-            what = report.error.message or "its runner died"
+            what = report.error.message or "the worker reported no reason"
             slot.stack = report.error.remote_traceback[:_MAX_STACK]
-            has_place = report.HasField("making") and quarantine.is_valid_position(report.making)
-            making = owned(report.making) if has_place else None
+            has_position = report.HasField("making") and quarantine.is_valid_position(report.making)
+            making = owned(report.making) if has_position else None
             cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
         else:
             cluster.fail(slot, report.error if report.HasField("error") else _NO_REASON)
@@ -58,11 +60,11 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
 
 
 def _recycle(cluster: ClusterState, slot: Slot, report: pb.SlotReport) -> None:
-    """Replace a runner that exceeded its memory limit and ended right after a snapshot. If the runner before it also
-    did so before its second batch, fail the slot instead."""
+    """Replace a runner that exceeded its memory limit and ended right after a snapshot. If this runner and the one
+    before both did so before their second batch, fail the slot instead."""
     if report.outgrown and 0 < slot.outgrown == slot.generation - 1:
         error = MemoryLimitError(
-            f"{report.error.message}; it reached the limit before its second batch, like the runner before it: "
+            f"{report.error.message}; this runner and the one before reached the limit before their second batch: "
             "raise the limit (--runner-memory), or make smaller batches"
         )
         cluster.fail(slot, detail_of(error))

@@ -1,5 +1,5 @@
-"""State machine of the coordinator: takes calls and returns replies. Its only I/O is that of the journal; time and
-seeds are passed in.
+"""State machine of the coordinator: takes calls and returns replies. The journal does its only I/O; time and seeds are
+passed in.
 
 Each public method handles one call of coordinator.proto, or the passing of time (`tick`). A method checks the sender,
 changes the cluster state, gives waiting slots to workers, plans state queries again where something changed, and
@@ -180,15 +180,15 @@ class Registry:
         box.lease_until = now + self.cluster.box_lease_policy().promised(known_s, self.limits.lease_max_s)
         box.reported_at = now
 
-    def _place_of(self, run: str, attempt_number: int, number: int, client_id: str) -> tuple[Attempt, Box]:
+    def _find_box(self, run: str, attempt_number: int, number: int, client_id: str) -> tuple[Attempt, Box]:
         attempt = self.cluster.attempt(run, attempt_number)
-        box = attempt.boxes.get(number)
+        box, where = attempt.boxes.get(number), f"box {number} of run {run} (attempt {attempt_number})"
         if box is None:
-            raise UnknownRunError(f"box {number} of run {run} has not been opened in attempt {attempt_number}")
+            raise UnknownRunError(f"{where} has not been opened: open it with OpenRun first")
         if box.client != client_of(client_id):
-            raise BoxTakenError(f"box {number} of run {run} (attempt {attempt_number}) is held by {box.who()}")
+            raise BoxTakenError(f"{where} is held by {box.who()}: give each process of the job its own box number")
         if box.presence is BoxPresence.CLOSED:
-            raise SupersededError(f"box {number} of run {run} (attempt {attempt_number}) was closed by its client")
+            raise SupersededError(f"{where} was closed by its client: open it again with a new Appliance")
         return attempt, box
 
     def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
@@ -200,7 +200,7 @@ class Registry:
         self._report(request)
 
     def box_view(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        attempt, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
         lease_policy = self.cluster.box_lease_policy()
         self._to_boxes.keep(lease_policy.lease_s, box.reported_at)
         box.lease_until = max(box.lease_until, box.reported_at + lease_policy.lease_s)
@@ -215,13 +215,13 @@ class Registry:
         return min(request.hold_s, self.cluster.box_lease_policy().left(self._clock(), name))
 
     def box_version(self, request: pb.WatchRunRequest) -> int:
-        _, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        _, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
         return box.version
 
     def _report(self, request: pb.WatchRunRequest) -> tuple[Attempt, Box]:
         now = self._clock()
         self.cluster.journal.confirm(request.commit_mark, f"box {request.box} of run {request.run}")
-        attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        attempt, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
         check_progress(request, attempt.num_workers, self.limits)
         self._renew(attempt, box, now, request.lease_s)
         if not box.reported:
@@ -246,7 +246,7 @@ class Registry:
     def close_run(self, request: pb.CloseRunRequest) -> None:
         """Close the box. A call for a superseded or closed box is accepted, because that box is released already."""
         try:
-            attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+            attempt, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
         except (SupersededError, UnknownRunError):
             self.cluster.journal.commit()
             return
@@ -269,12 +269,12 @@ class Registry:
         cluster.journal.confirm(request.commit_mark, f"worker {request.worker}")
         if (request.worker, request.session) in self._old_sessions:
             raise SupersededError(
-                f"another process has registered as worker {request.worker} since: give every worker its own --name"
+                f"another process has since registered as worker {request.worker}: give every worker its own --name"
             )
         if request.worker not in cluster.workers and len(cluster.workers) >= self.limits.workers_max:
             raise OverloadedError(
-                f"{len(cluster.workers)} workers are registered, the most that a coordinator takes: start fewer "
-                "workers with more --slots each"
+                f"at most {self.limits.workers_max} workers can be registered, got one more: start fewer workers with "
+                "more --slots each"
             )
         old = cluster.workers.get(request.worker)
         keeps = AssignedSlots()
@@ -282,7 +282,7 @@ class Registry:
         if old is not None and old.session == request.session:
             keeps, draining = old.slots, old.draining or request.draining
         elif old is not None:
-            cluster.drop_worker(old, f"worker {old.name} was started anew", now)
+            cluster.drop_worker(old, f"worker {old.name} was restarted", now)
             self._old_sessions[old.name, old.session] = None
             while len(self._old_sessions) > self.limits.past_sessions:
                 self._old_sessions.popitem(last=False)
@@ -315,7 +315,7 @@ class Registry:
             if slot is not None and slot.worker == worker.name:
                 cluster.move(slot, f"worker {worker.name} came back with {worker.capacity} slots", None)
             elif slot is not None:
-                cluster.dismiss(slot)
+                cluster.cancel_migration(slot)
         for key in sorted(worker.slots):  # the worker's addresses may have changed
             slot = cluster.slot(key)
             if slot is not None:
@@ -340,7 +340,7 @@ class Registry:
             worker.lease_until = now + cluster.worker_lease_policy().promised(request.lease_s, self.limits.lease_max_s)
             ended, most = 0, self.limits.slots_at_once // slot_reports.END_COST
             for report in request.slots:
-                if report.phase != pb.FAILED or ended < most:  # a skipped end is in the worker's next report, too
+                if report.phase != pb.FAILED or ended < most:  # the worker's next report repeats an end skipped here
                     ended += slot_reports.note(cluster, self._migrations, worker, report, now)
             if request.leaving and not worker.draining:
                 self._migrations.set_draining(worker, True, now)
@@ -423,16 +423,16 @@ class Registry:
             raise UnknownRunError(f"run {key.run} (attempt {attempt.number}) has no box {key.box} slot {key.slot}")
         if slot.generation != generation or not slot.worker:
             raise SupersededError(
-                f"the runner of {slot} of run {key.run} that reports (generation {generation}) has been replaced by a "
-                f"newer one (generation {slot.generation})"
+                f"generation of {slot} of run {key.run} must be {slot.generation}, got {generation}: a newer runner "
+                "has replaced this one, so stop this one"
             )
         return slot
 
     def snapshot_stored(self, header: pb.SnapshotHeader) -> None:
-        """Record that a snapshot is on disk. Raises SupersededError if its generation is no longer the present one.
+        """Record that a snapshot is on disk. Raises SupersededError if a newer generation of the slot has begun.
 
-        Such a late snapshot may have replaced another one of the same position on disk. It is kept, because the content
-        of a snapshot depends only on its position. Its sender gets the error nevertheless.
+        Such a late snapshot may have replaced another one of the same position on disk. The late snapshot is kept,
+        because the content of a snapshot depends only on its position. Its sender gets the error nevertheless.
         """
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
         kept = DurableSnapshot(header.total, header.epoch, header.size, header.epoch_start)
@@ -451,8 +451,8 @@ class Registry:
     # ---------------------------------------------------------------------------------------------------------- state
 
     def begin_state(self, request: pb.FetchStateRequest) -> StateQuery:
-        """Return the state query that answers the request; it may be complete already. The caller must end it with
-        `end_state`. Raises StateUnavailableError and others."""
+        """Return the state query that answers the request; the query may be complete already. The caller must end the
+        query with `end_state`. Raises StateUnavailableError, UnknownRunError, SupersededError, OverloadedError."""
         check_state_query(request)
         caller_box: int | None = None
         if request.HasField("progress"):
@@ -470,8 +470,8 @@ class Registry:
         self.state_queries.sent(query, box)
 
     def end_state(self, query: StateQuery, sent: int = 0) -> None:
-        """Remove a caller of the query that has its answer or has given up. `sent`: number of boxes whose records it
-        was sent. When the last caller is removed, the open requests to workers are withdrawn."""
+        """Remove a caller of the query that has its answer or has given up. `sent`: number of boxes whose records the
+        caller was sent. When the last caller is removed, the open requests to workers are withdrawn."""
         self.state_queries.end(query, sent)
 
     def admit_state(self, answer: pb.StateAnswer) -> float | None:
@@ -494,7 +494,7 @@ class Registry:
     # ----------------------------------------------------------------------------------------------- time, operators
 
     def tick(self, unreceived_s: float = 0.0) -> None:
-        """Check the leases. The caller must call it several times per lease.
+        """End the leases that are over, and do all other periodic work. Call this method several times per lease.
 
         unreceived_s: age in seconds of the oldest call that may still be queued in gRPC. One or two ticks are normal.
         """

@@ -1,11 +1,12 @@
-"""State queries: those under way, the kept results, and the steps that may be requested.
+"""State queries: queries under way, kept results, and the range of steps that may be requested. A query collects the
+state of every slot of a run at one step.
 
-Ranks that request the same step share one query. A rank that requests the step later gets the result while it is kept.
+Ranks that request the same step share one query. A rank that requests the step later gets the kept result.
 So every rank saves the same bytes, and each worker sends its states once.
 
 All answers in memory share one budget, `limits.answers_max`. When half of it is used, a query drops the records that
 were sent to all of its callers, and no other caller can join it after that. When all of it is used, results that are
-kept for later ranks are dropped. If that is not enough, a new answer waits for memory, and its data stays at the
+kept for later ranks are dropped. If that does not free enough, a new answer waits for memory, and its data stays at the
 worker. The answers of the box that a query's callers wait for next are always taken, because otherwise the query could
 never complete. So each query may exceed the budget by one box.
 """
@@ -29,6 +30,8 @@ ANSWERS_FREED = ("answers_freed",)
 
 
 class StateQueries:
+    """State queries of all runs of a coordinator."""
+
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self._open: dict[int, StateQuery] = {}
@@ -54,20 +57,20 @@ class StateQueries:
             raise UnknownRunError(f"the coordinator has no run {request.run!r}")
         attempt = self._cluster.attempt(run.name, request.attempt or run.attempt)
         boxes = list(attempt.boxes.values())
-        going = [box for box in boxes if not box.epoch_ended]
-        first = max([box.start.step for box in boxes] + [box.step - box.retention for box in going])
+        in_epoch = [box for box in boxes if not box.epoch_ended]
+        first = max([box.start.step for box in boxes] + [box.step - box.retention for box in in_epoch])
         last = max(box.step for box in boxes) if caller is None else attempt.boxes[caller].step
         step = request.step
         if request.newest:
-            step = min(box.step for box in going) if going else last
-        # If the request has no report of its caller, the coordinator does not know what was delivered since the last
-        # one.
+            step = min(box.step for box in in_epoch) if in_epoch else last
+        # Without a report of the caller in the request, the coordinator does not know what was delivered since the
+        # caller's last report.
         last_is_known = caller is not None or request.attempt == 0
         if step < first or (step > last and last_is_known):
             raise StateUnavailableError(
-                f"run {run.name} has states of steps {first} to {last}, got a request for step {step}: this launch "
-                f"began at step {boxes[0].start.step}, and keeps states of the last retention_steps="
-                f"{boxes[0].retention} steps"
+                f"step must be {first} to {last} for run {run.name}, got {step}: this launch began at step "
+                f"{boxes[0].start.step} and keeps the states of the last retention_steps={boxes[0].retention} steps. "
+                "Request one of these steps, or raise retention_steps"
             )
         key = (run.name, attempt.number, step, "")
         self._forget(attempt, first)
@@ -96,11 +99,12 @@ class StateQueries:
         return query
 
     def _check_limit(self, query: StateQuery) -> None:
-        there = sum(one.run == query.run for one in self._open.values())
-        if there >= self._cluster.limits.queries_max + 2 * self._cluster.runs[query.run].num_boxes:
-            limit = self._cluster.limits.queries_max + 2 * self._cluster.runs[query.run].num_boxes
+        under_way = sum(one.run == query.run for one in self._open.values())
+        limit = self._cluster.limits.queries_max + 2 * self._cluster.runs[query.run].num_boxes
+        if under_way >= limit:
             raise OverloadedError(
-                f"run {query.run} already has {limit} states being fetched, the most it may: retry later"
+                f"at most {limit} states of run {query.run} can be fetched at once, got one request more: retry once "
+                "an earlier request is answered"
             )
 
     def sent(self, query: StateQuery, box: int) -> None:

@@ -21,8 +21,8 @@ STEP = 64
 STATE_REQUESTS = 1024
 """Largest number of state requests in one heartbeat reply. The others follow once these are answered."""
 ASSIGNMENTS = 256
-"""Number of slots handled in one step of a heartbeat reply. A slot takes 30 us if its box has 256 slots, because its
-assignment contains the positions of all of them."""
+"""Number of slots handled in one step of a heartbeat reply. A slot takes 30 us if its box has 256 slots, because each
+assignment contains the positions of all slots of the box."""
 
 ASSIGNMENTS_SIZE = 2 << 20
 """Largest number of bytes of assignments in one step of a heartbeat reply."""
@@ -49,7 +49,7 @@ def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
     )
     worker = cluster.workers.get(slot.worker)
     if worker is not None and slot.phase in (pb.READY, pb.FAILED):
-        # A failed slot keeps its lane as long as its worker is there, because batches before the error come first.
+        # A failed slot keeps its lane while its worker lives, because the batches before the error come first.
         view.host_id, view.local_address, view.tcp_address = worker.host_id, worker.local_address, worker.tcp_address
         view.ticket = cluster.ticket(slot.key, slot.generation)
     return view
@@ -73,8 +73,8 @@ def watch_reply(
 def assignment(
     cluster: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, start: records_pb2.BoxPosition
 ) -> records_pb2.WorkerAssignment:
-    """Return the worker's assignment of the slot, of which the worker is the owner or the migration target. `start`:
-    the box's start position, as one message for all slots of the box."""
+    """Return the assignment of a slot to its worker or to its migration target. `start`: the box's start position, as
+    one message for all slots of the box."""
     target = slot.target if slot.worker != worker.name else None
     generation = slot.generation if target is None else target.generation
     return records_pb2.WorkerAssignment(
@@ -147,8 +147,8 @@ def fill_heartbeat(
 
 
 def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
-    """Yield the reported slots that the worker does not have any more, or has under another generation. The worker must
-    stop their runners."""
+    """Yield the reported slots that the worker has lost, or holds under another generation. The worker must stop the
+    runners of these slots."""
     for report in reports:
         key = SlotKey(report.run, report.attempt, report.box, report.slot)
         if key in worker.slots:
@@ -239,7 +239,7 @@ def _bottleneck(found: Bottleneck) -> pb.Bottleneck:
 
 
 def fill_status(reply: pb.StatusReply, cluster: ClusterState, now: float, uptime_s: float) -> Iterator[None]:
-    """Fill the reply in steps of a box or STEP workers; the cluster state may change between them."""
+    """Fill the reply in steps of one box or STEP workers. The cluster state may change between two steps."""
     reply.version, reply.protocol, reply.uptime_s = VERSION, PROTOCOL, uptime_s
     caused: Counter[str] = Counter()
     """Worker -> share of the boxes' time spent waiting for its slots, summed over all boxes."""

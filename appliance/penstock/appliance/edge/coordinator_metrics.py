@@ -1,8 +1,9 @@
 """Prometheus metrics of the coordinator, made from a status reply and from the coordinator's own counters.
 
-There is no time series for a single slot or worker: the coordinator exports their numbers by phase, and each worker
-exports its own series. So the number of series grows only with the boxes of open runs. The page /metrics is optional.
-If prometheus-client is not installed, the coordinator starts nevertheless, and the page shows an error to the scraper.
+A single slot or worker has no time series here: the coordinator exports the numbers of slots and workers by phase, and
+each worker exports its own series. So the number of series grows only with the boxes (data-parallel ranks) of open
+runs. The page /metrics is optional. Without prometheus-client the coordinator starts nevertheless, and the page shows
+an error to the scraper.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _read_run(found: MetricReadings, run: RunView, counters: CoordinatorCounters
 
 
 def route(read: Callable[[], MetricReadings]) -> Route:
-    """Return the route of the page /metrics. `read`: returns the metrics; it is called on the thread of a request."""
+    """Return the route of the page /metrics. `read`: returns the metrics; called on the thread of a request."""
     made: list[Route] = []
 
     def page() -> Page:

@@ -1,7 +1,7 @@
 """Data of the dashboard: texts and figures of penstock.runtime.telemetry.cluster_view, arranged for the page's script.
 
-The script knows no states, units or thresholds: it shows the texts that it gets, in the colour of the state that comes
-with each. It computes only the time of day and the scales of its charts.
+The script knows no states, units or thresholds: it shows the given texts, each in the colour of the state that comes
+with the text. The script computes only the time of day and the scales of its charts.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from penstock.runtime.telemetry.units import INPUT_BOUND, percent, rate, topolog
 __all__ = ["dashboard"]
 
 MOST_BOXES = 100
-"""Largest number of boxes shown per run. Those with the longest waits are shown."""
+"""Largest number of boxes shown per run: the boxes with the longest waits."""
 MOST_STATES = 6
+"""Largest number of fetched states shown per run: the latest ones."""
 STATE_CHARACTERS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
 ALARM_CHARACTERS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
 """Alarm level -> the character before the title of a finding of this level."""
 STATE_COLOURS = {"live": "live", "done": "live", "epoch ended": "idle", "draining": "idle"}
-"""State -> the colour in which the page draws it. All other states are drawn as lost."""
+"""State -> the colour in which the page draws the state. All other states are drawn as lost."""
 BARS = ("slots used>", "waits>", "waited for>")
+"""Headings of the columns whose shares the page draws as bars."""
 
 Cell = str | Mapping[str, Any]
 """Table cell: a text, or a dict. The dict has `text` with a `state` (live, idle or lost); or `text` with a `share` (0
@@ -90,7 +92,7 @@ def _slot(slot: SlotView, box: BoxView, found: Finding) -> dict[str, str]:
         f"worker {slot.worker}" if slot.worker else "no worker",
         f"{slot.queued} batches ready",
         f"{rate(slot.batches_per_s)} batches/s",
-        f"its box waits {percent(slot.wait_share)} of the time for it",
+        f"the box waits {percent(slot.wait_share)} of its time for this slot",
         f"durable snapshot {slot.saved}" if slot.saved else "no durable snapshot since the coordinator started",
         f"{slot.restarts} recoveries" if slot.restarts else "",
         f"{slot.skipped} batches skipped" if slot.skipped else "",

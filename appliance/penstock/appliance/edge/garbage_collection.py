@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EVERY_S = 60.0
+"""Shortest time between two full collections, in seconds."""
 SHARE = 0.005
 """Largest share of the time spent in full collections, so that they delay fewer than one heartbeat in a hundred."""
 _NEVER = 1 << 30
@@ -22,7 +23,8 @@ _NEVER = 1 << 30
 
 @contextmanager
 def paced(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Let only the event loop start full collections in this process, and seldom, while the context is open."""
+    """Let only the event loop start full collections in this process while the context is open, at most one every
+    EVERY_S seconds."""
     before = gc.get_threshold()
     gc.set_threshold(before[0], before[1], _NEVER)
     collecting = loop.create_task(_collect())

@@ -38,9 +38,10 @@ log = logging.getLogger("penstock.appliance")
 FRESH_S = 0.5
 """Largest age of a page that is sent again, in seconds."""
 LOOP_S = 10.0
-"""Longest wait of a route for the event loop, in seconds. It is reached only on an overloaded machine. The page then
-shows an error, and the web server's thread is free again."""
+"""Longest wait of a route for the event loop, in seconds, reached only on an overloaded machine. The page then shows an
+error, and the web server's thread is free again."""
 SAMPLE_S = 1.0
+"""Seconds between two samples of the runs' speed."""
 JSON = "application/json"
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -90,11 +91,11 @@ class DashboardPages:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
             work.close()
-            raise TimeoutError("the event loop has ended") from error
+            raise TimeoutError("the coordinator's event loop has ended: start the coordinator again") from error
         try:
             return future.result(LOOP_S)
         except CancelledError as error:
-            raise TimeoutError("the event loop has ended") from error
+            raise TimeoutError("the coordinator's event loop has ended: start the coordinator again") from error
         finally:
             future.cancel()
 
@@ -134,7 +135,11 @@ class SharedPage:
                 try:
                     self._page = self._make()
                 except TimeoutError:
-                    return Page("text/plain; charset=utf-8", b"503 the coordinator has no time for this\n", 503)
+                    return Page(
+                        "text/plain; charset=utf-8",
+                        b"503 the coordinator is overloaded or is ending: reload the page\n",
+                        503,
+                    )
                 self._made_at = time.monotonic()
             return self._page
 
@@ -147,7 +152,7 @@ def _file(name: str, content_type: str) -> Route:
 def open_web(
     listen: str, routes: dict[str, Route], tokens: str, *, tls: Tls | None, insecure: bool, any_port: bool
 ) -> WebServer:
-    """Return the web server of a coordinator, which already listens.
+    """Return a web server for a coordinator. The server already listens.
 
     `any_port`: use a free port if the port of `listen` is in use. Raises the errors of WebServer.
     """
@@ -160,6 +165,6 @@ def open_web(
             raise
         free = f"{listen.rpartition(':')[0]}:0"
         web = WebServer(free, routes, tokens=tokens, tls=tls, insecure=insecure)
-        log.info("%s is in use, so the dashboard uses another port", listen)
-    log.info("dashboard at %s", web.url)
+        log.info("the dashboard's address %s is in use, so the dashboard takes a free port", listen)
+    log.info("the coordinator serves its dashboard at %s", web.url)
     return web

@@ -4,7 +4,7 @@ same queue.
 A call first waits in a queue of gRPC, from which the event loop takes one call at a time. On two busy cores, when 200
 boxes opened a run at once, calls waited in this queue for 1 to 3 s, while the loop's own timer was never 0.3 s late. A
 worker whose heartbeat waits in the queue is not dead. So the coordinator calls itself through the queue, on a socket of
-its own: once this probe is answered, every call that arrived before it has been received.
+its own. Once this probe call is answered, every call that arrived before the probe has been received.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["QueueProbe"]
 _log = logging.getLogger("penstock.appliance")
 
 METHOD = "/penstock.QueueProbe/Probe"
-"""Method that the probe calls. No service implements it. The refusal is a sufficient answer, and needs neither a token
-nor a rate limit."""
+"""Method that the probe calls. No service implements this method: the refusal is a sufficient answer, and needs neither
+a token nor a rate limit."""
 LONGEST_S = 30.0
 """Longest time in seconds by which an unanswered probe extends leases. A longer delay has another cause."""
 
@@ -42,7 +42,7 @@ class QueueProbe:
         self.address = address
         self._every_s, self._clock = every_s, clock
         self._received_until = clock()
-        """Monotonic time: every call that arrived before it has been received."""
+        """Monotonic time before which every arrived call has been received."""
 
     def unreceived_s(self) -> float:
         """Return the age in seconds of the oldest call that may still be waiting."""
@@ -62,8 +62,8 @@ class QueueProbe:
                         sent = self._clock()  # the delay is unknown, so leases end as without this probe
                         if not warned:
                             _log.warning(
-                                "the delay of queued calls cannot be measured, so workers and training jobs whose "
-                                "calls wait in a queue may be taken for dead: %s",
+                                "the delay of queued calls cannot be measured, so an overloaded coordinator may count "
+                                "live workers and training jobs as dead: %s",
                                 error.details(),
                             )
                             warned = True

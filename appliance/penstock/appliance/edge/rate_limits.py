@@ -2,8 +2,8 @@
 peers together.
 
 A peer is identified by its address without the port. A refused peer gets the time after which to retry; the refusal
-itself costs a comparison of two numbers. If there are too many peers, those that called least recently are forgotten,
-and start with a full bucket when they call again. The bucket of all peers limits many of them together.
+itself costs a comparison of two numbers. Above a limit, the peers that called least recently are forgotten, and start
+with a full bucket when they call again. The bucket of all peers limits many peers together.
 
 Pure: the clock is passed in.
 """
@@ -65,7 +65,7 @@ class RateLimiter:
         per_s = limits.peer_per_s if peer_wait_s else limits.all_per_s
         wait_s = max(peer_wait_s, all_wait_s)
         error = OverloadedError(
-            f"too many {what} calls {whose}: at most {per_s:g} a second are allowed. Retry in {wait_s:.1f} s"
+            f"at most {per_s:g} {what} calls a second {whose} are allowed, got more: retry in {wait_s:.1f} s"
         )
         error.retry_after_s = wait_s
         raise error

@@ -17,7 +17,9 @@ from typing import Any
 from penstock.appliance.model.entities import Attempt, Box, BoxPresence
 
 SECONDS = 600
+"""Number of points of a run at intervals of a second: the last ten minutes."""
 MINUTES = 24 * 60
+"""Number of points of a run at intervals of a minute: the last day."""
 RUNS = 64
 """Number of runs whose series are kept: the latest ones."""
 BOXES = 64
@@ -32,14 +34,15 @@ COLUMNS = ("at", "steps_per_s", "waited_share", "batches_per_s")
 SHARE_S = 30.0
 """Seconds over which the share of a source is measured."""
 SOURCES = 6
-"""Number of sources of a run that have their own share: the first ones by what was delivered when counts began."""
+"""Number of sources of a run that have their own share: those with the most samples when counting began."""
 REST = "others"
+"""Name of the sum of all other sources."""
 
 
 @dataclass
 class ShareSeries:
-    """Series of the shares of a run's sources, delivered and wanted. The shares are of tokens if the mixture's weights
-    are, else of samples."""
+    """Series of the shares of a run's sources, delivered and wanted. The shares count tokens if the mixture's weights
+    do, else samples."""
 
     names: list[str] = field(default_factory=list)
     """Names of the sources; the last is REST if there are more than SOURCES."""
@@ -53,7 +56,7 @@ class ShareSeries:
     _counted: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
 
     def add(self, at: float, boxes: Iterable[Box]) -> None:
-        """Add a point from the counts of all boxes. Nothing is added before something was delivered."""
+        """Add a point from the counts of all boxes. Before the first delivered sample, add nothing."""
         counts: dict[str, int] = {}
         wanted: dict[str, float] = {}
         self.imbalance = 0.0
@@ -161,8 +164,8 @@ class RunSeries:
             self._tracks[attempt.run].shares.add(wall_s, attempt.boxes.values())
 
     def newest_shares(self) -> dict[str, dict[str, Any]]:
-        """Return, for each run whose loader counts, the names of its sources and the newest point of their shares. May
-        be called from any thread."""
+        """Return the newest shares: for each run whose loader counts its sources, a dict with the sources' `names`, the
+        `unit` and the `point`. Any thread may call this method."""
         found = {}
         for run, track in list(self._tracks.items()):
             shares, points = track.shares, list(track.shares.seconds)[-1:]

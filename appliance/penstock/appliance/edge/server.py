@@ -2,7 +2,7 @@
 
 The process can be ended in three orderly ways: by SIGTERM or SIGINT; by the event `stop`, for a program that runs the
 coordinator in its own event loop; or, with a parent watch, by the end of its parent process. The parent watch is a
-pidfd, which becomes readable when exactly that process ends, in whatever way, and also if its process id is used again.
+pidfd, which becomes readable when exactly that process ends, for any reason, and also if its process id is used again.
 (A parent-death signal would be sent when the *thread* that started the coordinator ends.) With a parent watch the
 coordinator ignores SIGINT: Ctrl-C reaches the whole process group, and a training loop that saves on Ctrl-C still needs
 the coordinator.
@@ -70,11 +70,11 @@ async def serve(
         listen: "host:port" (port 0 takes a free one) or "unix:/path", in a folder of this user alone.
         state_dir: a directory on a local disk, made if it is missing; ":memory:" keeps the cluster state in memory.
         tokens: credential tokens of callers, one bare token or lines "role:token".
-        tls: certificate of the coordinator; with a CA in it callers must present certificates too.
+        tls: certificate of the coordinator; with a CA file, callers must present certificates too.
         insecure: allows an address that other machines can reach without TLS.
-        parent_pid: process whose end also ends the coordinator; None: there is none.
+        parent_pid: id of the process whose end also ends the coordinator; None: no such process.
         ready: called with the coordinator's address, once calls are accepted.
-        limits: leases, budgets and so on.
+        limits: leases, budgets and other limits; None: the defaults.
         stop: event that stops the coordinator; None: SIGTERM and SIGINT stop it, because no other code runs in the
             process.
         http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
@@ -174,8 +174,8 @@ def _queue_probe(limits: Limits, closing: contextlib.ExitStack) -> QueueProbe | 
         folder = PrivateFolder()
     except OSError as error:
         log.warning(
-            "the delay of queued calls cannot be measured, so workers and training jobs whose calls wait in a queue "
-            "may be taken for dead: no temporary folder for a socket: %s",
+            "the delay of queued calls cannot be measured, so an overloaded coordinator may count live workers and "
+            "training jobs as dead: a temporary folder for a socket cannot be made: %s",
             error,
         )
         return None
@@ -195,8 +195,8 @@ def _stop_by_signal(
 
 
 def announcer(ready_fd: int | None) -> Callable[[str], None]:
-    """Return a function for `ready` of `serve`: it writes the address as one line to the descriptor `ready_fd` and
-    closes it. None: to standard output."""
+    """Return a function for the argument `ready` of `serve`, which writes the address as one line to the descriptor
+    `ready_fd` and closes the descriptor. None: standard output, which stays open."""
 
     def ready(address: str) -> None:
         line = f"{address}\n".encode()

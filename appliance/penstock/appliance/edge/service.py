@@ -67,13 +67,14 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _in_json(state: BoxState, limit: int) -> BoxState:
-    """Return the same records, with the users' states as JSON. `limit`: largest size of one state as JSON, in bytes."""
+    """Return the same records, with the loaders' states as JSON. `limit`: largest size of one state in binary form, in
+    bytes. Raises InvalidArgumentError above the limit."""
     records = []
     for record, data in state.records:
         if len(data) > limit:
             raise InvalidArgumentError(
-                f"a worker's state must have at most {limit} bytes to be shown as JSON, got {len(data)} from box "
-                f"{record.box} slot {record.local_worker_id}: fetch it in binary form (format STATE_ENVELOPE)"
+                f"a worker's state must have at most {limit} bytes to be sent as JSON, got {len(data)} from box "
+                f"{record.box} slot {record.local_worker_id}: fetch the state in binary form (format STATE_ENVELOPE)"
             )
         changed, text = pb.WorkerRecord(), state_as_json(data)
         changed.CopyFrom(record)
@@ -154,7 +155,9 @@ class Service(CoordinatorServicer):
             gone = self._closed.superfluous(one)
             if gone is None:
                 log.info(
-                    "run %s is closed; its last state is not kept, because its %d bytes are too many", one.run, one.size
+                    "run %s is closed; its last state has %d bytes, more than are kept for ended runs, and is dropped",
+                    one.run,
+                    one.size,
                 )
                 continue
             try:
@@ -274,7 +277,8 @@ class Service(CoordinatorServicer):
         has too many."""
         if self._queries[token] >= self._limits.queries_of_token_max:
             raise OverloadedError(
-                f"one token must have at most {self._limits.queries_of_token_max} open state queries: retry later"
+                f"one token must have at most {self._limits.queries_of_token_max} open state queries, got one more: "
+                "retry once an earlier query is answered"
             )
         self._queries[token] += 1
         try:
@@ -300,8 +304,8 @@ class Service(CoordinatorServicer):
         self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
         """Return the records for the next message: those of box `number`, once it is complete. If the caller accepts
-        packed messages, add the following complete boxes that fit into the message. Otherwise hundreds of boxes that
-        become complete one by one would be as many messages per caller."""
+        packed messages, add the following complete boxes that fit into the message. Otherwise each caller would get
+        hundreds of messages from boxes that become complete one by one."""
         states: list[BoxState] = []
         free_bytes = CHUNK
         while number < query.num_boxes:
@@ -327,7 +331,7 @@ class Service(CoordinatorServicer):
                 except TimeoutError as error:
                     raise DeadlineError(
                         f"the state of run {query.run} at step {query.step} was not complete after "
-                        f"{deadline_s:g} s; waited for {query.waits_for()}"
+                        f"{deadline_s:g} s; waited for {query.waits_for()}. Retry, or allow more time"
                     ) from error
         if query.failure is not None:
             raise error_of(detail_of(query.failure))  # a copy, because several callers raise it
@@ -354,8 +358,8 @@ class Service(CoordinatorServicer):
                     await asyncio.sleep(0)  # thousands of slots go into the reply in steps
                 return reply
         except asyncio.CancelledError:
-            # A worker with another heartbeat under way is alive: it has reconnected before the old connection's end was
-            # noticed.
+            # A worker with another heartbeat under way is alive: the worker has reconnected before the old
+            # connection's end was noticed.
             if self._heartbeats[who] == 1 and not self._closing:
                 registry.worker_hung_up(*who)
             raise
@@ -420,8 +424,8 @@ class Service(CoordinatorServicer):
         answer = first.answer
         if answer.state_bytes > self._limits.value_max:
             raise InvalidArgumentError(
-                f"a worker's state must have at most {self._limits.value_max} bytes, got {answer.state_bytes}: keep "
-                "less in state_dict()"
+                f"a worker's state must have at most {self._limits.value_max} bytes, got {answer.state_bytes}: return "
+                "less from the loader's state_dict()"
             )
         if not self._registry.answer_wanted(answer):
             return pb.PutStateReply()  # a late answer: no query needs its bytes
@@ -453,8 +457,8 @@ class Service(CoordinatorServicer):
                 except TimeoutError as error:
                     raise DeadlineError(
                         f"a worker's state of {answer.state_bytes} bytes (request {answer.request}) was not accepted "
-                        "before its deadline: the coordinator's memory budget for states is full, because the callers "
-                        "do not read the states before it"
+                        "before its deadline, because the coordinator's memory for states is full: fetch fewer states "
+                        "at once, and read them faster"
                     ) from error
 
     # ---------------------------------------------------------------------------------------------- blobs, operators
@@ -475,7 +479,7 @@ class Service(CoordinatorServicer):
         refused = self._snapshot_index.why_blob_refused(first.size, "" if alone() else credential())
         if refused:
             raise InvalidArgumentError(
-                f"a value sent for run {first.run_hint or '?'} (a state to resume from, or large arguments) cannot be "
+                f"the value for run {first.run_hint or '?'} (a state to resume from, or large arguments) cannot be "
                 f"stored: {refused}"
             )
 
@@ -499,8 +503,8 @@ class Service(CoordinatorServicer):
             data = await self._disk.run(self._store.blob, request.blob)
             if data is None:
                 raise StateUnavailableError(
-                    f"the coordinator does not have the stored value {request.blob!r} (a state to resume from, or "
-                    "large arguments): its run is over, or it was never sent"
+                    f"the coordinator does not have the value {request.blob!r} (a state to resume from, or large "
+                    "arguments), because its run is over or the value was never sent: start the job again"
                 )
             async for piece in self._read("GetBlob", data):
                 yield pb.BlobPart(data=piece)
@@ -524,7 +528,7 @@ class Service(CoordinatorServicer):
                 if found is None:
                     raise StateUnavailableError(
                         f"the snapshot after batch {at.total} of box {at.box} slot {at.slot} of run {at.run} has been "
-                        "replaced by a newer one: ask again"
+                        "replaced by a newer one: retry"
                     )
                 async for piece in self._read("FetchHistory", found[1]):
                     yield pb.HistoryPart(data=piece)
@@ -547,7 +551,9 @@ class Service(CoordinatorServicer):
     async def OpenDashboard(self, request: pb.OpenDashboardRequest, context: _Context) -> pb.OpenDashboardReply:
         if not self.dashboard:
             if self.open_dashboard is None:
-                raise InvalidArgumentError("the coordinator must serve a dashboard: start it with --http HOST:PORT")
+                raise InvalidArgumentError(
+                    "the coordinator serves no dashboard: start the coordinator with --http HOST:PORT"
+                )
             return pb.OpenDashboardReply(url=await self.open_dashboard())
         return pb.OpenDashboardReply(url=self.dashboard)
 

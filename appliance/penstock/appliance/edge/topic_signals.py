@@ -1,4 +1,4 @@
-"""Calls that wait for a change of the cluster state, by the topic of the change."""
+"""Registry of the calls that wait for a change of the cluster state, by the topic of the change."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class TopicSignals:
 
     @contextlib.contextmanager
     def on(self, topic: Topic, most: int | None = None) -> Iterator[TopicWaiter]:
-        """Return a context in which a call waits for a topic. `most`: largest number of calls that wait for it; above
-        that the oldest call is ended (`over`)."""
+        """Return a context in which a call waits for a topic. `most`: largest number of calls that wait for the topic;
+        one more call ends the oldest (`over`). None: no limit."""
         event = TopicWaiter()
         events = self._waiting.setdefault(topic, {})
         if most is not None and len(events) >= most:

@@ -1,6 +1,6 @@
 """Transfers of values in parts: with a minimum rate, and at most the declared size.
 
-A sender that was admitted holds memory for which others wait, so it must keep up a minimum rate. Only the time in which
+An admitted sender holds memory for which others wait, so the sender must keep up a minimum rate. Only the time in which
 the coordinator waits for the sender counts, not the time of the disk or of the coordinator itself.
 """
 
@@ -55,10 +55,12 @@ class MinimumRate(Generic[_Part]):
                 part = await anext(self._parts)
         except TimeoutError as error:
             if left_s >= self._part_s:
-                raise DeadlineError(f"{self._what}: no data arrived for {self._part_s:g} s: send again") from error
+                raise DeadlineError(
+                    f"{self._what}: no data arrived for {self._part_s:g} s. Check the network, and send again"
+                ) from error
             raise DeadlineError(
                 f"{self._what}: the sender must send at least {self._least} bytes a second, got {self._came} bytes in "
-                f"{self._waited_s:.0f} s: check the network, and send again"
+                f"{self._waited_s:.0f} s. Check the network, and send again"
             ) from error
         self._waited_s += loop.time() - begun
         self._came += len(part.data)
@@ -66,8 +68,7 @@ class MinimumRate(Generic[_Part]):
 
 
 class Transfer:
-    """Data of a value, collected from its parts. There must be as many bytes in the end as the header declared, and
-    never more."""
+    """Data of a value, collected from its parts. The parts must have exactly the declared `size` in bytes together."""
 
     def __init__(self, what: str, size: int) -> None:
         self._what = what
@@ -76,13 +77,16 @@ class Transfer:
 
     def add(self, piece: bytes) -> None:
         if self._data.tell() + len(piece) > self._size:
-            raise ProtocolError(f"{self._what}: the sender must send the {self._size} bytes it declared, got more")
+            raise ProtocolError(
+                f"{self._what}: the data must have the declared {self._size} bytes, got more: send the value again"
+            )
         self._data.write(piece)
 
     def all(self) -> bytes:
         if self._data.tell() != self._size:
             raise ProtocolError(
-                f"{self._what}: the sender must send the {self._size} bytes it declared, got {self._data.tell()}"
+                f"{self._what}: the data must have the declared {self._size} bytes, got {self._data.tell()}: send the "
+                "value again"
             )
         return self._data.getvalue()
 
@@ -100,7 +104,7 @@ class TransferReader:
         self._taken += size
 
     def left_s(self) -> float:
-        """Return the seconds until the reader falls below the minimum rate, if it reads nothing more."""
+        """Return the seconds until a reader that reads nothing more falls below the minimum rate."""
         passed = asyncio.get_running_loop().time() - self._begun
         return self._limits.part_s + self._taken / self._limits.least_bytes_per_s - passed
 
@@ -121,7 +125,9 @@ def ended_when_slow(what: str, limits: Limits) -> Iterator[TransferReader]:
         if left_s > 0:
             reader.timer = loop.call_later(left_s, check)
         else:
-            log.warning("%s was ended: its reader takes less than %d bytes a second", what, limits.least_bytes_per_s)
+            log.warning(
+                "%s was cancelled, because its caller reads less than %d bytes a second", what, limits.least_bytes_per_s
+            )
             task.cancel()
 
     reader.timer = loop.call_later(limits.part_s, check)

@@ -1,9 +1,15 @@
-"""Entities of the coordinator: runs, attempts, boxes, slots, workers. They only hold data; state_machine.py changes
-them.
+"""Entities of the coordinator: runs, attempts, boxes, slots, workers. Entities only hold data; state_machine.py changes
+the data.
+
+    run       one loader of a training job, over all its launches
+    attempt   one launch of the job, as far as the run is concerned
+    box       one data-parallel rank of the launch
+    slot      one logical worker of a box, whatever process runs it
+    worker    daemon that runs slots, each in a process called runner
 
 Ownership. A run has at most one open attempt. An attempt has an entry for each of its boxes, and an opened box has its
 slots. A slot has at most one worker, under a generation that rises each time the slot moves. Calls for an older attempt
-or generation are refused. The numbers of attempt and generation are in the journal before any peer receives them.
+or generation are refused. Each new number of attempt or generation is in the journal before any peer receives it.
 
 Ownership is in the journal. Leases and progress are not: after a restart every peer has a full new lease, and reports
 its position with its next call.
@@ -38,6 +44,8 @@ ASSIGNMENT_BYTES = 256
 
 
 class SlotKey(NamedTuple):
+    """Name of a slot in the cluster."""
+
     run: str
     attempt: int
     box: int
@@ -60,7 +68,10 @@ class BoxPresence(Enum):
 
 @dataclass(frozen=True)
 class SlotLoss:
+    """Loss of a slot's runner."""
+
     at: float
+    """Monotonic time, in seconds."""
     worker: str
     note: str
     delivered: int
@@ -72,7 +83,7 @@ class SlotLoss:
 
 @dataclass
 class MigrationTarget:
-    """Worker that prepares to take a slot over from its present worker: see migration.py."""
+    """Worker that prepares to take over a slot from the slot's present worker: see migration.py."""
 
     worker: str
     session: str
@@ -86,13 +97,14 @@ class MigrationTarget:
 
 @dataclass
 class Slot:
+    """Logical worker of a box, and the worker daemon that runs it."""
+
     key: SlotKey
     generation: int
     phase: pb.SlotPhase.ValueType = pb.WAITING
     worker: str = ""
     session: str = ""
-    """Session of the slot's worker. By it a restarted coordinator knows whether the worker is still the same
-    process."""
+    """Session of the slot's worker, by which a restarted coordinator knows whether the worker is the same process."""
     ever_ready: bool = False
     recovery: bool = False
     restarts: int = 0
@@ -102,10 +114,11 @@ class Slot:
     losses: list[SlotLoss] = field(default_factory=list)
     target: MigrationTarget | None = None
     reserved: int = 0
-    """Highest generation reserved for a migration target. It is journaled, so that no generation is used twice."""
+    """Highest generation reserved for a migration target, which is journaled so that no generation is used twice."""
     moved_at: float = 0.0
     """Monotonic time when the slot got its present worker."""
     left_alone_until: float = 0.0
+    """Monotonic time until which the slot stays on its worker after a failed migration."""
     unfit: dict[str, str] = field(default_factory=dict)
     """Worker -> its session at that time, for workers that failed to prepare for a migration of the slot."""
     migrated: bool = False
@@ -120,19 +133,19 @@ class Slot:
     batch_delay_s: float = 0.0
     """Seconds per batch, within `batch_s`, in which the runner waited for a processor."""
     doing: str = ""
-    """Activity of the slot's runner, if it takes unusually long; else ""."""
+    """Activity of the slot's runner, if the activity takes unusually long; else ""."""
     start_queue_position: tuple[int, int] = (0, 0)
     """Position of the slot's runner in the worker's start queue, from 1, and the length of the queue; 0 = not in the
     queue."""
     start_stage: int = 0
-    """Stage of its start in which the slot's runner waits (StartStage). A newer worker may report an unknown stage."""
+    """Stage of the runner's start (StartStage). A newer worker may report an unknown stage."""
     stack: str = ""
     """Stack of the slot's runner: the present one while `doing` is set, else the one at its last death."""
     outgrown: int = 0
     """Generation whose runner was replaced for its memory use before its second batch; 0 = no such generation."""
     skips: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(epoch, total) -> number of batches skipped at this position. Those in the state that the run resumed from are
-    included."""
+    """(epoch, total) -> number of batches skipped at this position, including those that were skipped before the state
+    from which the run resumed."""
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)
     """(epoch, total) -> number of batches skipped at this position in the present attempt alone."""
     gauge: SlotGauge = field(default_factory=SlotGauge)
@@ -157,6 +170,8 @@ class Slot:
 
 @dataclass
 class Box:
+    """Data-parallel rank of a run, with its slots."""
+
     number: int
     client: str
     """Digest of the secret of the client that holds the box: see `client_of`."""
@@ -194,8 +209,8 @@ class Box:
     waited_share: float = 0.0
     """Share of the time that the loop waited, over the same time as steps_per_s."""
     usual_steps_per_s: float = 0.0
-    """Mean of steps_per_s over time, with an exponential decay like that of `waits`, so that no single report decides
-    anything."""
+    """Mean of steps_per_s over time, with an exponential decay like that of `waits`, so that a single report has little
+    weight."""
     usual_span_s: float = 0.0
     """Seconds over which usual_steps_per_s was measured, with the same decay."""
     rate_from: float = 0.0
@@ -210,8 +225,8 @@ class Box:
     unreachable: dict[str, float] = field(default_factory=dict)
     """Worker -> monotonic time when the box last reported that it cannot reach the worker: see box_progress.py."""
     lingers_until: float = 0.0
-    """Monotonic time until which a closed box keeps its workers for the state queries of other boxes; 0 = it keeps
-    none."""
+    """Monotonic time until which a closed box keeps its workers for the state queries of other boxes; 0 = the box keeps
+    no workers."""
     history: deque[Position] = field(default_factory=deque)
     """Positions that the box reported, oldest first. The first one is the newest position before the retention window,
     or the start of the epoch."""
@@ -267,9 +282,9 @@ class Box:
         """Return the newest known position at or before `step` from which the record of `step` can be computed; None if
         the step is older than all known positions.
 
-        The record of a step is the position directly after it, before an epoch end that follows. If the loop had
+        The record of a step is the position directly after the step, before an epoch end that follows. If the loop had
         already passed the epoch's end when it reported this step, the reported position is the start of the next epoch.
-        A loader can resume from there, but this position is not the record of the step, so it is not used for it.
+        A loader can resume from there, but this position is not the record of the step and is not returned for it.
         """
         fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
         return max(fits, key=lambda position: position.step, default=None)
@@ -310,6 +325,8 @@ class Box:
 
 @dataclass
 class Attempt:
+    """Launch of a training job, in one run."""
+
     run: str
     number: int
     key: str
@@ -320,13 +337,12 @@ class Attempt:
     seed: int
     state: AttemptState = AttemptState.OPEN
     why: str = ""
-    """Reason why the attempt is not open any more."""
+    """Reason why the attempt is over; "" while it is open."""
     boxes: dict[int, Box] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     """Numbers of the boxes whose `epoch_ended` is set."""
     live: set[int] = field(default_factory=set)
-    """Numbers of the boxes whose presence is LIVE. They are kept here so that closing a box need not look at all
-    boxes."""
+    """Numbers of the boxes whose presence is LIVE, kept so that closing a box need not look at all boxes."""
     left: dict[int, int] = field(default_factory=dict)
     """Step after which boxes abandoned an epoch -> the first box that reported it."""
     _left: list[int] = field(default_factory=list)
@@ -378,9 +394,9 @@ class Attempt:
         return self._left[bisect_left(self._left, first) : bisect_left(self._left, last)]
 
     def behind(self, box: Box, step: int) -> int | None:
-        """Return the first step before `step` after which another box abandoned an epoch, and this box has not reported
-        whether it did too; None if there is none. Until it reports that, or a later step, its position at `step` is
-        unknown."""
+        """Return the first step before `step` after which another box abandoned an epoch, while this box has not
+        reported whether it did too; None if no such step exists. Until this box reports that, or a later step, its
+        position at `step` is unknown."""
         if box.epoch_ended or box.presence is not BoxPresence.LIVE:
             return None
         ahead = self.left_between(box.step, step)
@@ -396,7 +412,7 @@ class Attempt:
 
 @dataclass
 class ClosedAttempt:
-    """Summary of an attempt that is no longer open."""
+    """Summary of an attempt that is over."""
 
     number: int
     key: str
@@ -408,7 +424,10 @@ class ClosedAttempt:
 
 @dataclass
 class Run:
+    """Loader of a training job, over all launches of the job."""
+
     name: str
+    """Name, as JOB/ORDINAL. The ordinal counts the job's loaders from 0."""
     seed: int
     num_boxes: int
     num_workers: int
@@ -454,6 +473,8 @@ class AssignedSlots:
 
 @dataclass
 class Worker:
+    """Worker daemon."""
+
     name: str
     session: str
     host_id: str
@@ -485,14 +506,14 @@ class Worker:
         return len(self.slots) / self.capacity if self.capacity else 1.0
 
     def may_run(self, module: str) -> bool:
-        """Return whether the worker may run the module. A worker that reported no prefixes checks it itself; for it,
-        return True."""
+        """Return whether the worker may run the module. Return True for a worker that reported no prefixes, because
+        such a worker checks the module itself."""
         return not self.allow or under(module, self.allow)
 
     @property
     def free(self) -> int:
-        """Number of further slots that the worker can take; 0 if the assignments fill a heartbeat reply, because they
-        contain large arguments."""
+        """Number of further slots that the worker can take; 0 if assignments with large arguments fill its heartbeat
+        reply."""
         if self.draining or not self.registered or self.slots.size >= ASSIGNMENTS_MAX:
             return 0
         return self.capacity - len(self.slots)
@@ -511,7 +532,7 @@ def client_of(client_id: str) -> str:
 def client_in(row: str) -> str:
     """Return the client's digest from a journal row. If an older release stored the secret, compute its digest."""
     if type(row) is not str:
-        raise TypeError(f"client_id must be a text, got {type(row).__name__}")
+        raise TypeError(f"client_id must be a str, got {type(row).__name__}")
     return row if row.startswith(_DIGEST) else client_of(row)
 
 

@@ -1,9 +1,9 @@
-"""Measurements of slots and boxes: how many batches runners are ahead of the loop, and which slots loops wait for. None
-of them is in the journal.
+"""Measurements of slots and boxes: the lead of runners over the loop in batches, and the slots that loops wait for. No
+measurement is in the journal.
 
-The slot that a loop waits for at one moment is no evidence: the loop takes the slots in turn, and waits for each of
-them, if only for a microsecond. So the box reports its total wait for each slot. A gauge keeps these seconds with a
-decay by half every HALF_S. A slot's share of them shows how much it has held up the box lately.
+The slot that a loop waits for at one moment proves nothing: the loop takes the slots in turn, and waits for each one,
+if only for a microsecond. So the box reports its total wait for each slot. A gauge keeps these seconds with a decay by
+half every HALF_S seconds. A slot's share of the total shows how much the slot has held up the box lately.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ HALF_S = 15.0
 """Half-life of a measured wait, in seconds. Shares of waits are therefore those of about the last minute."""
 
 QUEUE_HALF_S = 5.0
-"""Half-life of the mean number of ready batches, in seconds. It is short because this number changes within seconds."""
+"""Half-life of the mean number of ready batches, in seconds; short because this number changes within seconds."""
 AHEAD = 2
-"""Smallest number of ready batches with which a slot counts as ahead. One is not enough: the loop may have taken that
-batch without the runner having noticed."""
+"""Smallest number of ready batches with which a slot counts as ahead. A single batch does not count, because the loop
+may have taken it without the runner having noticed."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class SlotGauge:
     saved_at: float = 0.0
     """Monotonic time when the slot's newest durable snapshot was stored; 0 = none since the coordinator's start."""
     lost_at: float = 0.0
-    """Monotonic time when the slot lost its runner; 0 = it has lost none, or the replacement has caught up."""
+    """Monotonic time when the slot lost its runner; 0 = no loss, or the replacement has caught up."""
     behind: bool = False
     """True if the slot's runner is a replacement that has not yet made the batch that the loop waits for next."""
     _at: float = 0.0

@@ -23,7 +23,7 @@ class RateLimits:
     all_per_s: float = 1_000.0
     all_burst: int = 24_000
     peers_max: int = 4096
-    """Largest number of addresses whose token buckets are kept."""
+    """Largest number of addresses whose token buckets are kept in memory."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class Limits:
     """All limits of a coordinator. Frozen: a coordinator runs with one set; tests make their own."""
 
     worker_lease_s: float = 3.0
-    """Silence after which a worker is taken for dead. The daemon runs no user code and reports three times per lease,
-    so this much silence means that it is dead, stopped or cut off. The lease grows with the fleet: see
+    """Silence after which a worker counts as dead. The daemon runs no user code and reports three times per lease, so
+    this much silence means that the worker is dead, stopped or cut off. The lease grows with the fleet: see
     lease_policy.py."""
     hung_up_s: float = 1.5
     """Remaining lease of a worker whose connection ends during a heartbeat. Its process has probably died; a worker
     that only lost the connection is back within half a second. The value is multiplied when the lease grows with the
     fleet."""
     client_lease_s: float = 10.0
-    """Lease of a training process. It is longer than a worker's, because user code may hold the GIL for seconds (a
-    compile, a large pickle), in which the process cannot report."""
+    """Lease of a training process, longer than a worker's because user code may hold the GIL for seconds (a compile, a
+    large pickle), in which the process cannot report."""
     return_s: float = 25.0
     """Shortest lease of every peer that is in the journal when a coordinator starts on another host. Peers get no
-    signal that the old host is down. Their pings notice it after 15 s (channel.py), and after 5 s more they give up the
+    signal that the old host is down. Their pings fail after 15 s (channel.py), and after 5 s more the peers give up the
     connection. Only then do they resolve the coordinator's name again."""
     unreachable_s: float = 600.0
     """Time for which a box's slots are not placed on a worker that the box could not reach, as long as other workers
@@ -56,8 +56,8 @@ class Limits:
     seconds."""
     unreachable_per_s: float = 60.0
     hold_share: float = 1 / 3
-    """Longest time that a long poll is held, as a share of the lease, so that a peer may lose two polls in a row
-    without harm."""
+    """Longest time that a long poll is held, as a share of the lease: a peer may lose two polls in a row without
+    harm."""
     heartbeat_s: float = 1.0
     """Heartbeat interval in a small fleet. The figures in `penstock status` are at most this old."""
     heartbeats_per_s: float = 2000.0
@@ -68,7 +68,7 @@ class Limits:
     shrinks_after_s: float = 60.0
     """Time after which a smaller fleet makes heartbeat interval and lease shorter."""
     lease_max_s: float = 300.0
-    """Longest lease that the coordinator believes when a peer reports what it was promised."""
+    """Longest lease that the coordinator believes when a peer reports its promised lease."""
     stall_s: float = 1.0
     """Delay of the coordinator's own timer from which every lease is extended by the delay: the coordinator was stopped
     and received no calls. A coordinator that is only late extends leases by its delay too, because a call may wait in
@@ -81,15 +81,15 @@ class Limits:
     come back."""
 
     target_ready_s: float = 300.0
-    """Longest time for a migration target to become ready. It may have to import torch and read the index of a dataset.
-    Meanwhile the slot runs on its present worker."""
+    """Longest time for a migration target to become ready. A target may have to import torch and read the index of a
+    dataset. Meanwhile the slot runs on its present worker."""
     migration_s: float = 5.0
     """Longest time for the present worker to make the snapshot durable that a ready migration target needs."""
     left_alone_s: float = 30.0
     """Time that a slot stays on its worker after a failed migration."""
     balance_after_s: float = 30.0
-    """Time that a slot stays on its worker before balance may move it; 0 = balance never moves a slot. It is also the
-    time over which the waits of loops are measured. It is long compared with a move, which takes about a second."""
+    """Time that a slot stays on its worker before balance may move the slot; 0 = balance never moves a slot. The waits
+    of loops are measured over the same time. A move takes about a second, far less than this time."""
     balance_every_s: float = 5.0
     """Time between two checks of the balance."""
 
@@ -168,25 +168,26 @@ class Limits:
     admissions: RateLimits = field(default_factory=lambda: RateLimits())
     """Limits on the rate of registrations of workers and openings of runs."""
     slots_max: int = 16_384
-    """Largest number of slots of a run (boxes times workers), and of all open runs of one credential token. It makes a
-    mistyped number an error. It also bounds the work at the end of an attempt, which takes up to 1 us per slot without
-    a pause."""
+    """Largest number of slots of a run (boxes times workers), and of all open runs of one credential token. The limit
+    makes a mistyped number an error, and bounds the work at the end of an attempt, which takes up to 1 us per slot
+    without a pause."""
     slots_open_max: int = 65_536
-    """Largest number of slots of all open runs. Each takes some 5 KB."""
+    """Largest number of slots of all open runs. Each slot takes some 5 KB."""
     box_slots_max: int = 256
     """Largest number of slots of a box. Opening the box, or sending its view, takes 20 us per slot, in which heartbeats
     wait."""
     worker_slots_max: int = 1024
-    """Largest number of slots of a worker. Sending it all of them, or draining or removing it, takes some 20 us per
-    slot, in which heartbeats wait. Each slot is a process of its own, and no machine runs more of them."""
+    """Largest number of slots of a worker. Sending all slots to the worker, or draining or removing the worker, takes
+    some 20 us per slot, in which heartbeats wait. Each slot is a process of its own, and no machine runs more
+    processes of this kind."""
     slots_at_once: int = 1024
-    """Number of slots that are placed, lost or failed without a pause, before other calls are served. It takes some 20
-    ms."""
+    """Number of slots that are placed, lost or failed without a pause, before other calls are served. Such a piece of
+    work takes some 20 ms."""
     opening_max: int = 256 * KIB
     """Largest request to open a run, in bytes. The request is kept in memory and in the journal. Larger arguments are
-    uploaded before it as a blob, and count in `budget`."""
+    uploaded before the request as a blob, and count in `budget`."""
     watches_max: int = 4
-    """Largest number of long polls held for one box or one worker. One more poll makes the oldest one be answered at
+    """Largest number of long polls held for one box or one worker. At a further poll the oldest one is answered at
     once, because a peer that calls again has lost the connection of its earlier call."""
     queries_of_token_max: int = 1024
     """Largest number of state queries that one credential token may have open at a time, over all runs."""
@@ -196,10 +197,10 @@ class Limits:
     abandoned_max: int = 1 << 19
     """Largest number of epochs that a box may abandon by `break` in one attempt."""
     abandoned_at_once: int = 4096
-    """Largest number of abandoned epochs in one report. Writing them to the journal takes 15 ms. A box repeats those
-    that the coordinator has not confirmed."""
+    """Largest number of abandoned epochs in one report. Writing this many to the journal takes 15 ms. A box repeats
+    the epochs that the coordinator has not confirmed."""
     ends_max: int = 1 << 20
-    """Largest number of epoch ends kept for a box. They are dropped when they leave the retention window, so this limit
+    """Largest number of epoch ends kept for a box. An end is dropped when it leaves the retention window, so this limit
     matters only for an unlimited window."""
     answer_ends_max: int = 4096
     """Largest number of epoch ends in a worker's answer to a state request. A worker keeps 1,024."""

@@ -19,8 +19,8 @@ TOGETHER_S = 5.0
 """Seconds within which repetitions of an event are counted instead of added."""
 _LOOK_BACK = 8
 _TEXT = 400
-"""Largest number of characters of an event's text or of a name in it. It is bounded because peers choose parts of
-them."""
+"""Largest number of characters of an event's text or of a name in the event. Peers choose parts of both, so both are
+bounded."""
 
 FAULTS = frozenset(
     ("worker lost", "slot lost", "slot failed", "batch quarantined", "box lost", "coordinator restarted")
@@ -31,6 +31,8 @@ moved, slot migrated, slot recovered; box opened, box back, box closed; attempt 
 
 @dataclass
 class Event:
+    """Fault or change in the cluster."""
+
     kind: str
     text: str
     at: float

@@ -1,8 +1,8 @@
 """Checks of the numbers and names in requests. Protobuf accepts values that no clock or counter returns: NaN, 2**64-1.
 
 Such values harm every peer, not only their sender: a long poll of NaN seconds is a loop without a pause, a total of
-2**64 - 1 overflows the next message made of it, and SQLite's integers are signed. Names appear in logs, metrics and
-errors, where text that is not plain could pass for another name.
+2**64 - 1 overflows the next message made from that total, and SQLite's integers are signed. Names appear in logs,
+metrics and errors, where an unprintable name could look like another one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ LONGEST_S = 1e9
 REPORTS_PER_SLOT = 2
 """Largest number of slot reports in a heartbeat, as a multiple of the worker's slots: a worker reports the slots that
 it runs, and those that it could not start."""
+_REMEDY = ": run the same release of Penstock on all machines"
+"""End of errors about requests that Penstock's own programs never send."""
 LONGEST_NAME = 200
-"""Longest name of a job or worker, in characters: it appears in logs, metrics and every message about it."""
+"""Longest name of a job or worker, in characters, because names appear in logs, metrics and messages."""
 
 
 def check_measures(**values: float) -> None:
     """Raise InvalidArgumentError if a duration or another measurement is outside the limits, or NaN."""
     for name, value in values.items():
         if not 0.0 <= value <= LONGEST_S:  # also false for NaN
-            raise InvalidArgumentError(f"{name} must be between 0 and {LONGEST_S:g}, got {value}")
+            raise InvalidArgumentError(f"{name} must be between 0 and {LONGEST_S:g}, got {value}{_REMEDY}")
 
 
 def check_reports(reports: Sequence[pb.SlotReport], capacity: int, limits: Limits) -> None:
@@ -49,7 +51,7 @@ def check_capabilities(report: pb.SlotReport | pb.StateAnswer, most: int) -> Non
     """Raise InvalidArgumentError if the loader's capabilities have more than `most` bytes."""
     if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > most:
         raise InvalidArgumentError(
-            f"the capabilities that a worker reports of a loader must have at most {most} bytes, got {size}"
+            f"the loader's capabilities in a worker's report must have at most {most} bytes, got {size}{_REMEDY}"
         )
 
 
@@ -57,18 +59,18 @@ def check_registration(request: pb.RegisterWorkerRequest, limits: Limits) -> Non
     """Raise InvalidArgumentError if the worker gives no name, no session or no slots, or exceeds a limit."""
     if not request.worker or not request.session or request.slots < 1:
         raise InvalidArgumentError(
-            "a worker that registers must give its name, its session and a number of slots >= 1, got "
-            f"{request.worker!r}, {'a session' if request.session else 'no session'} and {request.slots}"
+            "the registration of a worker must have a name, a session and slots >= 1, got worker="
+            f"{request.worker!r}, {'a session' if request.session else 'no session'} and slots={request.slots}: start "
+            "the worker with --name and --slots"
         )
     if request.slots > limits.worker_slots_max:
         raise InvalidArgumentError(
-            f"slots must be at most {limits.worker_slots_max} for one worker, got {request.slots}: start "
-            "several workers"
+            f"slots of one worker must be at most {limits.worker_slots_max}, got {request.slots}: start several workers"
         )
     if (size := request.ByteSize()) > limits.registration_max:
         raise InvalidArgumentError(
             f"the registration of a worker must have at most {limits.registration_max} bytes, got {size}: "
-            "give it fewer or shorter --allow prefixes"
+            "start the worker with fewer or shorter --allow prefixes"
         )
 
 
@@ -89,8 +91,8 @@ def check_progress(request: pb.WatchRunRequest, num_workers: int, limits: Limits
     entries = len(request.delivered.slots)
     if entries not in (0, num_workers):
         raise InvalidArgumentError(
-            f"a reported position must have one entry for each of the box's {num_workers} workers, got {entries} "
-            "entries"
+            f"a reported position must have one entry for each of the box's {num_workers} workers, got {entries}"
+            f"{_REMEDY}"
         )
 
 
@@ -102,8 +104,8 @@ def check_state_query(request: pb.FetchStateRequest) -> None:
     progress = request.progress
     if request.HasField("progress") and (progress.run, progress.attempt) != (request.run, request.attempt):
         raise InvalidArgumentError(
-            f"the progress sent with a request for a state must be of the same run and attempt, {request.run} "
-            f"({request.attempt}), got {progress.run} ({progress.attempt})"
+            f"the progress in a request for a state must be of the same run and attempt, {request.run} "
+            f"({request.attempt}), got {progress.run} ({progress.attempt}){_REMEDY}"
         )
 
 
@@ -112,7 +114,7 @@ def check_answer(answer: pb.StateAnswer, limits: Limits) -> None:
     if len(answer.ends) > limits.answer_ends_max:
         raise InvalidArgumentError(
             f"a worker's answer to a state query must list at most {limits.answer_ends_max} ends of epochs, "
-            f"got {len(answer.ends)}"
+            f"got {len(answer.ends)}{_REMEDY}"
         )
     check_capabilities(answer, limits.capabilities_max)
     check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)
@@ -124,19 +126,23 @@ def check_counts(**values: int) -> None:
     """Raise InvalidArgumentError if a count of steps, epochs or batches is outside the limits."""
     for name, value in values.items():
         if not 0 <= value <= MOST:
-            raise InvalidArgumentError(f"{name} must be between 0 and {MOST}, got {value}")
+            raise InvalidArgumentError(f"{name} must be between 0 and {MOST}, got {value}{_REMEDY}")
 
 
 def check_number(what: str, number: int, most: int) -> None:
-    """Raise InvalidArgumentError if a request has more than `most` elements, because handling each of them takes
-    time."""
+    """Raise InvalidArgumentError if a request has more than `most` elements, because handling each one takes time.
+    `what`: name of the elements, in the plural."""
     if number > most:
-        raise InvalidArgumentError(f"{what} must be at most {most}, got {number}")
+        raise InvalidArgumentError(f"the number of {what} must be at most {most}, got {number}{_REMEDY}")
 
 
 def check_name(what: str, name: str) -> None:
     """Raise InvalidArgumentError if a name is too long, is not one printable line, or begins or ends with a blank."""
     if len(name) > LONGEST_NAME:
-        raise InvalidArgumentError(f"{what} must have at most {LONGEST_NAME} characters, got {len(name)}")
+        raise InvalidArgumentError(
+            f"the name of a {what} must have at most {LONGEST_NAME} characters, got {len(name)}: choose a shorter name"
+        )
     if name != name.strip() or not name.isprintable():
-        raise InvalidArgumentError(f"{what} must be printable text without blanks at its ends, got {name!a}")
+        raise InvalidArgumentError(
+            f"the name of a {what} must be printable text without blanks at its ends, got {name!a}: choose another name"
+        )

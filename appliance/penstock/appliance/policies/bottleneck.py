@@ -1,13 +1,13 @@
-"""Bottleneck of a run: its own loop, one worker, too few workers, or the network between them.
+"""Bottleneck of a run: the training loop, one worker, too few workers, or the network between loop and workers.
 
 If a loop seldom waits, the loop itself is the bottleneck, and faster input would not help. If it waits, its waits alone
 could suggest the wrong slot: the loop takes the slots in turn, so if all are equally slow, it waits for the first one,
-and the others use that time. So two measurements decide: how many batches the other slots have ready, and how long each
-slot takes for a batch. A slot is the bottleneck if the other slots have batches ready while the loop waits for it, and
-if it takes half as long again for a batch as they do. Ready batches alone prove nothing, because over time any small
-difference in speed fills a ring. If no other slot has batches ready, or if all take equally long, there are too few
-slots, or input_fn is too slow. If the slot that the loop waits for has batches ready itself, they are made in time and
-arrive late: the bottleneck is the network.
+and the others use that time. So two measurements decide: the number of batches that the other slots have ready, and the
+time that each slot takes for a batch. A slot is the bottleneck if the other slots have batches ready while the loop
+waits for this slot, and if this slot takes at least 1.5 times as long for a batch. Ready batches alone prove nothing,
+because over time any small difference in speed fills a ring. If no other slot has batches ready, or if all take equally
+long, there are too few slots, or input_fn is too slow. If the slot that the loop waits for has batches ready itself,
+the batches are made in time and arrive late: the bottleneck is the network.
 
 Collectives usually keep the boxes of a run in step, so the run is as fast as the box that waits most.
 
@@ -34,9 +34,11 @@ STRAGGLER_FACTOR = 1.5
 
 @dataclass(frozen=True)
 class SlotFacts:
+    """Measurements of a slot."""
+
     slot: int
     worker: str
-    """Name of the slot's worker; "" = it has none."""
+    """Name of the slot's worker; "" = no worker."""
     phase: str
     """Name of the slot's SlotPhase."""
     wait_share: float
@@ -55,6 +57,8 @@ class SlotFacts:
 
 @dataclass(frozen=True)
 class BoxFacts:
+    """Measurements of a box."""
+
     box: int
     span_s: float
     """Seconds over which the shares were measured."""
@@ -64,6 +68,8 @@ class BoxFacts:
 
 @dataclass(frozen=True)
 class Bottleneck:
+    """Finding about what limits the speed of a run."""
+
     kind: str
     """Kind of bottleneck: starting, loop, straggler, workers, network, unplaced or recovering."""
     text: str
@@ -80,10 +86,10 @@ class Bottleneck:
 
 
 def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
-    """Return the run's bottleneck; None if there are no boxes.
+    """Return the run's bottleneck; None if `boxes` is empty.
 
     `boxes`: boxes whose loops are running. `busy_cores`: number of cores of the workers' machines if the run's slots
-    keep all of them busy; else 0.
+    keep all cores busy; else 0.
     """
     boxes = list(boxes)
     stuck = next((found for box in boxes if (found := _unplaced(box)) is not None), None)
@@ -113,7 +119,7 @@ def _unplaced(box: BoxFacts) -> Bottleneck | None:
         return None
     text = (
         f"Box {box.box} cannot begin: no worker has free capacity for its slot {slot.slot}. Start more workers, or "
-        "ones with more slots."
+        "workers with more slots."
     )
     return Bottleneck("unplaced", text, box.wait_share, box.box, slot.slot)
 
@@ -133,12 +139,12 @@ def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
     blame = _share(top.wait_share, box)
     prefix = f"{waits}, {percent(blame)} of that for slot {top.slot}"
     if top.phase == "WAITING":
-        text = f"{prefix}, which no worker has free capacity for: start more workers, or ones with more slots."
+        text = f"{prefix}, for which no worker has free capacity: start more workers, or workers with more slots."
         return Bottleneck("unplaced", text, box.wait_share, box.box, top.slot, "", blame)
     if top.phase == "FAILED":
         text = f"{prefix}, which has failed for good on worker {top.worker}: see its error."
     elif top.restarts or top.behind:
-        text = f"{prefix}, which another runner is taking over on worker {top.worker}: it starts, or replays."
+        text = f"{prefix}, whose new runner on worker {top.worker} is still starting or replaying."
     else:
         text = f"{prefix}, whose first batch is being made on worker {top.worker}."
         return Bottleneck("starting", text, box.wait_share, box.box, top.slot, top.worker, blame)
@@ -151,8 +157,7 @@ def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
     blame = _share(top.wait_share, box)
     text = (
         f"{waits}, {percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches are ready "
-        f"there on average: they come late from worker {top.worker}. Look at the network between, or at how busy that "
-        "machine is."
+        f"there on average: they arrive late from worker {top.worker}. Check the network to that machine, and its load."
     )
     return Bottleneck("network", text, box.wait_share, box.box, top.slot, top.worker, blame)
 
@@ -179,18 +184,18 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
         who = f"slot {top.slot} on worker {top.worker}" if len(group) == 1 else f"worker {worker}"
         text = (
             f"{waits}, {percent(blame)} of that for {who}, which is slower than the others: {_mean(group):.1f} "
-            f"batches are ready there on average, {_mean(others):.1f} at each other slot. Look at that machine, or at "
-            "what its slot reads."
+            f"batches are ready there on average, {_mean(others):.1f} at each other slot. Check that machine, and the "
+            "data that the slot reads."
         )
         return Bottleneck("straggler", text, box.wait_share, box.box, top.slot, group[0].worker, blame)
     return None
 
 
 def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
-    """Return whether `group` takes so much longer for a batch than `others` that it is a straggler. If these times are
+    """Return whether `group` takes at least STRAGGLER_FACTOR times as long for a batch as `others`. If these times are
     not known, return True, and the numbers of ready batches decide alone."""
-    theirs, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
-    return not theirs or not usual or max(theirs) >= STRAGGLER_FACTOR * median(usual)
+    own, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
+    return not own or not usual or max(own) >= STRAGGLER_FACTOR * median(usual)
 
 
 def _few(box: BoxFacts, waits: str, busy_cores: int) -> Bottleneck:
@@ -199,11 +204,11 @@ def _few(box: BoxFacts, waits: str, busy_cores: int) -> Bottleneck:
     text = f"{waits}, and {many} ({_mean(box.slots):.1f} batches are ready at each on average)"
     if busy_cores:
         text += (
-            f", and the cores are busy: the workers' machines have {busy_cores}, which carry no more such slots. Start "
-            "workers on more machines, or make input_fn faster."
+            f", and all {busy_cores} cores of the workers' machines are busy. Start workers on more machines, or make "
+            "input_fn faster."
         )
     else:
-        text += ": more workers, or a faster input_fn."
+        text += ". Raise num_workers_per_box, or make input_fn faster."
     return Bottleneck("workers", text, box.wait_share, box.box)
 
 

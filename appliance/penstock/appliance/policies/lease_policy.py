@@ -9,9 +9,9 @@ The cost of a call depends on the other load of the machine. So the coordinator 
 While the timer is late, it asks a large fleet for fewer calls. Otherwise an overloaded coordinator would take live
 workers for dead.
 
-A lease is promised to a peer by the coordinator's last reply, and may be longer than the present fleet needs. So the
-peer reports with each call the lease that it was promised, and gets the longer of the two. The coordinator need not
-remember the promise, which therefore also holds after restarts and lost replies.
+The coordinator's last reply promises a lease to a peer, which may be longer than the present fleet needs. So the peer
+reports with each call the lease that it was promised, and gets the longer of the promised and the present lease. The
+coordinator need not remember the promise, which therefore also holds after restarts and lost replies.
 
 Long polls that were answered together, at the start of a job or after a restart, would stay synchronised. So each peer
 has its own moment within the interval, derived from its name, and its poll is held until that moment.
@@ -31,14 +31,16 @@ from penstock.proto.errors import JournalError
 
 @dataclass(frozen=True)
 class LeasePolicy:
+    """Heartbeat interval and lease of one kind of peer."""
+
     heartbeat_s: float
     """Seconds between two calls of a peer that has nothing to report."""
     lease_s: float
     """Seconds of silence after which a peer counts as dead."""
 
     def promised(self, known_s: float, longest_s: float) -> float:
-        """Return the lease to promise to a peer now. `known_s`: lease that the peer was promised before. `longest_s`:
-        longest value of it that is believed."""
+        """Return the lease in seconds to promise to a peer now. `known_s`: lease that the peer was promised before;
+        `longest_s`: longest such lease that is believed."""
         return max(self.lease_s, min(known_s, longest_s))
 
     def left(self, now: float, name: str) -> float:
@@ -71,10 +73,11 @@ def of_boxes(boxes: int, load_factor: float, limits: Limits) -> LeasePolicy:
 
 
 MOST_LOAD_FACTOR = 8.0
+"""Largest load factor."""
 
 
 def updated_load_factor(load_factor: float, gap_s: float, tick_s: float) -> float:
-    """Return the new load factor, by which the number of calls that peers are asked for is divided. `gap_s`: seconds
+    """Return the new load factor, which divides the number of calls per second that peers may make. `gap_s`: seconds
     since the last tick, or since the last call known to have been received, whichever is longer.
 
     The factor rises fast: by half with each tick that is late by more than its period. It falls slowly: by half in 35
@@ -96,11 +99,12 @@ def patience_s(load_factor: float, lease_s: float, unreceived_s: float = 0.0) ->
 
 
 class PromisedLease:
-    """Longest lease that any worker, or any client, may still have been promised. It is recorded in the journal for the
-    next coordinator.
+    """Longest lease that any worker, or any client, may still have been promised, recorded in the journal for the next
+    coordinator.
 
-    The recorded value has a margin, so that a growing fleet seldom causes a write. It is lowered when it is older than
-    the lease itself. By then every peer that was promised this lease has a newer promise, or has lost its lease.
+    The recorded value has a margin, so that a growing fleet seldom causes a write. The value is lowered when it is
+    older than the lease itself. By then every peer that was promised this lease has a newer promise, or has lost its
+    lease.
     """
 
     MARGIN = 1.25
@@ -114,8 +118,8 @@ class PromisedLease:
             self.lease_s = max(shortest_s, float(noted))
         except ValueError as error:
             raise JournalError(
-                f"{journal.name} is damaged: its value {name} must be a number, got {noted!r}. Restore it from a copy, "
-                "or move it away to start anew"
+                f"{journal.name} is damaged: its value {name} must be a number, got {noted!r}. Restore a copy of the "
+                "file, or move the file away to start anew"
             ) from error
         self._since = now
 
@@ -137,16 +141,16 @@ class PromisedLease:
 
 
 SNAPSHOT_CALLS = 3.0
-"""Cost of a snapshot, counted in heartbeats: it needs a stream, a share of a commit, and the writing thread."""
+"""Cost of a snapshot, counted in heartbeats: a snapshot takes a stream, a share of a commit, and the writing thread."""
 
 
 def share(slots: int, calls_per_s: float, limits: Limits) -> SnapshotShare:
     """Return the quota of durable snapshots of each slot. Snapshots get the calls per second that heartbeats and
-    watches leave. So a busy fleet has more to replay after a fault, but its heartbeats are not received late.
+    WatchRun calls leave. So a busy fleet has more to replay after a fault, but its heartbeats are not received late.
 
     Args:
         slots: number of slots that workers have.
-        calls_per_s: number of heartbeats and watches per second.
+        calls_per_s: number of heartbeats and WatchRun calls per second.
     """
     count = max(1, slots)
     each = min(limits.snapshot_slot_bytes_per_s, limits.snapshot_bytes_per_s / count)

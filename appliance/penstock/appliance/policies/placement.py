@@ -40,15 +40,16 @@ def _lost_at(slot: Slot, worker: str) -> int:
 
 
 def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
-    """Return the reason why no registered worker may ever run the input_fn; "" if one may, or if none is registered."""
+    """Return the reason why no registered worker may run the input_fn; "" if one may, or if no worker is registered."""
     module = module_of(input_fn)
     present = [worker for worker in workers if worker.registered and not worker.draining]
     if not present or any(worker.may_run(module) for worker in present):
         return ""
     allowed = sorted({prefix for worker in present for prefix in worker.allow})
     return (
-        f"input_fn {input_fn!r} is in module {module!r}, which none of the {len(present)} workers may run (allowed "
-        f"prefixes: {', '.join(allowed) or 'none'}); start workers with --allow {module.partition('.')[0]}"
+        f"module {module!r} of input_fn {input_fn!r} must be under a prefix that a worker allows "
+        f"({', '.join(allowed) or 'none'}), but none of the {len(present)} workers may run the module: start workers "
+        f"with --allow {module.partition('.')[0]}"
     )
 
 
@@ -74,7 +75,7 @@ class FreeCapacity:
         """Number of entries pushed since the heaps were last rebuilt."""
 
     def offer(self, worker: Worker) -> None:
-        """Add an entry for the worker. The caller must call it whenever the worker has changed."""
+        """Add an entry for the worker. Call this method whenever the worker has changed."""
         if worker.free <= 0:
             return
         entry, heaps = (worker.load, worker.name), self._heaps.setdefault(worker.allow, _Heaps())

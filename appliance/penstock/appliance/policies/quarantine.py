@@ -1,4 +1,5 @@
-"""Poison batches: finds the batch that kills its runner each time, and decides what to do about it.
+"""Poison batches: finds the batch that kills its runner each time, and decides whether to fail the slot or to skip the
+batch.
 
 A runner records the position of the batch that it is making. If the runner dies, its worker reports that position. A
 batch is quarantined when its slot has been lost too often without progress and every loss was at the batch's position.
@@ -23,14 +24,14 @@ invalid."""
 
 
 def is_valid_position(making: records_pb2.Skip) -> bool:
-    """Return whether `making` can be the position of a batch. It may be invalid, because user code can overwrite the
-    memory in which its runner records the position. The journal could not store such a value."""
+    """Return whether `making` can be the position of a batch. User code can overwrite the memory in which its runner
+    records the position, and the journal could not store any such value."""
     return max(making.epoch, making.total, making.count) <= MOST
 
 
 def relevant_losses(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) -> list[SlotLoss]:
-    """Return the losses of the slot that count together with the latest one: those with the same number of delivered
-    batches that are newer than `horizon` or happened at the same batch."""
+    """Return the losses of the slot that count together with the latest loss: losses with the same number of delivered
+    batches, which are newer than `horizon` (monotonic seconds) or happened at the same batch."""
     return [
         loss
         for loss in losses
@@ -46,10 +47,10 @@ def common_position(losses: Sequence[SlotLoss]) -> records_pb2.Skip | None:
     return making if making is not None and all(loss.making == making for loss in losses) else None
 
 
-def skip_batch(slot: Slot, place: records_pb2.Skip) -> None:
+def skip_batch(slot: Slot, position: records_pb2.Skip) -> None:
     """Skip one more batch of the slot at this position from now on."""
-    key = (place.epoch, place.total)
-    slot.skips[key] = place.count + 1
+    key = (position.epoch, position.total)
+    slot.skips[key] = position.count + 1
     slot.skipped[key] = slot.skipped.get(key, 0) + 1
     slot.losses = []
 
@@ -69,19 +70,20 @@ def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
 
 
 def loss_error(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: float) -> WorkerLostError:
-    """Return the error of a slot that fails because of its losses. `place`: position of the poison batch; None if there
-    is none."""
+    """Return the error of a slot that fails because of its losses. `place`: position of the poison batch; None if the
+    losses were at different batches."""
     losses = slot.losses
     each = "; ".join(dict.fromkeys(loss.note for loss in losses))
     if place is None:
         text = (
-            f"the runner of {slot} of run {slot.key.run} was lost {len(losses)} times within {window_s:g} s without "
-            f"delivering a batch in between (after batch {losses[-1].delivered} of the slot): {each}"
+            f"{slot} of run {slot.key.run} lost its runner {len(losses)} times within {window_s:g} s without a batch "
+            f"delivered in between (after batch {losses[-1].delivered} of the slot). Remove the causes and start the "
+            f"job again: {each}"
         )
     else:
         text = (
-            f"{name_of(box, slot, place)} of run {slot.key.run} is quarantined: it killed its runner {len(losses)} "
-            f'times. Repair the data or code of that batch, or have such batches skipped: Appliance(poison="skip"). '
-            f"The deaths: {each}"
+            f"{name_of(box, slot, place)} of run {slot.key.run} is quarantined, because it killed its runner "
+            f'{len(losses)} times. Repair the data or code of that batch, or pass Appliance(poison="skip") to skip '
+            f"such batches. Causes of death: {each}"
         )
     return WorkerLostError(text, remote_traceback=slot.stack)

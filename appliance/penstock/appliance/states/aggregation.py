@@ -3,7 +3,7 @@ loader itself.
 
 Usually the client aggregates the states with a loader of its own. In the training process input_fn may raise, for
 example because its data are only on the workers' machines. Then the client uploads the workers' states as a blob and
-requests their aggregation. Every worker of the box returns the same result, so any of them can do it.
+requests their aggregation. Any worker of the box can do this, because every worker returns the same result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AggregationTask(SlotStateRequest):
 
 @dataclass(eq=False)
 class Aggregation(StateQuery):
-    """State query for an aggregation: it makes one request, to the first ready slot of the box, and is planned like a
+    """State query for an aggregation: makes one request, to the first ready slot of the box, and is planned like a
     query of one box."""
 
     box: int = 0
@@ -55,17 +55,17 @@ class Aggregation(StateQuery):
         box = attempt.boxes.get(self.box)
         if box is None:
             raise StateUnavailableError(
-                f"the states of run {self.run} cannot be aggregated: box {self.box}, whose worker would do it, has not "
-                "opened the run: retry once it has"
+                f"the states of run {self.run} cannot be aggregated yet, because box {self.box}, whose worker does "
+                "this, has not opened the run: retry once the box has opened the run"
             )
         ready = next((slot for slot in box.slots if slot.phase == pb.READY), None)
         self._missing[number] = [] if ready is not None else [f"a worker of box {self.box}"]
         slot_requests: dict[str, SlotStateRequest] = {}
         if ready is not None:
-            errand = AggregationTask(
+            task = AggregationTask(
                 ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, 0, self.serial, self.blob
             )
-            slot_requests[errand.id] = errand
+            slot_requests[task.id] = task
         self._ask(number, slot_requests)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:

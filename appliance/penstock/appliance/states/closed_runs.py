@@ -1,10 +1,11 @@
 """Last state of each run that has ended, kept for a while for `penstock state` and other programs.
 
 While a run is open, its workers have its states. When it ends, the workers are freed and the states are lost. Only the
-state that was fetched last, usually the job's own last checkpoint, is still in the coordinator's memory. It is written
-to the database of snapshots. So training is not delayed, and the kept state is exactly the one that the job saved.
+state that was fetched last, usually the job's own last checkpoint, is still in the coordinator's memory. This state is
+written to the database of snapshots. So training is not delayed, and the kept state is exactly the one that the job
+saved.
 
-Pure: this module decides which states are kept and which may be dropped; the service writes and reads them.
+Pure: this module decides which states are kept and which may be dropped; the service writes and reads the states.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class ClosedRuns:
         self._wall = wall
 
     def of(self, query: StateQuery, parts: list[bytes]) -> ClosedRun:
-        """Return the record of the last state of a run that ends now. `parts`: the state as serialised messages."""
+        """Return the record of a run's last state, for a run that ends now. `parts`: the state as serialised
+        messages."""
         size = sum(map(len, parts))
         return ClosedRun(query.run, query.attempt, query.step, self._wall(), size)
 
@@ -67,7 +69,7 @@ class ClosedRuns:
         return dropped
 
     def add(self, new: ClosedRun, gone: Iterable[str]) -> None:
-        """Add a state that is on disk, and remove those of the runs `gone`, which are no longer there."""
+        """Add a state that is on disk, and remove the states of the runs `gone`, which were removed from disk."""
         for run in gone:
             self._kept.pop(run, None)
         self._kept[new.run] = new
@@ -84,8 +86,8 @@ class ClosedRuns:
             return None
         if not request.newest and request.step != one.step:
             raise StateUnavailableError(
-                f"run {one.run} has ended, and of its states the coordinator keeps only the last one that was fetched, "
-                f"of step {one.step}: got a request for step {request.step}"
+                f"step must be {one.step} for run {one.run}, got {request.step}: the run has ended, and only its last "
+                "fetched state is kept. Request that step, or the newest state"
             )
         return one
 

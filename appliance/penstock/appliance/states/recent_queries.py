@@ -1,6 +1,6 @@
 """Recent state queries: checkpoints of training jobs, and states that operators fetched.
 
-Every rank of a job requests the same step when it saves. These requests are one entry with a count.
+Every rank of a job requests the same step when it saves. Such requests are one entry with a count.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _ERROR = 400
 
 
 OPERATOR = "operator"
+"""Caller of a request that did not come from a training job."""
 
 
 @dataclass
@@ -40,7 +41,7 @@ class StateFetch:
     callers: int = 1
 
     def of(self, query: StateQuery) -> None:
-        """Set attempt and step to those of the query, because the request may have asked for the newest step."""
+        """Set attempt and step from the query, because the request may have asked for the newest step."""
         self.attempt, self.step = query.attempt, query.step
 
     def is_with(self, other: StateFetch) -> bool:

@@ -6,7 +6,7 @@ The record of a box at a step can be computed from an earlier position of the bo
 runs in rounds. It computes each slot's position from the ends known so far, and asks each slot's worker for its state
 there. If a worker answers that the slot's epoch ended earlier, the query records the end and computes the positions
 again. Answers for positions that did not change are kept. When every slot has answered for the current plan, the record
-is complete. It is the same for every caller and at any time.
+is complete. The record is the same for every caller and at any time.
 
 Proof that the record is right. A slot's worker checks two facts about the position (epoch, delivered, total): the epoch
 began after total - delivered batches of the slot, and did not end before batch `total`. If both hold for all slots of a
@@ -18,12 +18,12 @@ but one of them reports it first. So if a box abandoned an epoch, the query wait
 reported a position beyond that step. This wait ends, because the box's loop is not inside a collective that waits for
 the caller.
 
-If a slot is being recovered, the query waits for it. The request then goes to the slot's new worker once that is ready.
-A box whose only epoch is over answers with its final state.
+If a slot is being recovered, the query waits until the slot's new worker is ready, and then asks that worker. A box
+whose only epoch is over answers with its final state.
 
 The record of a box depends on this box alone. So boxes are collected in their order, with a limited number of slots at
-a time. Each box is complete by itself, and may be sent and dropped before the last boxes are begun. So the state of a
-large fleet is never in memory as a whole. An error may therefore come after the records of some boxes.
+a time. The records of a complete box may be sent and dropped before the last boxes are begun. So the state of a large
+fleet is never in memory as a whole. An error may therefore come after the records of some boxes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 EPOCHS_SENT = 16
-"""Largest number of abandoned epochs sent to a worker with a request. There are seldom more since the slot's last
-durable snapshot. A state that would need more is refused."""
+"""Largest number of abandoned epochs sent to a worker with a request. Few slots have more since their last durable
+snapshot. A state that would need more is refused."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SlotStateRequest:
     total: int
     digests_after: int = field(compare=False)
     """Total of the slot at the nearest position that the box reported. The worker returns the digests of the slot's
-    batches after it, with which the box's stream digest is continued."""
+    later batches, from which the box's stream digest is continued."""
     round: int
     """Number of epoch ends that the slot has answered so far, so that a repeated request has a new id."""
     serial: int
@@ -158,12 +158,14 @@ class GatheredState:
 
 @dataclass(eq=False)
 class StateQuery:
+    """Query for the state of a run at a step, shared by all callers that request the same step."""
+
     run: str
     attempt: int
     step: int
     serial: int = 0
-    """Serial number of the query, which no other query has, also after a restart. It is part of each request's id, so
-    that a repeated query makes new requests."""
+    """Unique serial number of the query, also across restarts. The number is part of each request's id, so that a
+    repeated query makes new requests."""
     num_boxes: int = 1
     at_once: int = 1 << 30
     """Largest number of slots that may be asked at the same time."""
@@ -200,10 +202,10 @@ class StateQuery:
     """Slot -> position and known epoch ends at the time when it answered with an end that was already known. The plan
     was then wrong because of another slot. So the slot gets no new request until more ends are known."""
     _starts: dict[int, Position] = field(default_factory=dict)
-    """Newest position of each box after which digests were requested. It stays valid when the cluster state has
-    replaced it by a later report."""
+    """Newest position of each box after which digests were requested. The position stays valid when the cluster state
+    already has a later one."""
     _missing: dict[int, list[str]] = field(default_factory=dict)
-    """Reasons, other than missing answers, why each box is not complete."""
+    """Box -> reasons why the box is not complete, other than missing answers."""
 
     def topic(self, box: int) -> tuple[str | int, ...]:
         """Return the topic that is announced when the box is complete. A query that fails announces the topics of all
@@ -240,7 +242,7 @@ class StateQuery:
         asked = [f"box {w.key.box} slot {w.key.slot} on worker {w.worker}" for w in self.requests.values()]
         missing = [what for _, box in sorted(self._missing.items()) for what in box]
         later = self.num_boxes - self._asked_boxes
-        return ", ".join([*missing, *asked, *([f"{later} boxes that are asked after these"] if later > 0 else [])])
+        return ", ".join([*missing, *asked, *([f"{later} boxes after these"] if later > 0 else [])])
 
     def is_next(self, slot_request: SlotStateRequest) -> bool:
         """Return whether the request belongs to the first incomplete box, for which the callers wait."""
@@ -306,10 +308,10 @@ class StateQuery:
         doubtful: list[str] = []
         box = attempt.boxes.get(number)
         if box is None:
-            missing.append(f"box {number} (it has not opened the run)")
+            missing.append(f"box {number} (has not opened the run)")
             return
         if not box.reported and box.presence is BoxPresence.LIVE:
-            missing.append(f"box {number} (it has not reported since the coordinator was started)")
+            missing.append(f"box {number} (has not reported since the coordinator started)")
             self._ask(number, {})
             return
         state = BoxState([])
@@ -318,14 +320,15 @@ class StateQuery:
         self._starts[number] = start
         if box.presence is BoxPresence.GONE:
             raise StateUnavailableError(
-                f"step {self.step} of run {self.run}: the training job of box {number} has stopped reporting, and its "
-                "workers were freed. Retry once it is back; if it is dead, resume from a state that was saved before"
+                f"the state of run {self.run} at step {self.step} is not available, because the training process of "
+                f"box {number} has stopped reporting and its workers were freed. Retry once the process reports again; "
+                "if the process is dead, resume from an earlier state"
             )
         behind = attempt.behind(box, self.step)
         if behind is not None:
             other = attempt.left[behind]
             missing.append(
-                f"box {number} (it has not reported a step beyond {behind}, after which box {other} abandoned an epoch)"
+                f"box {number} (has not reported a step beyond {behind}, after which box {other} abandoned an epoch)"
             )
             self._ask(number, {})
             return
@@ -361,16 +364,16 @@ class StateQuery:
                 )
                 requests[slot_request.id] = slot_request
             elif slot.phase == pb.STARTING:
-                missing.append(f"{slot} (being started on worker {slot.worker})")
+                missing.append(f"{slot} (starting on worker {slot.worker})")
             else:
-                missing.append(f"{slot} (no worker has it)")
+                missing.append(f"{slot} (waiting for a worker)")
         self._ask(number, requests)
         if requests or missing:
             return
         if denied or doubtful:
             raise ProtocolError(
-                f"the state of run {self.run} at step {self.step} cannot be put together: the workers disagree about "
-                "the batch after which an epoch ended. Check that these loaders are deterministic: "
+                f"the state of run {self.run} at step {self.step} cannot be computed: the workers disagree about the "
+                "batch after which an epoch ended. Check that the loader is deterministic in "
                 f"{', '.join(denied + doubtful)}"
             )
         self._record_digest(box, start, position)
@@ -391,16 +394,17 @@ class StateQuery:
         where = f"step {self.step} of run {self.run}: box {box.number}"
         if box.presence is BoxPresence.CLOSED and not any(slot.worker for slot in box.slots):
             raise StateUnavailableError(
-                f"{where} has closed and its workers are gone: take the state before any box closes its appliance"
+                f"{where} has closed and its workers were freed: save the state before any rank closes its Appliance"
             )
         if box.presence is BoxPresence.CLOSED and not box.reported:
             raise StateUnavailableError(
-                f"{where} has closed, and the coordinator, restarted since, does not know where it ended: take the "
-                "state before any box closes its appliance"
+                f"{where} has closed, and the coordinator has restarted since and lost the last position of the box: "
+                "save the state before any rank closes its Appliance"
             )
         if self.step < box.start.step and not box.epoch_ended:
             raise StateUnavailableError(
-                f"{where} began this launch at step {box.start.step}: states of earlier steps are gone"
+                f"{where} began this launch at step {box.start.step}, and earlier states are not kept: request step "
+                f"{box.start.step} or a later one"
             )
         at = self.step
         if box.epoch_ended and box.step < self.step:
@@ -411,8 +415,8 @@ class StateQuery:
         unkept = box.restored and start is box.start and at < box.step - box.retention
         if start is None or unkept:
             raise StateUnavailableError(
-                f"{where} is more than retention_steps={box.retention} steps past that step, so its state is no longer "
-                "kept: ask for a later step, or raise retention_steps"
+                f"{where} is more than retention_steps={box.retention} steps past that step, so the state was dropped: "
+                "request a later step, or raise retention_steps"
             )
         position = advance(start, at, box.ends, box.abandoned)
         if sum(position.total) - sum(start.total) != at - start.step or box.is_refuted(position):
@@ -426,7 +430,7 @@ class StateQuery:
         return error_named(type(error).__name__, message, error.remote_traceback)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
-        """Record a worker's answer. An answer to a request that is no longer open changes nothing."""
+        """Record a worker's answer. Ignore an answer to a request that was withdrawn."""
         slot_request = self.requests.get(answer.request)
         if slot_request is None or answer.worker != slot_request.worker:
             return
@@ -439,8 +443,8 @@ class StateQuery:
             return
         if len(answer.digests) > max(0, slot_request.total - answer.digests_after):
             raise InvalidArgumentError(
-                f"an answer must have at most a digest for each batch after {answer.digests_after} up to "
-                f"{slot_request.total}, got {len(answer.digests)}"
+                f"a worker's answer must have at most one digest for each of batches {answer.digests_after + 1} to "
+                f"{slot_request.total}, got {len(answer.digests)}: run the same release of Penstock on all machines"
             )
         place = (slot_request.key.box, slot_request.key.slot)
         before = self._answers.get(place)
@@ -451,8 +455,9 @@ class StateQuery:
     def _ended(self, attempt: Attempt, box: Box, slot_request: SlotStateRequest, answer: pb.StateAnswer) -> None:
         if (answer.ended_epoch, answer.ended_total) >= (slot_request.epoch, slot_request.total):
             error = ProtocolError(
-                f"the worker reports that epoch {answer.ended_epoch} ended after batch {answer.ended_total}, which is "
-                f"not before the requested batch {slot_request.total} of epoch {slot_request.epoch}"
+                f"an epoch end in the answer must be before batch {slot_request.total} of epoch {slot_request.epoch}, "
+                f"got the end of epoch {answer.ended_epoch} after batch {answer.ended_total}: check that the loader is "
+                "deterministic"
             )
             self.fail(self._of_slot(error, slot_request.key, slot_request.worker))
             return

@@ -1,4 +1,4 @@
-"""Messages in which states are sent to callers, and the order in which they are sent.
+"""Messages in which states are sent to callers, and the order of sending.
 
 When hundreds of boxes save at one step, they request each other's records at the same time. Two measures keep the
 coordinator able to receive heartbeats. First, records are serialised once for all callers, and each caller's messages
@@ -21,14 +21,14 @@ __all__ = ["LoopTurns", "packed", "parts"]
 
 
 class LoopTurns:
-    """Queue of callers that wait for a turn of the event loop. Each turn is given to one caller, in the order of
+    """Queue of callers that wait for a turn of the event loop. Each turn goes to one caller, in the order of
     arrival."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def next(self) -> None:
-        """Wait for a turn of the event loop that is given to no other caller."""
+        """Wait for a turn of the event loop that goes to this caller alone."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)
@@ -57,7 +57,8 @@ def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
 
 
 def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
-    """Yield serialised messages, each with several small parts, for a caller that accepts this (StatePart.parts)."""
+    """Yield serialised messages, each with several small parts, for a caller that accepts packed parts
+    (StatePart.parts)."""
     pack: list[bytes] = []
     size = 0
     for part in _serialised(states):

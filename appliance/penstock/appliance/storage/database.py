@@ -1,11 +1,11 @@
-"""Database of the coordinator: opens it, and checks by the number of the last commit that no commits were lost.
+"""Database of the coordinator: opening, and a check by the number of the last commit that no commits were lost.
 
 SQLite's write-ahead log ends at the first frame whose checksum does not match. If a bit in the middle of the log flips,
 SQLite takes that place for the log's end, and the last commits are silently lost. Therefore each commit has a number,
 which is in the database and in a file beside it (`journal.commits`). A database that ends before the recorded number is
-refused. It is refused before SQLite writes to it or empties its log, so it is unchanged. The journal's number is also
-sent to workers and training jobs, signed (`CommitMarks`). With it a coordinator detects commits that the disk has lost
-together with the file, and an old copy of the directory.
+refused, before SQLite writes to it or empties its log. The journal's number is also sent to workers and training jobs,
+signed (`CommitMarks`). By this number a coordinator detects commits that the disk has lost together with the file, and
+an old copy of the directory.
 
 The file is written after each commit, but synced only when it is created. It survives the end of the process. After a
 loss of power it may be a few seconds old, which makes the check weaker but never wrong.
@@ -48,21 +48,21 @@ log = logging.getLogger("penstock.appliance")
 
 
 def damaged(name: str, why: object) -> JournalError:
-    return JournalError(f"{name} is damaged ({why}): restore it from a copy, or move it away to start anew")
+    return JournalError(f"{name} is damaged ({why}): restore a copy of the file, or move the file away to start anew")
 
 
 def check_schema(path: Path | None, found: int) -> None:
     """Raise JournalError if another version of Penstock wrote the database. `found`: format of the database."""
     if found != SCHEMA:
         raise JournalError(
-            f"the database {path or ':memory:'} has format {found}, and this Penstock reads format {SCHEMA}: another "
-            "version wrote it. Run that version, or start on an empty state directory"
+            f"the format of database {path or ':memory:'} must be {SCHEMA}, got {found}, from another version of "
+            "Penstock. Run that version, or start on an empty state directory"
         )
 
 
 def open_database(path: Path | None, script: str) -> sqlite3.Connection:
-    """Open a database of the coordinator, and create it if it is missing. `path` None: in memory. Raises JournalError
-    if it cannot be read."""
+    """Open a database of the coordinator, and create a missing one. `path` None: in memory. Raises JournalError for a
+    database that cannot be read or written."""
     name = path or ":memory:"
     try:
         # check_same_thread: snapshot_store.py is used from one thread at a time, which is not the one that opened it.
@@ -75,7 +75,7 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
                 (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
                 if mode != "wal":
                     raise JournalError(
-                        f"{path}: SQLite cannot use its write-ahead log here (journal mode {mode!r}): choose a state "
+                        f"SQLite cannot use its write-ahead log for {path} (journal mode {mode!r}): choose a state "
                         "directory on a local disk"
                     )
             db.execute("PRAGMA synchronous=FULL")
@@ -91,12 +91,17 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR")):
             raise JournalError(
-                f"{name} cannot be written ({error}): free space on its disk, or repair it, and start again; the "
-                "journal itself is kept"
+                f"{name} cannot be written ({error}); its content is unchanged. Free space on the disk, or repair the "
+                "disk, and start again"
             ) from error
-        raise JournalError(
-            f"{name} cannot be read as a journal ({error}): restore it from a copy, or move it away to start anew"
-        ) from error
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: object, error: Exception) -> JournalError:
+    return JournalError(
+        f"{name} cannot be read as a coordinator's database ({error}): restore a copy of the file, or move the file "
+        "away to start anew"
+    )
 
 
 @contextmanager
@@ -113,8 +118,8 @@ def read_only(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connectio
 
 @contextmanager
 def transaction(db: sqlite3.Connection, commits: CommitNumber) -> Iterator[None]:
-    """Return a context in which the changes of the database are one commit with the next number. If it fails, no change
-    is made. Raises sqlite3.Error, JournalError."""
+    """Return a context in which the changes of the database are one commit with the next number. If the commit fails,
+    no change is made. Raises sqlite3.Error, JournalError."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -153,7 +158,10 @@ class CommitNumber:
             try:
                 self._open()
             except OSError as error:
-                raise JournalError(f"{self._file} cannot be used: {error}") from error
+                raise JournalError(
+                    f"{self._file} cannot be used: {error}. Free space on the disk, and give the coordinator's user "
+                    "access to the file"
+                ) from error
 
     def _open(self) -> None:
         self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -174,7 +182,7 @@ class CommitNumber:
             try:
                 self._record(self.number + 1)
             except OSError as error:
-                raise JournalError(f"{self._file} cannot be written: {error}") from error
+                raise JournalError(f"{self._file} cannot be written: {error}. Free space on the disk") from error
         self.number += 1
 
     def expect(self, number: int) -> None:
@@ -205,36 +213,34 @@ def check_commits(path: Path) -> int:
                 (schema,) = db.execute("PRAGMA user_version").fetchone()
                 found = _number_in(db) if schema <= SCHEMA else expected or 0
     except OSError as error:
-        raise JournalError(f"{file} cannot be read: {error}") from error
+        raise JournalError(f"{file} cannot be read: {error}. Give the coordinator's user access to the file") from error
     except (sqlite3.Error, ValueError) as error:
-        raise JournalError(
-            f"{path} cannot be read as a journal ({error}): restore it from a copy, or move it away to start anew"
-        ) from error
+        raise _unreadable(path, error) from error
     if expected is not None and found < expected:
         raise behind(path, found, expected, f"as {file} shows")
     if expected is None and found > 1:
-        log.warning("%s is missing, so commits that %s may have lost cannot be noticed at this start", file, path)
+        log.warning("%s is missing, so this start cannot detect whether %s has lost commits", file, path)
     return found
 
 
 def behind(path: Path | str, found: int, expected: int, witness: str) -> JournalError:
-    """Return the error for a database that lacks commits. `witness`: text that says how they are known."""
+    """Return the error for a database that lacks commits. `witness`: text that names the proof of commit `expected`."""
     return JournalError(
-        f"{path} ends at commit {found}, but commit {expected} was made, {witness}: its log {path}-wal is damaged or "
-        "missing, or this is an older copy. Restore a current copy of the whole directory; or move the directory away "
-        "to start anew, and start the jobs from their checkpoints"
+        f"{path} ends at commit {found}, but commit {expected} was made, {witness}: the log {path}-wal is damaged or "
+        "missing, or the database is an older copy. Restore a current copy of the whole directory; or move the "
+        "directory away to start anew, and start the jobs from their checkpoints"
     )
 
 
 def _line(number: int) -> bytes:
-    """Return the line that records a number. It always has the same length and fits into one sector of a disk, so it is
-    written whole or not at all."""
+    """Return the line that records a number. The line always has the same length and fits into one sector of a disk, so
+    a disk writes all of it or nothing."""
     text = f"{number:020d}"
     return f"{text} {zlib.crc32(text.encode()):08x}\n".encode()
 
 
 def recorded(file: Path) -> int | None:
-    """Return the number in the file; None if there is none yet."""
+    """Return the number in the file; None if the file is missing or empty."""
     try:
         line = file.read_bytes()
     except FileNotFoundError:
@@ -244,8 +250,8 @@ def recorded(file: Path) -> int | None:
     number = int(line[:20]) if line[:20].isdigit() else 0
     if line != _line(number):
         raise JournalError(
-            f"{file} is damaged: it must hold the number of the last commit of the database beside it. Remove it to "
-            "start on that database as it is, if you are sure that it is complete; else restore a copy of the directory"
+            f"{file} is damaged: it must hold the number of the last commit of the database beside it. Restore a copy "
+            "of the directory; or, if you are sure that the database is complete, remove the file"
         )
     return number
 
@@ -257,8 +263,8 @@ class CommitMarks:
     def __init__(self, secret: bytes, process: bytes, found: int) -> None:
         self._secret = secret
         self._process = process
-        """Random id of this coordinator process, 8 bytes. It marks the commits of this process, which may have the same
-        numbers as commits that were lost."""
+        """Random id of this coordinator process, 8 bytes. The id marks the commits of this process, which may have the
+        same numbers as commits that were lost."""
         self._found = found
         """Number of the last commit that was on disk when this process started."""
 
@@ -267,9 +273,9 @@ class CommitMarks:
         return what + self._signed(what)
 
     def missing(self, mark: bytes) -> int | None:
-        """Return the number of the commit in `mark` if that commit is lost: an earlier process made it, and this
-        process did not find it on disk when it started. Return None if it is not lost, or if the signature is
-        invalid."""
+        """Return the number of the commit in `mark` if that commit is lost: an earlier process made the commit, and
+        this process did not find the commit on disk at its start. Return None otherwise, also for an invalid
+        signature."""
         what, number = mark[:16], int.from_bytes(mark[8:16], "big")
         if mark[:8] == self._process or number <= self._found:
             return None

@@ -1,5 +1,5 @@
-"""Journal of the coordinator: the cluster state on disk, in SQLite with WAL and synchronous=FULL. It has one writer,
-which commits before any reply.
+"""Journal of the coordinator: the cluster state on disk, in SQLite with WAL and synchronous=FULL. The only writer
+commits before any reply.
 
 The file journal.db holds the ownership: runs, attempts, boxes, slots, with a few rows for each change and about 110 us
 per commit. Changes are collected in memory, and `commit` writes each changed row as a whole. If a commit fails (disk
@@ -69,26 +69,26 @@ _INSERT = {
 
 
 def make_private(path: Path) -> None:
-    """Create a state directory if it is missing. Raises JournalError if another user could have written or can read it,
-    and OSError if it cannot be created."""
+    """Create a state directory if it is missing. Raises JournalError for a directory that another user could have
+    written or can read, and OSError for a directory that cannot be created."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid != os.geteuid():
         raise JournalError(
-            f"the state directory {path} must belong to the user that the coordinator runs as ({os.geteuid()}), got "
-            f"user {found.st_uid}, who could have changed what is in it: choose another directory"
+            f"the owner of the state directory {path} must be the coordinator's user {os.geteuid()}, got user "
+            f"{found.st_uid}, who could have changed its files: choose another directory"
         )
     if mode & 0o077:
         raise JournalError(
-            f"the state directory {path} must be closed to other users, because it holds the key that tickets are "
-            f"signed with, got mode {mode:04o}: chmod 700 {path}"
+            f"the state directory {path} must have mode 0700, because it holds a secret key, got mode {mode:04o}: run "
+            f"chmod 700 {path}"
         )
 
 
 class StateDir:
-    """State directory, locked by this coordinator, and private to its user because the journal holds the secret from
-    which tickets are derived."""
+    """State directory, locked by this coordinator, and private to the coordinator's user because the journal holds the
+    secret from which tickets are derived."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -112,8 +112,8 @@ class StateDir:
             holder = os.pread(self._lock, 64, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
             raise JournalError(
-                f"the state directory {self.path} is in use by another coordinator (process {holder}): stop that one, "
-                "or give this one a directory of its own"
+                f"the state directory {self.path} is in use by another coordinator (process {holder}): stop that "
+                "coordinator, or pass another --state-dir"
             ) from error
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
@@ -141,7 +141,7 @@ class Journal:
             # The journal is made before snapshots.db. SQLite would take an empty file for a new database.
             raise JournalError(
                 f"{self._path} is missing or empty, although snapshots.db beside it shows that it was written before: "
-                "restore it from a copy, or move the whole directory away to start anew"
+                "restore a copy of the file, or move the whole directory away to start anew"
             )
         self._commits = CommitNumber(self._path)
         self.found = self._commits.number
@@ -159,14 +159,13 @@ class Journal:
             if verdict != "ok":
                 raise sqlite3.DatabaseError(" ".join(str(verdict).split()))
             self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
-            """Secret from which tickets are derived. It survives a restart, so that clients can use their tickets
-            further."""
+            """Secret from which tickets are derived, stored so that tickets stay valid after a restart."""
             self.marks = CommitMarks(self.secret, secrets.token_bytes(8), self.found)
             self.boots = int(self._meta("boots", "0")) + 1
             """Number of coordinator processes that have opened this journal. Version numbers of this process start
             above those of the last one, so that no peer takes a new view for one that it has already seen."""
             with transaction(self._db, self._commits):
-                for table in TABLES:  # those that the release that wrote this journal did not know
+                for table in TABLES:  # an older release that wrote this journal may not have made all tables
                     self._db.execute(_table(table))
                 self._db.execute("UPDATE meta SET value=? WHERE name='boots'", (str(self.boots),))
         except sqlite3.Error as error:
@@ -193,11 +192,11 @@ class Journal:
         self._add(("meta", name), "INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def noted(self, name: str, default: str) -> str:
-        """Return the value that was stored under this name before the start; `default` if there is none."""
+        """Return the value that was stored under this name before the start, else `default`."""
         try:
             return self._meta(name, default)
         except sqlite3.Error as error:
-            raise JournalError(f"{self.name} cannot be read: {error}") from error
+            raise damaged(self.name, error) from error
 
     def rows(self, table: str) -> list[Mapping[str, Any]]:
         """Return all rows of a table, sorted by key."""
@@ -206,7 +205,7 @@ class Journal:
             rows = self._db.execute(f"SELECT * FROM {table} ORDER BY {', '.join(keys)}")
             return [checked(table, row, self.name) for row in rows]
         except sqlite3.Error as error:
-            raise JournalError(f"{self._path} cannot be read: {error}") from error
+            raise damaged(self.name, error) from error
 
     def put(self, table: str, row: Mapping[str, Any]) -> None:
         """Write a whole row with the next commit. A value that is a callable is called when the row is written."""
@@ -214,9 +213,9 @@ class Journal:
         self._add(key, _INSERT[table], (*(row[column] for column in _COLUMNS[table]), _SUM))
 
     def put_all(self, table: str, rows: Callable[[], Iterable[Mapping[str, Any]]], **which: str | int) -> None:
-        """Write many rows with the next commit: all rows of the table that have the values `which`. `rows` is called
-        when they are written, possibly in another thread and more than once, so the objects that it reads must not
-        change any more."""
+        """Write many rows with the next commit: all rows of the table with the column values `which`. `rows` is called
+        at the commit, possibly in another thread and more than once, so the objects that it reads must not change any
+        more."""
 
         def values() -> Iterator[tuple[Any, ...]]:
             return ((*(row[column] for column in _COLUMNS[table]), _SUM) for row in rows())
@@ -224,7 +223,7 @@ class Journal:
         self._add(("all", table, *which.items()), _INSERT[table], values)
 
     def drop(self, table: str, **where: str | int) -> None:
-        """Remove the rows that have the values `where`, with the next commit."""
+        """Remove the rows with the column values `where`, with the next commit."""
         condition = " AND ".join(f"{column}=?" for column in where)
         self._add(("drop", table, *where.items()), f"DELETE FROM {table} WHERE {condition}", tuple(where.values()))
 
@@ -233,7 +232,7 @@ class Journal:
         self.pending[key] = (sql, values)
 
     def commit(self) -> None:
-        """Write everything put or dropped to disk. Raises JournalError if that fails; the next call tries again."""
+        """Write all pending changes to disk. Raises JournalError if the write fails; the next call tries again."""
         if not self.pending or self.deferred:
             return
         rows = self.take()
@@ -267,14 +266,14 @@ class Journal:
                         self._db.execute(sql, _made(values))
         except sqlite3.Error as error:
             raise JournalError(
-                f"{self.name} cannot be written ({error}); {len(rows)} rows of {_bytes_of(rows)} bytes wait: free "
-                "space on its disk, or make it writable; the next call tries again"
+                f"{self.name} cannot be written ({error}); {len(rows)} rows of {_bytes_of(rows)} bytes wait. Free "
+                "space on the disk, or make the file writable; the next call tries again"
             ) from error
 
     # ---- commit marks that peers keep
 
     def mark(self) -> bytes:
-        """Return the signed number of the last commit. A peer keeps it and shows it to the next coordinator."""
+        """Return the signed number of the last commit, which a peer keeps and sends to the next coordinator."""
         return self.marks.make(self.committed)
 
     @property
@@ -283,7 +282,7 @@ class Journal:
         return self._commits.number
 
     def confirm(self, mark: bytes, witness: str) -> None:
-        """Check the commit mark that a peer has kept. If commits are missing in this journal, raise JournalError, in
+        """Check the commit mark that a peer has kept. If commits are missing in this journal, raise JournalError in
         this call and in each later one. `witness`: name of the peer."""
         number = self.marks.missing(mark)
         if number is not None and self.lost is None:
@@ -315,9 +314,9 @@ def _sum(values: list[Any]) -> int:
 
 
 def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
-    """Check the row's checksum and return the row without it. SQLite has checksums in its log and none in its pages, so
-    a flipped bit there may change a number without an error. Rows of older releases have no checksum and are not
-    checked."""
+    """Return the row without its checksum, which must match. SQLite has checksums in its log and none in its pages, so
+    a flipped bit in a page may change a number without an error. Rows of older releases have no checksum and are not
+    checked. Raises JournalError."""
     keys, values = TABLES[table]
     found = {name: row[name] for name in (*keys, *values)}
     if "sum" in row.keys() and row["sum"] not in (None, _sum(list(found.values()))):  # noqa: SIM118 (no mapping)

@@ -1,4 +1,4 @@
-"""Index of snapshots.db: records which snapshots and blobs are kept, without their data, and which may be dropped.
+"""Index of snapshots.db: the kept snapshots and blobs, without their data, and the values that may be dropped.
 
 A slot may have to restart strictly before its last delivered batch, and a state may be requested for any step in the
 retention window. So the newest snapshot before the window is kept, and all newer ones. Older snapshots are not needed
@@ -19,8 +19,8 @@ from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.model.limits import Limits
 
 _MORE = (
-    "raise it by penstock coordinator --budget, or by PENSTOCK_COORDINATOR_BUDGET, which an embedded coordinator reads "
-    "too"
+    "raise the budget by penstock coordinator --budget, or by PENSTOCK_COORDINATOR_BUDGET, which an embedded "
+    "coordinator reads too"
 )
 
 
@@ -32,7 +32,7 @@ class DurableSnapshot:
     epoch: int
     size: int
     epoch_start: bool = False
-    """True if the snapshot was taken at the start of an epoch, not after a batch."""
+    """True if the snapshot was taken at the start of an epoch, False if after a batch."""
 
     @property
     def is_sure(self) -> bool:
@@ -42,6 +42,8 @@ class DurableSnapshot:
 
 @dataclass(frozen=True)
 class DropSnapshot:
+    """Order to remove a snapshot from disk."""
+
     key: SlotKey
     total: int
     epoch: int
@@ -57,6 +59,8 @@ class DropAttempt:
 
 @dataclass(frozen=True)
 class DropBlob:
+    """Order to remove a blob (a state to resume from, or large arguments) from disk."""
+
     name: str
 
 
@@ -73,18 +77,19 @@ class _Blob:
 
 
 class SnapshotIndex:
+    """Index of the snapshots and blobs on disk."""
+
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._snapshots: dict[tuple[str, int], dict[SlotKey, list[DurableSnapshot]]] = {}
-        """(run, attempt) -> snapshots of its slots. They are grouped in this way so that an attempt can be dropped
-        without a search."""
+        """(run, attempt) -> snapshots of its slots, grouped so that an attempt can be dropped without a search."""
         self._blobs: dict[str, _Blob] = {}
         self._drops: list[Drop] = []
         self.used = 0
         """Number of bytes of all snapshots and blobs."""
         self.coming = 0
-        """Number of bytes that transfers under way have declared. It is counted so that many transfers at once do not
-        exceed the budget together."""
+        """Number of bytes that transfers under way have declared, counted so that transfers together do not exceed the
+        budget."""
 
     @property
     def free(self) -> int:
@@ -124,8 +129,8 @@ class SnapshotIndex:
         return of_attempt.get(key, ()) if of_attempt is not None else ()
 
     def find(self, key: SlotKey, total: int, epoch: int) -> DurableSnapshot:
-        """Return the snapshot at this position. If it is not in the index, for example because its attempt is over,
-        return one with a size of 0."""
+        """Return the snapshot at this position. If the index does not have the snapshot, for example because the
+        attempt is over, return one with a size of 0."""
         there = (kept for kept in self._of(key) if (kept.total, kept.epoch) == (total, epoch))
         return next(there, DurableSnapshot(total, epoch, 0))
 
@@ -140,7 +145,7 @@ class SnapshotIndex:
         limit = int(self._limits.budget * share)
         if self.used + self.coming + size > limit:
             used = f"{self.used} of {limit} bytes of the coordinator's snapshot budget are in use"
-            return f"there is no budget for a snapshot of {size} bytes: {used}; {_MORE}"
+            return f"a snapshot of {size} bytes does not fit into the budget: {used}; {_MORE}"
         return ""
 
     def add(self, key: SlotKey, kept: DurableSnapshot) -> None:
@@ -178,7 +183,7 @@ class SnapshotIndex:
         self._snapshots[key.run, key.attempt][key] = list(kept[first:])
 
     def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """Drop a snapshot that has been written but is not needed. It is not in the index."""
+        """Drop a snapshot that was written but is not needed and not in the index."""
         self._drops.append(DropSnapshot(key, kept.total, kept.epoch))
 
     def drop_attempt(self, run: str, attempt: int) -> None:
@@ -192,7 +197,7 @@ class SnapshotIndex:
         return name in self._blobs
 
     def blob_size(self, name: str) -> int:
-        """Return the blob's size in bytes; 0 if there is none."""
+        """Return the blob's size in bytes; 0 for an unknown blob."""
         blob = self._blobs.get(name)
         return 0 if blob is None else blob.size
 
@@ -203,16 +208,16 @@ class SnapshotIndex:
             return f"a stored value must have at most {self._limits.value_max} bytes, got {size}"
         if self.used + self.coming + size > self._limits.budget:
             used = f"{self.used} of {self._limits.budget} bytes of the coordinator's budget are in use"
-            return f"there is no budget for its {size} bytes: {used}; {_MORE}"
+            return f"its {size} bytes do not fit into the budget: {used}; {_MORE}"
         shares = [("such values", list(self._blobs.values()), self._limits.blob_share)]
         if credential:
             own = [blob for blob in self._blobs.values() if blob.credential == credential]
             shares.append(("such values from one token", own, self._limits.blob_token_share))
         for what, blobs, share in shares:
-            there, limit = sum(blob.size for blob in blobs), int(self._limits.budget * share)
-            if there + size > limit:
-                used = f"{there} of {limit} bytes of the coordinator's budget for {what} are in use"
-                return f"there is no budget for its {size} bytes: {used}; {_MORE}"
+            held, limit = sum(blob.size for blob in blobs), int(self._limits.budget * share)
+            if held + size > limit:
+                used = f"{held} of {limit} bytes of the coordinator's budget for {what} are in use"
+                return f"its {size} bytes do not fit into the budget: {used}; {_MORE}"
         return ""
 
     def spare(self, drop: Drop) -> None:
@@ -220,7 +225,7 @@ class SnapshotIndex:
         self._drops = [other for other in self._drops if other != drop]
 
     def add_blob(self, name: str, size: int, now: float, credential: str = "") -> None:
-        """Add a blob that is on disk. If it was there already, its age is counted from now."""
+        """Add a blob that is on disk. The age of a known blob is counted from now."""
         known = self._blobs.get(name)
         if known is not None:
             known.touched = now

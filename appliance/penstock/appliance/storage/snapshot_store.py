@@ -1,5 +1,5 @@
-"""Store of the data of snapshots and blobs: snapshots.db. The snapshot index decides what the store holds; the store
-writes, reads and removes it.
+"""Store of the data of snapshots and blobs: snapshots.db. The snapshot index decides which values the store holds; the
+store writes, reads and removes the values.
 
 Only the service's writer thread uses the store, so that the commit of a large value does not delay the event loop and
 with it the leases.
@@ -33,11 +33,14 @@ _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
 PIECE = 256
 """Largest number of rows that one call of `drop` removes."""
 VACUUM_PAGES = 1024
-"""Number of pages of 4 KiB that one call returns to the filesystem. It is bounded: new snapshots reuse free pages
+"""Largest number of pages of 4 KiB that one call of `drop` returns to the filesystem. New snapshots reuse free pages
 anyway, and returning all pages at once would rewrite the whole file while snapshots arrive."""
 
 
 class Store:
+    """Database of the data of snapshots and blobs. `directory` None: in memory. Every method raises JournalError if the
+    disk fails."""
+
     def __init__(self, directory: StateDir | None) -> None:
         self._path = directory.path / "snapshots.db" if directory else None
         self._commits = CommitNumber(self._path)
@@ -48,7 +51,9 @@ class Store:
         try:
             yield
         except sqlite3.Error as error:
-            raise JournalError(f"{self._path or 'the snapshot store in memory'}: {what}: {error}") from error
+            raise JournalError(
+                f"{self._path or 'the snapshot store in memory'}: {what}: {error}. Free space on the disk, or repair it"
+            ) from error
 
     def index(self) -> tuple[list[tuple[SlotKey, DurableSnapshot]], list[tuple[str, int]]]:
         """Return all snapshots, and all blobs as (name, size)."""
@@ -67,7 +72,7 @@ class Store:
         self.put_snapshots([(header, data)])
 
     def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
-        """Write all these snapshots in one commit, or none."""
+        """Write all these snapshots in one commit; if the commit fails, write none."""
         size = sum(len(data) for _, data in snapshots)
         with self._errors(f"{len(snapshots)} snapshots of {size} bytes cannot be written"), self._transaction():
             for header, data in snapshots:
@@ -81,7 +86,7 @@ class Store:
             yield
 
     def snapshot(self, key: SlotKey, kept: DurableSnapshot) -> tuple[pb.SnapshotHeader, bytes] | None:
-        """Return the snapshot as it was put; None if it has been dropped since."""
+        """Return the snapshot's header and data; None if the snapshot was dropped."""
         with self._errors("a snapshot cannot be read"):
             found = self._db.execute(
                 f"SELECT header, data FROM snapshots WHERE {_AT}", (*key, kept.total, kept.epoch)
@@ -122,7 +127,7 @@ class Store:
     def drop(self, drops: Sequence[Drop]) -> list[Drop]:
         """Remove some of the values from disk; return those that are still to be removed."""
         left = list(drops)
-        with self._errors("cannot be trimmed"):
+        with self._errors("old values cannot be removed"):
             with self._transaction():
                 rows = 0
                 while left and rows < PIECE:

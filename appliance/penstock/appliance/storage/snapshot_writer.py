@@ -1,10 +1,10 @@
-"""Writer of snapshots and blobs: bounds the memory that they take, and writes many of them in one commit, in its own
+"""Writer of snapshots and blobs: bounds the memory of waiting values, and writes many values in one commit, in its own
 thread.
 
-The thread is needed because a commit of megabytes takes as long as the disk needs, and leases must not wait for it. All
-waiting values share one commit, because the cost of a commit is one flush of the disk, whatever its size: with a commit
-for each snapshot of 76 kB, the flushes would be the larger part of the work. The memory is bounded because a starting
-fleet sends the first snapshots of all its slots at once.
+The thread is needed because a commit of megabytes takes as long as the disk needs, and leases must not wait for the
+disk. All waiting values share one commit, because a commit of any size costs one flush of the disk: with a commit for
+each snapshot of 76 kB, the flushes would be the larger part of the work. The memory is bounded because a starting fleet
+sends the first snapshots of all its slots at once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from penstock.appliance.storage.snapshot_store import Store
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 COMMIT_BYTES = 8 * MIB
-"""Largest size of one commit, in bytes. It takes a tenth of a second on a disk of 80 MB/s, for which a removal or a
-read may have to wait."""
+"""Largest size of one commit, in bytes. Such a commit takes a tenth of a second on a disk of 80 MB/s, in which removals
+and reads wait."""
 
 _Result = TypeVar("_Result")
 
@@ -41,15 +41,15 @@ class InflowBudget:
         self._small, self._large = MemoryBudget(limit // 2), MemoryBudget(limit // 2)
 
     def taken(self, size: int, credential: str = "") -> AbstractAsyncContextManager[None]:
-        """Return a context that holds `size` bytes of the budget, for a sender with this credential token. Its entry
-        waits until they are free."""
+        """Return a context that holds `size` bytes of the budget, for a sender with this credential token. Entering the
+        context waits until the bytes are free."""
         return (self._small if size <= self._small_size else self._large).taken(size, credential)
 
 
 class MemoryBudget:
-    """Budget of bytes in memory. Among waiting values, those of the credential token that holds the fewest bytes are
-    admitted first, and values of the same token in the order of their arrival. So no token waits for everything that
-    another token has queued."""
+    """Budget of bytes in memory. Waiting values of the credential token that holds the fewest bytes are admitted first,
+    and values of the same token in the order of their arrival. So no token waits for the whole queue of another
+    token."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -59,9 +59,9 @@ class MemoryBudget:
 
     @asynccontextmanager
     async def taken(self, size: int, credential: str = "") -> AsyncIterator[None]:
-        """Hold `size` bytes of the budget while the context is open. Its entry waits until they are free. A value
-        larger than the budget is admitted when nothing else is in memory. There is no deadline here, because each
-        waiting call has its own."""
+        """Hold `size` bytes of the budget while the context is open. Entering the context waits until the bytes are
+        free, without a deadline, because each waiting call has its own. A value larger than the budget is admitted when
+        nothing else is in memory."""
         if self._waiting or not self._fits(size):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             entry = (size, credential, turn)
@@ -157,7 +157,7 @@ class SnapshotWriter:
 
     def drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
         """Remove these values from disk in the background, a few at a time, so that concurrent writes do not wait long.
-        Do not call it again while `is_dropping` is true. `failed`: called with the values that could not be removed,
+        Call this method only while `is_dropping` is false. `failed`: called with the values that could not be removed,
         and the error."""
         self._spared = set()
         self._dropping = asyncio.ensure_future(self._drop(drops, failed))

@@ -1,12 +1,13 @@
-"""The source of batches: a coordinator with its workers, on other machines or started here.
+"""Source of batches: a coordinator with its workers, on other machines or started here.
 
-An `Appliance` consists of settings and a connection. Without an address it starts coordinator and worker daemon as
-children of this process; with `num_workers_per_box=0` it starts nothing, and batches are made in this process. Loaders
-open runs on it. It closes open runs when it is closed itself, at the end of its `with`, or when the interpreter exits.
+An `Appliance` consists of settings and a connection. Without an address it starts coordinator and worker daemon as a
+child of this process; with `num_workers_per_box=0` it starts nothing, and batches are made in this process. Loaders
+open runs on an appliance: one run for each loader. Closing the appliance closes its runs. The end of its `with`, or the
+exit of the interpreter, closes the appliance.
 
 Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with` of the thread
-(see scopes.py). If there is none, they share a default one made from the environment, which is closed when the last
-loader that used it is garbage-collected.
+(see scopes.py). Without an open appliance, loaders share a default one made from the environment, which is closed when
+the last loader that used it is garbage-collected.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ REACH_S = 20.0
 """Seconds for which opening a run retries an unreachable coordinator. A restart of the coordinator takes a few
 seconds."""
 RETRY_S = 0.25
+"""Seconds between two attempts to reach the coordinator."""
 
 _open: weakref.WeakSet[Appliance] = weakref.WeakSet()
 
@@ -80,57 +82,60 @@ class Appliance:
         address: "host:port" of the coordinator. None: embedded; coordinator and workers are started and stopped here.
         num_workers_per_box: processes that run input_fn for each box (1). 0: no process is started and no coordinator
             used, even with an address; input_fn runs in this process and thread when the loop requests a batch, so that
-            breakpoint(), print() and profilers work (docs/debugging.md). Batches and states are those of 1.
+            breakpoint(), print() and profilers work (docs/debugging.md). Batches and states are those of one worker.
         box: number of this box, from 0 (0).
         num_boxes: number of boxes (1).
         job: name of the job. A job that is started again under its name takes over its runs (torchrun's run id unless
             that is "none", else a new name).
         seed: seed of the run, 0 to 2**64 - 1 (that of the resumed run, else a random one).
         device: device where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu" (None: views of the ring, the
-            shared memory that workers fill). On a device they are private copies. With CUDA the ring is page-locked,
-            and the next batch is copied on a stream of its own while the loop computes; the current stream of the
-            iterating thread waits for it. That takes device memory for two batches. "cuda" is the device that is
+            shared memory that workers fill). On a device the tensors are private copies. With CUDA the ring is
+            page-locked, and the next batch is copied on a stream of its own while the loop computes; the current stream
+            of the iterating thread waits for the copy. This takes device memory for two batches. "cuda" is the device
+            that is
             current when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first. Values that
             are not tensors stay on the host. Without a device, batches are pageable views of the ring, and
             .to(device, non_blocking=True) in the loop is safe.
-        attempt: a string that is the same on all boxes of one launch and differs between launches (from torchrun).
+        attempt: string that is the same on all boxes of one launch and differs between launches (from torchrun).
         token: credential token of the role client (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names).
         tls_ca: file with the CA that signed the certificates of coordinator and workers; None: no TLS for calls and
             lanes. Files are PEM and read once (docs/security.md).
         tls_cert, tls_key: files with this client's certificate, for servers that request one, and its key.
-        tls_name: name to expect in the servers' certificates, instead of the addresses that they are reached at.
+        tls_name: name to expect in the servers' certificates, instead of the servers' addresses.
         lane: transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto").
-        compression: codec of batches over TCP: None, "lz4" or "zstd" (None). It speeds up a stream that shrinks if the
-            network gives a lane less than 7 ("lz4") or 4 Gbit/s ("zstd"), for 1.3 or 2.4 to 3.2 processor seconds a GB
-            (benchmarks/compression.md). Payloads that do not shrink travel uncompressed. It needs `pip install
-            penstock[compression]`; a worker without it sends batches uncompressed.
-        max_batch_bytes: largest size of a batch in bytes; a larger one is an error (1 GiB).
+        compression: codec of batches over TCP: None, "lz4" or "zstd" (None). Compression speeds up a stream that
+            shrinks if the network gives a lane (the connection to one worker slot) less than 7 ("lz4") or 4 Gbit/s
+            ("zstd"), for 1.3 or 2.4 to 3.2 processor seconds a GB (benchmarks/compression.md). Payloads that do not
+            shrink travel uncompressed. Requires `pip install penstock[compression]`; a worker without this package
+            sends batches uncompressed.
+        max_batch_bytes: largest size of a batch in bytes; a larger batch is an error (1 GiB).
         digest: bytes that a batch's digest covers: "sample" (all of a small batch, the ends and a sample of a large
-            one, 1 to 2 us), "full" (every byte, 9 us a MiB), or "rows" (every byte of each row, summed, so that it can
-            be compared over other numbers of boxes, see DataExecutor.digest; about 0.5 us more for each row of each
+            one, 1 to 2 us), "full" (every byte, 9 us a MiB), or "rows" (every byte of each row, summed, so that digests
+            can be compared over other numbers of boxes, see DataExecutor.digest; about 0.5 us more for each row of each
             tensor) (that of the loaded state, else "sample").
-        strict_structure: refuse a batch whose structure or dtypes differ from the first one's (False).
+        strict_structure: refuse a batch whose structure or dtypes differ from those of the first batch (False).
         replay: save loaders without state methods too, by counting their batches and replaying them (False).
         retention_steps: number of delivered steps for which a state stays available (256).
         timeout_s: deadline of every wait, in seconds (120).
-        poison: treatment of a batch that kills its runner each time: "fail" ends the stream before it with an error,
-            "skip" leaves it out, with a warning and a count in DataExecutor.stats ("fail"). "skip" needs a loader that
-            can skip a batch without making it: a DataLoader or StatefulDataLoader over a map-style dataset with
-            num_workers=0, or one with a method skip_batch().
+        poison: treatment of a batch that kills its runner (the worker process that makes the batch) each time: "fail"
+            ends the stream before this batch with an error, "skip" leaves the batch out, with a warning and a count in
+            DataExecutor.stats ("fail"). "skip" needs a loader that can skip a batch without making it: a DataLoader or
+            StatefulDataLoader over a map-style dataset with num_workers=0, or a loader with a method skip_batch().
         synthetic: deliver each worker's first batch again and again, to measure a job without the cost of its input
-            (False). An epoch has as many batches as the loader's length; without a length it never ends, so give the
-            executor num_steps. States can neither be saved nor loaded.
+            (False). The number of batches in an epoch is the loader's length; without a length the epoch never ends, so
+            give the executor num_steps. States can neither be saved nor loaded.
         progress: show a line with steps/s and the share of time waited (False).
         http: "host:port" where this process serves its metrics to Prometheus, at /metrics (none). A process has one
-            server; under torchrun each rank takes port + LOCAL_RANK. Beyond loopback it needs tls_cert and tls_key, and
-            readers need a token of the role admin. It needs `pip install penstock[metrics]` (docs/metrics.md).
-        otel: trace calls to the coordinator with OpenTelemetry, configured by the OTEL_* variables (False). It needs
+            server; under torchrun each rank takes port + LOCAL_RANK. An address beyond loopback needs tls_cert and
+            tls_key, and readers need a token of the role admin. Requires `pip install penstock[metrics]`
+            (docs/metrics.md).
+        otel: trace calls to the coordinator with OpenTelemetry, configured by the OTEL_* variables (False). Requires
             `pip install penstock[otel]`.
 
     Raises:
         InvalidArgumentError, BoxOutOfRangeError: an argument or a variable has an invalid value; this process cannot
-            use the device; the package of the compression is not installed.
-        TlsError: a certificate or key cannot be used; names the file.
+            use the device; the compression package is not installed.
+        TlsError: a certificate or key cannot be used; the error names the file.
         RuntimeError: called inside a worker, because the main script has no `if __name__ == "__main__":`.
     """
 
@@ -220,9 +225,9 @@ class Appliance:
         else:
             where = "several hosts" if self._torchrun.present else "several processes"
             raise InvalidArgumentError(
-                f"Appliance(num_boxes={settings.num_boxes}) over {where} cannot be embedded: start `penstock "
-                "coordinator --listen HOST:PORT --state-dir DIR` on one machine and `penstock worker --coordinator "
-                "HOST:PORT` on those that shall load data, and pass the address, or set "
+                f"Appliance(num_boxes={settings.num_boxes}) over {where} needs a coordinator's address, got none. "
+                "Start `penstock coordinator --listen HOST:PORT --state-dir DIR` on one machine and `penstock worker "
+                "--coordinator HOST:PORT` on the machines that load data; then pass the address, or set "
                 "PENSTOCK_COORDINATOR=HOST:PORT, on every box"
             )
 
@@ -239,8 +244,8 @@ class Appliance:
         if job or fresh:
             return job or f"job-{secrets.token_hex(4)}"
         raise InvalidArgumentError(
-            f"Appliance(num_boxes={self.settings.num_boxes}): the boxes find each other by the job's name; pass job= "
-            "or set PENSTOCK_JOB, the same on all of them"
+            f"job must be given with num_boxes={self.settings.num_boxes}, got none: the boxes find each other by the "
+            "job's name. Pass Appliance(job=...) or set PENSTOCK_JOB, with the same name on all boxes"
         )
 
     # ---- for runs (penstock.client.stream.open_run.RunLink)
@@ -261,7 +266,7 @@ class Appliance:
 
     @property
     def job(self) -> str:
-        """Name of the job that runs are opened under."""
+        """Name of the job whose runs this appliance opens."""
         if not self.in_process:
             return self._reach(time.monotonic() + self.settings.timeout_s, WaitNotice()).job
         if not self._job_here:
@@ -271,10 +276,10 @@ class Appliance:
     def _check_open(self) -> None:
         self._owner.check(f"{self!r}")
         if self._closed:
-            raise PenstockError(f"this {type(self).__name__} is closed")
+            raise PenstockError(f"this {type(self).__name__} is closed: make a new one")
 
     def _reach(self, deadline: float, notice: WaitNotice) -> DaemonAddresses:
-        """Return the addresses of the daemons. If local rank 0 starts them (embedded mode), wait until they are up."""
+        """Return the addresses of the daemons. In embedded mode, wait until the daemons are up."""
         self._check_open()
         if self._place is None:
             assert self._rendezvous is not None
@@ -309,8 +314,8 @@ class Appliance:
         seed = opening.seed if opening.seed is not None else self._seeds.get(ordinal)
         if seed is None and settings.num_boxes > 1:
             raise InvalidArgumentError(
-                f"seed must be given to a job of {settings.num_boxes} boxes without workers, got None: no coordinator "
-                "gives all boxes the same one. Pass Appliance(seed=...)"
+                f"seed must be given with num_workers_per_box=0 and num_boxes={settings.num_boxes}, got None: without "
+                "a coordinator each box would draw another seed. Pass Appliance(seed=...), the same on all boxes"
             )
         self._seeds[ordinal] = seed = secrets.randbits(63) if seed is None else seed
         options = self._spec(replace(opening, arguments=b"")).options
@@ -336,14 +341,14 @@ class Appliance:
         place = self._reach(deadline, notice)
         if reference.only_here is not None and not self.embedded:
             raise InvalidArgumentError(
-                f"{reference.only_here.message} (it can go by value to workers of this process alone, "
-                f"and the coordinator at {place.address} has workers of its own)"
+                f"{reference.only_here.message} (only workers that this process starts itself accept code by value, "
+                f"and this loader uses the workers of the coordinator at {place.address})"
             )
         if reference.main_path and not self.embedded:
             raise InvalidArgumentError(
                 f"input_fn {reference.name.partition(':')[2]!r} is defined in the main script {reference.main_path}, "
-                f"which workers of the coordinator at {place.address} cannot import: put it into a module that is "
-                "importable on the workers"
+                f"which workers of the coordinator at {place.address} cannot import: move the function to a module "
+                "that is importable on the workers"
             )
         request = pb.OpenRunRequest(
             version=VERSION,
@@ -378,7 +383,7 @@ class Appliance:
         run.open()
 
     def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
-        """Run `call`. While the coordinator cannot be reached, run it again: calls to the coordinator are
+        """Run `call`, and repeat it while the coordinator cannot be reached. Calls to the coordinator are
         idempotent."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
@@ -388,8 +393,8 @@ class Appliance:
             except CoordinatorUnavailableError as error:
                 if time.monotonic() > give_up:
                     raise CoordinatorUnavailableError(
-                        f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s). Is `penstock "
-                        "coordinator` running there, and the address right?"
+                        f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s). Check that the "
+                        "address is right and that `penstock coordinator` runs there"
                     ) from None
                 run.notice.tell("the coordinator", error.message)
                 run.reach(error.retry_after_s if isinstance(error, OverloadedError) else RETRY_S)
@@ -421,7 +426,8 @@ class Appliance:
                 self._runs.remove(run)
 
     def close(self) -> None:
-        """Close all runs and stop the processes started here. Batches that the loop still holds stay valid."""
+        """Close all runs and stop the processes that this appliance started. Batches that the loop still holds stay
+        valid."""
         if not self._owner.is_here:
             return  # a forked child of the training process, at its exit
         with self._lock:
@@ -459,8 +465,8 @@ class Appliance:
 
 
 class _Deaths:
-    """Callback for the death of a daemon: it ends all runs of an appliance with the error. It refers to the appliance
-    weakly, so it does not keep the appliance alive."""
+    """Callback for the death of a daemon, which ends all runs of an appliance with the error. The callback refers to
+    the appliance weakly, so it does not keep the appliance alive."""
 
     def __init__(self, appliance: Appliance) -> None:
         self._appliance = weakref.ref(appliance)
@@ -480,7 +486,7 @@ def _tls_of(settings: ApplianceSettings) -> Tls | None:
 
 
 def _exported(settings: ApplianceSettings, torchrun: Torchrun, tls: Tls | None) -> str:
-    """Start to serve this process's metrics to Prometheus, and return their URL. Return "" if `http` is not set."""
+    """Start to serve this process's metrics to Prometheus, and return the URL of the page. Return "" without `http`."""
     if not settings.http:
         return ""
     from penstock.client.metrics import open_web
@@ -501,8 +507,8 @@ def _close_all() -> None:
 
 _entered: ApplianceScope[Appliance] = ApplianceScope(
     "penstock-appliances",
-    "{count} appliances are open in `with` statements of other threads, and none in this one: pass "
-    "DataExecutor(loader, appliance=...), or open it in the thread that uses it",
+    "one appliance must be open for this thread, got {count} in `with` statements of other threads: pass "
+    "DataExecutor(loader, appliance=...), or open the appliance in the thread that uses it",
     lambda appliance: not appliance.closed,
 )
 
@@ -551,9 +557,9 @@ _default_lock = threading.Lock()
 
 def current_appliance(loader: Any) -> Appliance:
     """Return the appliance for a loader that is iterated without naming one: the appliance of the innermost `with` of
-    this thread, or the default appliance if there is none.
+    this thread, else the default appliance.
 
-    Raises AmbiguousContextError if this thread has none and several are open in other threads.
+    Raises AmbiguousContextError if no appliance is open in this thread and several are open in other threads.
     """
     global _default
     appliance = _entered.innermost()
@@ -567,7 +573,7 @@ def current_appliance(loader: Any) -> Appliance:
 
 
 def current_settings() -> ApplianceSettings:
-    """Return the settings that current_appliance() would have, without starting anything."""
+    """Return the settings of the appliance that current_appliance() would return, without starting a process."""
     appliance = _entered.innermost()
     if appliance is not None:
         return appliance.settings

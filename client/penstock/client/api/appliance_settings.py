@@ -1,9 +1,9 @@
-"""Settings of an Appliance: its arguments over the environment over the settings file over defaults.
+"""Settings of an Appliance, from its arguments, the environment, the settings file and defaults.
 
 An explicit argument wins, then a PENSTOCK_* variable, then torchrun's variables, then the settings file (sections
 [cluster] and [client]), then the default. torchrun's RANK and WORLD_SIZE are used for box and num_boxes, because with
 plain data parallelism the values are the same. With tensor or pipeline parallelism the box is the data-parallel rank.
-Only the script can determine this rank, so it must pass the rank itself.
+Only the script can determine this rank, so the script must pass box and num_boxes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def resolve(**given: Any) -> ApplianceSettings:
     """Return settings from the given arguments and the environment. An argument of None counts as not given.
 
     Raises:
-        InvalidArgumentError: a value is invalid; the error names it and its source.
+        InvalidArgumentError: a value is invalid; the error names the setting and the source of the value.
         BoxOutOfRangeError: the box is outside [0, num_boxes).
     """
     return _resolved(ApplianceSettings, given)
@@ -87,8 +87,8 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
         require(settings.compression)
     if not settings.address and any(name.startswith("tls_") for name in explicit):
         raise InvalidArgumentError(
-            "Appliance: tls_* arguments need an address: an embedded coordinator never leaves this machine. Pass "
-            "address, or leave them out"
+            "Appliance: tls_* arguments need an address, got none: an embedded coordinator is reached on this machine "
+            "alone. Pass address, or leave out the tls_* arguments"
         )
     if not 0 <= settings.box < settings.num_boxes:
         source = "" if "box" in explicit else f" (from {_source('box')})"
@@ -98,8 +98,8 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
         )
     if settings.num_workers_per_box == 0 and settings.synthetic:
         raise InvalidArgumentError(
-            "Appliance: synthetic must be False with num_workers_per_box=0, which is for debugging: a job without the "
-            "cost of its input is measured with workers. Leave out synthetic= and PENSTOCK_SYNTHETIC"
+            "Appliance: synthetic must be False with num_workers_per_box=0, got True: only with workers is a job "
+            "measured without the cost of its input. Leave out synthetic= and PENSTOCK_SYNTHETIC, or use workers"
         )
     return settings
 
@@ -121,7 +121,7 @@ def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
 
 
 class Torchrun:
-    """The variables that torchrun sets for its processes; all empty outside it."""
+    """Variables that torchrun sets for its processes; outside torchrun, empty strings and the values of one process."""
 
     def __init__(self) -> None:
         env = os.environ
@@ -139,7 +139,8 @@ class Torchrun:
 
 
 def attempt_key(settings: ApplianceSettings, torchrun: Torchrun) -> str:
-    """Return a key of this launch of the job: the same on all boxes, and a new one after each restart of the job."""
+    """Return a key of this launch of the job, which is the same on all boxes and differs after each restart of the
+    job. Return "" if neither attempt= nor torchrun gives a key."""
     if settings.attempt or not torchrun.present:
         return settings.attempt
     return f"{torchrun.master}:{torchrun.restarts}"

@@ -1,4 +1,4 @@
-"""Functions that run on checkpoint steps only."""
+"""Decorator for functions that run on checkpoint steps only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ R = TypeVar("R")
 
 
 def checkpoint_closure(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Return `function` as one that runs only on checkpoint steps of the loop around it, and returns None on others.
+    """Return a function that calls `function` on checkpoint steps of the loop around the call, and returns None on all
+    other steps.
 
     Example::
 
@@ -36,8 +37,8 @@ def checkpoint_closure(function: Callable[P, R]) -> Callable[P, R | None]:
         executor = iterating()
         if executor is None:
             raise RuntimeError(
-                f"{getattr(function, '__qualname__', function)} is a checkpoint_closure and must be called inside the "
-                "loop over a DataExecutor: no executor is iterating"
+                f"{getattr(function, '__qualname__', function)} is a checkpoint_closure, and no DataExecutor is "
+                "iterating: call the function inside the loop over a DataExecutor"
             )
         return function(*args, **kwargs) if executor.on_checkpoint_step else None
 

@@ -1,8 +1,8 @@
-"""The loader that a training script holds, and the training loop's iterator over it: the number of steps, their epochs,
-and which of them are checkpoints.
+"""DataLoader, which a training script holds, and DataExecutor, the training loop's iterable over it: number of steps,
+epochs, checkpoint steps.
 
-Both classes, DataLoader and DataExecutor, are in one module because each uses the other: to iterate a loader is to
-iterate an executor of it. The loader's run is in opened_loader.py, its states are in resumable_loader.py.
+Both classes are in one module because each uses the other: iterating a loader iterates an executor of the loader. The
+loader's run is in opened_loader.py, its states are in resumable_loader.py.
 
 The executor's iterator is a generator that has already run to its first `yield` when the loop gets it. So the run opens
 in `iter()`, which raises the errors of the opening. From then on the generator's `finally` runs whenever the loop ends:
@@ -11,7 +11,7 @@ at the end, by `break`, by an exception, or because the iterator is dropped.
 An epoch that the loop leaves by `break` is abandoned when the next executor starts, not at the `break`. Until then the
 state is that of the last step, in the middle of the epoch. An epoch that is left after its last batch (by its length)
 counts as complete, not as abandoned. An epoch that a persistent executor leaves is not abandoned either: the next
-executor continues it.
+executor continues with the next batch.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ class DataLoader(ResumableLoader):
     dataclasses of tensors, arrays and plain values.
 
     Args:
-        input_fn: a callable that returns a torch DataLoader or an iterable of nested tensors: a function or class at
-            the top level of a module that workers can import. In embedded mode, where workers are children of this
+        input_fn: callable that returns a torch DataLoader or an iterable of nested tensors: a function or class at the
+            top level of a module that workers can import. In embedded mode, where workers are children of this
             process, any callable works: a function of the main script, a lambda, a partial, a method. Or a dataset:
             see docs/from_torch.md for the arguments of torch that are taken over.
         args, kwargs: arguments of input_fn on every worker: plain values, tensors and arrays; in embedded mode also
-            objects that can be pickled, and functions of any kind. They are copied at once.
+            objects that can be pickled, and functions of any kind. The arguments are copied at once.
 
     Raises:
-        TypeError: input_fn is not callable, or not with these arguments; or it is a class (or is annotated to return
-            one) that takes `strict` in only one of load_state_dict and deaggregate_state_dict.
-        InvalidArgumentError, UnsupportedStateError: input_fn or an argument has neither a name to import nor a value
-            to send. What can be sent only by value is refused when a run is opened on an appliance that is not
-            embedded.
+        TypeError: input_fn is not callable, or does not accept these arguments; or it is a class (or is annotated to
+            return a class) that takes `strict` in only one of load_state_dict and deaggregate_state_dict.
+        InvalidArgumentError, UnsupportedStateError: input_fn or an argument can be sent to workers neither by an
+            importable name nor by value. Code that can be sent only by value is refused when a run is opened on an
+            appliance that is not embedded.
     """
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate `DataExecutor(self)`: one epoch, or the rest of an epoch that was begun."""
+        """Iterate `DataExecutor(self)`: one epoch, or the rest of the epoch in which the stream stopped."""
         return iter(DataExecutor(self))
 
     # ---- description
@@ -95,21 +95,21 @@ class DataLoader(ResumableLoader):
     def dataloader(self) -> Any:
         """Loader that input_fn makes in this process: worker 0 of 1, without worker processes of its own.
 
-        It is built at the first access and kept. Its batches are not part of the run's stream. Raises InputFnError if
-        input_fn fails in this process, for example because its data are missing.
+        The loader is built at the first access and kept. Its batches are not part of the run's stream. Raises
+        InputFnError if input_fn fails in this process, for example because its data are missing.
         """
         return self._local.instance("DataLoader.dataloader")
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of the last delivered batch: the first dimension of its tensors. None before the first batch, and if the
-        tensors have different numbers of rows."""
+        """Number of rows of the last delivered batch: the first dimension of its tensors. None before the first batch,
+        and if the tensors have different numbers of rows."""
         layout = self._session.reader.layout if self._session is not None else None
         return None if layout is None else batch_size_of(*layout)
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that decide the samples and their order: {"input_fn": name, "loader": the result of the
-        loader's own config(), or None}. Loaders with equal configs accept each other's states."""
+        """Return the settings that decide the samples and their order: a dict with `input_fn` (name) and `loader`
+        (result of the loader's own config(), or None). Loaders with equal configs accept each other's states."""
         return self._local.config(self._seed_of_keys)
 
     def can_restore_sample(self) -> bool:
@@ -118,8 +118,8 @@ class DataLoader(ResumableLoader):
         return self._local.can_restore_sample(self._seed_of_keys)
 
     def restore_sample(self, key: Any) -> Any:
-        """Return the sample that a restore key names, read again in this process. The stream's position does not
-        change.
+        """Return the sample with this restore key (a sample's name in the stream, which the loader's keys= puts into
+        each batch), read again in this process. The stream's position does not change.
 
         The seed is that of the run, of the loaded state, or of Appliance(seed=). A key of another seed is refused.
 
@@ -155,18 +155,22 @@ def wrap(loader: TorchLoader[Any]) -> DataLoader:
     appliance must be embedded; for workers on other machines write an input_fn.
 
     Raises:
-        InvalidArgumentError: the loader's sampler or batch_sampler has an order that cannot be taken over.
+        InvalidArgumentError: Penstock cannot reproduce the order of the loader's sampler or batch_sampler.
         TypeError: `loader` is not a torch DataLoader.
     """
     if not isinstance(loader, TorchLoader):
-        raise TypeError(f"wrap() takes a torch DataLoader, got a {type(loader).__qualname__}")
+        raise TypeError(
+            f"the argument of wrap() must be a torch DataLoader, got a {type(loader).__qualname__}: pass an input_fn "
+            "or a dataset to penstock.client.DataLoader instead"
+        )
     return DataLoader(loader)
 
 
 def iterating() -> DataExecutor | None:
-    """Return the executor whose loop is running in this thread; of nested loops, the innermost.
+    """Return the executor whose loop is running in this thread; of nested loops, the innermost. In a thread without a
+    loop, return the only executor that is iterated in other threads; None if no loop is running.
 
-    Raises AmbiguousContextError in a thread without a loop, if several run in other threads.
+    Raises AmbiguousContextError in a thread without a loop, if loops over several executors run in other threads.
     """
     return _iterating.innermost()
 
@@ -181,25 +185,26 @@ class DataExecutor:
             save()                                 # a checkpoint_closure
 
     Args:
-        loader: a penstock DataLoader.
-        num_steps: number of batches to take, over as many epochs as needed. 0: none, and no run is opened, so that a
-            finished job that is started again ends quietly. None: one epoch, or the rest of it. The next executor
-            continues with the next batch; after an epoch left by `break`, with the next epoch.
-        checkpoint_steps: None or 0: none. N: each step that N divides, and the last of this executor. Or absolute
-            steps: an iterable of ints and ranges, or a callable from a step to a bool. Workers prepare states for
-            steps that are known ahead; a state is available at any other step too.
-        appliance: the Appliance to run on. None: the one that the loader runs on already, else the innermost that is
+        loader: penstock DataLoader.
+        num_steps: number of batches to take, over all epochs that this requires. 0: no batch, and no run is opened, so
+            that a finished job that is started again ends quietly. None: one epoch, or the rest of a begun epoch. The
+            next executor continues with the next batch; after an epoch left by `break`, with the next epoch.
+        checkpoint_steps: steps at which the job saves. None or 0: none. N: each step that N divides, and the last step
+            of this executor. Or absolute steps: an iterable of ints and ranges, or a callable from a step to a bool.
+            Workers prepare states for steps that are known ahead; a state is available at any other step too.
+        appliance: Appliance to run on. None: the appliance that the loader runs on already, else the innermost that is
             open in a `with`, else a default one.
-        persistent: continue the epoch after a `break`: the next executor takes the next batch, as one with num_steps
-            always does. For code in which each loop over a loader continues the stream, as with Megatron Energon.
-        rest_only: with num_steps=None, take no batch if the loaded state is that of an epoch's very end. Otherwise
-            the next epoch is taken then. For code that reads one epoch in all, however often it is started again. On
-            other numbers of boxes or workers the loaders of penstock.data cannot tell, because their state is then
-            that of the next epoch's beginning: the next epoch is taken.
+        persistent: continue the epoch after a `break` (False): the next executor takes the next batch, as an executor
+            with num_steps always does. For code in which each loop over a loader continues the stream, as with Megatron
+            Energon.
+        rest_only: with num_steps=None, take no batch if the loaded state is that of an epoch's very end (False: take
+            the next epoch). For code that reads one epoch in all, after any number of restarts. After a change of the
+            number of boxes or workers, the loaders of penstock.data cannot distinguish an epoch's end from the next
+            epoch's beginning, so the next epoch is taken.
 
     Raises:
         TypeError: the loader is not a penstock.client.DataLoader.
-        InvalidArgumentError: num_steps is below 0, or checkpoint_steps below 1.
+        InvalidArgumentError: num_steps or checkpoint_steps is below 0, or a step in checkpoint_steps is below 1.
 
     Iterating raises the stream's errors: DeadlineError, InputFnError, EmptyInputError, WorkerLostError and others of
     docs/errors.md.
@@ -217,8 +222,8 @@ class DataExecutor:
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise TypeError(
-                f"DataExecutor takes a penstock.client.DataLoader, not a {type(loader).__module__}."
-                f"{type(loader).__qualname__}: wrap the function that makes it, DataLoader(input_fn)"
+                f"the loader of a DataExecutor must be a penstock.client.DataLoader, got a {type(loader).__module__}."
+                f"{type(loader).__qualname__}: pass the function that makes this loader to DataLoader(input_fn)"
             )
         self._loader = loader
         self._num_steps = None if num_steps is None else positive("num_steps", num_steps, least=0)
@@ -249,8 +254,8 @@ class DataExecutor:
         return self._loader
 
     def __len__(self) -> int:
-        """Return the number of steps of this executor: num_steps, or the batches of an epoch. Raises TypeError if it is
-        unknown."""
+        """Return the number of steps of this executor: num_steps, or the batches of an epoch. Raises TypeError if the
+        workers' loaders have no len()."""
         return len(self._loader) if self._num_steps is None else self._num_steps
 
     def __bool__(self) -> bool:
@@ -258,7 +263,7 @@ class DataExecutor:
 
     @property
     def user_iteration(self) -> int:
-        """Batches that this executor has delivered, the current one included; 0 before the first."""
+        """Number of batches that this executor has delivered, including the current one; 0 before the first."""
         return self.step - self._first if self._session is not None else 0
 
     @property
@@ -273,8 +278,8 @@ class DataExecutor:
 
     @property
     def on_final_iteration(self) -> bool:
-        """True at this executor's last batch, and after it. If the executor takes one epoch, the last batch is known
-        from len() of the workers' loaders; without len() this is True only after the last batch."""
+        """True at and after this executor's last batch. If the executor takes one epoch, the last batch is known from
+        len() of the workers' loaders; without len() this is True only after the last batch."""
         if self._session is None:
             return False
         last = self._last if self._num_steps is not None or self._last is not None else self._session.expected_last()
@@ -305,8 +310,8 @@ class DataExecutor:
         """Stream digest: a fingerprint of all batches of this box in order, over the whole life of the run.
 
         Equal streams have equal digests. A loaded state continues its digest, on any number of workers. chain(0) = 0,
-        chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). It is None if unknown: before the
-        loop begins, after a state was loaded onto another number of boxes, or after a state without a digest.
+        chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None if unknown: before the loop
+        begins, after a state was loaded onto another number of boxes, or after a state without a digest.
 
         With Appliance(digest="rows") it is this box's part of the stream digest: the sum of all boxes' parts modulo
         2^64 is equal for streams whose steps deliver equal rows, however many boxes share them and wherever a state was
@@ -325,7 +330,7 @@ class DataExecutor:
         try:
             next(steps)
         except PenstockError as error:
-            raise error.with_traceback(None) from error.__cause__  # frames of the opening say nothing to the user
+            raise error.with_traceback(None) from error.__cause__  # the frames of the opening do not help the user
         return steps
 
     def _steps(self) -> Generator[Any, None, None]:
@@ -350,7 +355,7 @@ class DataExecutor:
                 except EmptyInputError:
                     raise session.empty() from None
                 except PenstockError as error:
-                    raise error.with_traceback(None) from error.__cause__  # nor do those of the reader
+                    raise error.with_traceback(None) from error.__cause__  # nor do the reader's frames
                 if batch is EPOCH_ENDED:
                     session.epoch_ended()
                     if stop is None and (position.step > first or self._rest_only):
@@ -379,15 +384,15 @@ class DataExecutor:
             if line is not None:
                 line.finish()
             if left_early and session.expected_last() == position.step:
-                # the loop counts batches, so all of them are taken, and the epoch's end is read next
+                # the loop counted all batches of the epoch and left; the epoch's end is read next
                 left_early = False
             loader.finish(self, left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
 
 
 _iterating: ApplianceScope[DataExecutor] = ApplianceScope(
     "penstock-loops",
-    "{count} executors are being iterated in other threads, and none in this one: call a checkpoint_closure in the "
-    "thread whose loop it belongs to",
-    # A loop that was left may be kept by a reference cycle, and never reach its end.
+    "one DataExecutor must be iterating for this thread, got {count} in other threads: call a checkpoint_closure in "
+    "the thread of its loop",
+    # A reference cycle may keep an abandoned loop alive, which then never reaches its end.
     lambda executor: executor._session is not None and not executor._session.run.closed,
 )

@@ -1,16 +1,16 @@
-"""Loader for frameworks that prefetch: they take batches before the training loop gets them.
+"""Loader for frameworks that prefetch, which take batches before the training loop gets the batches.
 
 To know which batch is the last one of an epoch, Accelerate's loaders, and Lightning's fetcher for loaders without a
 length, take the next batch before they yield the present one. `DataLoader.state_dict()`, which counts taken batches, is
 then one batch ahead of the loop, and a resume would leave that batch out.
 
-How far such a wrapper is ahead depends on the framework, its version, the position in the epoch and whether the loader
-has a length. So no fixed number is subtracted here. Instead the loop counts: it calls `took()` for each batch that
-reaches it, and the state is that of this step, which workers keep for a while (Appliance(retention_steps=)). Counting
-costs nothing until a state is requested.
+The lead of such a wrapper depends on the framework, its version, the position in the epoch and whether the loader has a
+length. So no fixed number is subtracted here. Instead the loop counts: it calls `took()` for each batch that it gets,
+and the state is that of this step, which workers keep for a while (Appliance(retention_steps=)). Counting costs nothing
+until a state is requested.
 
 Two mistakes would save a wrong position, so both are errors: the loop forgets to count, or a wrapper yields other
-batches than it took (it shares them among ranks, joins them, or repeats some as padding).
+batches than it took (because it shares batches among ranks, joins several, or repeats some as padding).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 class Lookahead(IterableDataset[Any]):
     """Wrapper of a loader for frameworks that take batches ahead of the training loop. Its state counts only batches
-    that the loop has got. Give it to the framework, and save it, in place of the loader.
+    that the loop has got. Give the wrapper to the framework, and save its state, in place of the loader.
 
     Example::
 
@@ -52,13 +52,13 @@ class Lookahead(IterableDataset[Any]):
     its own.
 
     Args:
-        loader: the Penstock DataLoader.
-        depth: batches that the framework may be ahead when a state is requested.
+        loader: Penstock DataLoader.
+        depth: largest number of batches by which the framework may be ahead when a state is requested (1).
         checkpoint_steps, appliance: as for DataExecutor.
 
     Raises:
         TypeError: the loader is not a penstock.client.DataLoader.
-        InvalidArgumentError: depth or checkpoint_steps is below 1.
+        InvalidArgumentError: depth is below 1, or checkpoint_steps is below 0.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Lookahead(IterableDataset[Any]):
         self._epoch_iterator: weakref.ref[Generator[Any, None, None]] | None = None
         """Weak reference to the iterator over the present epoch, which the framework holds."""
         self._begun: Generator[Any, None, None] | None = None
-        """Iterator of the executor over an epoch of which the loop has not got a batch yet; None otherwise."""
+        """Iterator of the executor over an epoch before the loop gets the epoch's first batch; None otherwise."""
         self._waiting: list[Any] = []
-        """Batches that the framework took from `_begun`. They are yielded again if the framework begins the epoch
+        """Batches that the framework took from `_begun`, which are yielded again if the framework begins the epoch
         twice."""
         self._step: int | None = None
         """Number of the last step whose batch the loop has got; None before the first epoch, and after a state was
@@ -90,12 +90,13 @@ class Lookahead(IterableDataset[Any]):
     # ---- methods that the framework calls
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate one epoch, or the rest of an epoch that was begun. A second iterator that is made before the loop has
-        got a batch of the epoch yields the same batches again, because some frameworks begin an epoch twice."""
+        """Iterate one epoch, or the rest of the epoch in which the stream stopped. A second iterator that is made
+        before the loop has got a batch of the epoch yields the same batches again, because some frameworks begin an
+        epoch twice."""
         if get_worker_info() is not None:
             raise RuntimeError(
-                f"{self._loader.name}: a Lookahead must be iterated in the training process, because its batches come "
-                "from Penstock's workers: give torch's DataLoader num_workers=0"
+                f"{self._loader.name}: a Lookahead must be iterated in the training process, got a worker process of "
+                "torch's DataLoader: give that DataLoader num_workers=0, because Penstock's workers make the batches"
             )
         if self._waiting and self._begun is not None:
             self._close_epoch()
@@ -138,8 +139,8 @@ class Lookahead(IterableDataset[Any]):
             batches.close()
 
     def _got(self) -> None:
-        """Record that the loop has got a batch. From now on this epoch is not repeated, and ends when the framework
-        drops its iterator."""
+        """Record that the loop has got a batch of this epoch. From now on the epoch is not repeated, and ends when the
+        framework drops its iterator."""
         self._begun = None
         self._waiting.clear()
 
@@ -147,7 +148,7 @@ class Lookahead(IterableDataset[Any]):
 
     @property
     def step(self) -> int:
-        """Last step whose batch the loop has got, counted over the whole life of the run."""
+        """Number of the last step whose batch the loop has got, counted over the whole life of the run."""
         return self._loader.step if self._step is None else self._step
 
     def took(self) -> None:
@@ -158,10 +159,11 @@ class Lookahead(IterableDataset[Any]):
         """
         if self._step is None or self._step >= self._loader.step:
             raise RuntimeError(
-                f"{self._loader.name}: the loop got a batch after step {self.step}, but the framework had taken none "
-                "from here: other code repeats batches or makes its own (Accelerate's prepare() of a torch "
-                "DataLoader shares one process's batches among all: use prepare_data_loader(..., num_processes=1, "
-                "process_index=0, dispatch_batches=False)), or took() is called more than once a batch"
+                f"{self._loader.name}: took() was called for a batch after step {self.step}, but the framework has "
+                "taken no further batch from this loader: other code repeats or makes batches, or took() is called "
+                "more than once a batch. Call took() once for each batch; with Accelerate use prepare_data_loader(..., "
+                "num_processes=1, process_index=0, dispatch_batches=False), because prepare() shares one process's "
+                "batches among all"
             )
         self._step += 1
         self._over_at = None
@@ -172,7 +174,7 @@ class Lookahead(IterableDataset[Any]):
         """Iterate and count the batches of one epoch, from the framework's wrapper of this loader.
 
         Raises RuntimeError if the wrapper yields more or fewer batches than it took, because it shares, joins or
-        repeats them; or if a state is loaded in the loop.
+        repeats batches; or if a state is loaded in the loop.
         """
         loads = self._loads
         for batch in batches:
@@ -181,21 +183,22 @@ class Lookahead(IterableDataset[Any]):
             del batch  # do not keep it alive while the loop waits for the next one
             if self._loads != loads:
                 raise RuntimeError(
-                    f"{self._loader.name}: load_state_dict while handed_out(...) is iterated; leave its loop first"
+                    f"{self._loader.name}: load_state_dict was called inside the loop over handed_out(...): leave the "
+                    "loop first"
                 )
         if self.step != self._loader.step:
             raise RuntimeError(
-                f"{self._loader.name}: the epoch is over at step {self._loader.step}, and the loop got the batches up "
-                f"to step {self.step}: the framework shares, joins or drops batches. Each box has batches of its own "
-                "already, so it must not (Accelerate: prepare_data_loader(..., num_processes=1, process_index=0, "
-                "dispatch_batches=False))"
+                f"{self._loader.name}: the framework took the batches up to step {self._loader.step} of this epoch, "
+                f"but the loop got only those up to step {self.step}: the framework shares, joins or drops batches. "
+                "Turn this off, because each box has batches of its own already (Accelerate: prepare_data_loader(..., "
+                "num_processes=1, process_index=0, dispatch_batches=False))"
             )
 
     # ---- state
 
     @property
     def place(self) -> tuple[int, int]:
-        """(box, num_boxes) of this process."""
+        """Pair (box, num_boxes) of this process in the run."""
         return self._loader.place
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,15 +211,16 @@ class Lookahead(IterableDataset[Any]):
         ahead = self._loader.step - self.step
         if ahead > self._depth:
             raise RuntimeError(
-                f"{self._loader.name}: the framework has fetched {self._loader.step} batches, and the loop has "
-                f"reported {self.step}, more than depth={self._depth} fewer: to report each batch, iterate "
-                "handed_out(...), call took(), or use the callback of penstock.client.integrations; for a framework "
-                "that fetches further ahead, raise depth"
+                f"{self._loader.name}: the framework must be at most depth={self._depth} batches ahead of the loop, "
+                f"got {ahead}: it has fetched {self._loader.step} batches, and the loop has reported {self.step}. "
+                "Report each batch: iterate handed_out(...), call took(), or use the callback of "
+                "penstock.client.integrations; for a framework that fetches further ahead, raise depth"
             )
         return self._loader.state_at(self.step)
 
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
-        """Resume from a state of this loader with the next epoch. Raises the errors of DataLoader.load_state_dict()."""
+        """Load a state of this loader, from which the next iteration resumes. Raises the errors of
+        DataLoader.load_state_dict()."""
         self._leave()
         self._loader.load_state_dict(sd, strict)
         self._loads += 1
@@ -234,7 +238,7 @@ class Lookahead(IterableDataset[Any]):
         return self._loader.mid_epoch
 
     def leave_epoch(self) -> None:
-        """Abandon the epoch of a loaded state, because the loop that saved the state had finished it. The next
+        """Abandon the epoch of a loaded state, because the loop that saved the state had finished this epoch. The next
         iteration begins the next epoch, even if the same state is loaded once more, as Lightning does."""
         self._over_at = self._loader.step
         self._loader.leave_epoch()

@@ -20,25 +20,28 @@ def compute_num_steps(
     steps_per_epoch: int | None = None,
     grad_accum_steps: int = 1,
 ) -> int:
-    """Return the number of steps left to take: the smallest that num_steps, max_steps and num_epochs allow.
+    """Return the number of steps left to take: the smallest number that num_steps, max_steps and num_epochs allow.
 
     Args:
-        dataloader: a loader; its len(), if it has one, is the number of batches of an epoch.
-        initial_step: step from which training resumes; max_steps counts it too.
-        num_steps: steps to take from initial_step. Not allowed together with num_epochs.
-        max_steps: total number of steps, including initial_step.
-        num_epochs: number of epochs; needs the dataloader's len().
-        steps_per_epoch: batches of an epoch, at most len().
-        grad_accum_steps: batches of a step; divides the length of an epoch. num_steps and max_steps are steps already.
+        dataloader: loader; its len(), if it has one, is the number of batches of an epoch.
+        initial_step: number of steps already taken, from which training resumes.
+        num_steps: number of steps to take after initial_step; None: no limit. Not allowed together with num_epochs.
+        max_steps: total number of steps, including those before initial_step; None: no limit.
+        num_epochs: number of epochs; None: no limit. Needs the dataloader's len().
+        steps_per_epoch: number of batches of an epoch, at most len(); None: len().
+        grad_accum_steps: number of batches of a step. An epoch has len() // grad_accum_steps steps; num_steps and
+            max_steps count steps already.
 
     Raises:
         InvalidArgumentError: all three are None, or values contradict each other or the dataloader's length.
         TypeError: a value is not an int.
     """
     if num_epochs is not None and num_steps is not None:
-        raise InvalidArgumentError("num_steps and num_epochs exclude each other: pass one of them")
+        raise InvalidArgumentError(
+            f"only one of num_steps and num_epochs can be given, got {num_steps} and {num_epochs}: pass one of them"
+        )
     if num_steps is None and num_epochs is None and max_steps is None:
-        raise InvalidArgumentError("one of num_steps, max_steps and num_epochs must be given")
+        raise InvalidArgumentError("num_steps, max_steps or num_epochs must be given, got none: pass one of them")
     start = positive("initial_step", initial_step, least=0)
     accumulated = positive("grad_accum_steps", grad_accum_steps)
     bounds = []
@@ -48,13 +51,17 @@ def compute_num_steps(
         bounds.append(positive("max_steps", max_steps) - start)
         if bounds[-1] < 1:
             raise InvalidArgumentError(
-                f"initial_step must be below max_steps={max_steps}, got {start}: the training is over"
+                f"initial_step must be below max_steps={max_steps}, got {start}: the training is complete. Raise "
+                "max_steps to continue"
             )
     epochs = None if num_epochs is None else positive("num_epochs", num_epochs)
     wanted = None if steps_per_epoch is None else positive("steps_per_epoch", steps_per_epoch)
     length = _length(dataloader)
     if length is None and epochs is not None:
-        raise InvalidArgumentError("num_epochs needs a dataloader with a len(): pass num_steps or max_steps instead")
+        raise InvalidArgumentError(
+            f"num_epochs needs a dataloader with a len(), got a {type(dataloader).__qualname__} without: pass "
+            "num_steps or max_steps instead"
+        )
     if length is not None:
         per_epoch = _per_epoch(length, wanted, accumulated)
         if epochs is not None:
@@ -65,13 +72,16 @@ def compute_num_steps(
 def _per_epoch(length: int, wanted: int | None, accumulated: int) -> int:
     """Return the number of steps in an epoch of `length` batches."""
     if length < 1:
-        raise InvalidArgumentError("the dataloader has no batches: its len() is 0")
+        raise InvalidArgumentError(f"len() of the dataloader must be >= 1, got {length}: check the dataset's path")
     if wanted is not None and wanted > length:
-        raise InvalidArgumentError(f"steps_per_epoch must be at most the {length} batches of an epoch, got {wanted}")
+        raise InvalidArgumentError(
+            f"steps_per_epoch must be at most the {length} batches of an epoch, got {wanted}: pass a smaller number"
+        )
     batches = length if wanted is None else wanted
     if accumulated > batches:
         raise InvalidArgumentError(
-            f"grad_accum_steps must be at most the {batches} batches of an epoch, got {accumulated}"
+            f"grad_accum_steps must be at most the {batches} batches of an epoch, got {accumulated}: pass a smaller "
+            "number"
         )
     return batches // accumulated
 

@@ -1,7 +1,7 @@
-"""The part of a DataLoader that opens its run. Before it is opened, the loader is only a description. Afterwards it is
-a stream of batches with a position.
+"""Base class of DataLoader that opens the loader's run. Before that, a loader is only a description. Afterwards it is a
+stream of batches with a position.
 
-    DataLoader ── opens ──> Session: a run at an Appliance, and the reader of its batches
+    DataLoader ── opens ──> Session: a run on an Appliance, and the reader of its batches
 
 A loader is in one of three conditions: never read (its state is that of a local instance), loaded and not started (its
 state is the loaded one), or streaming (its state at the last step is fetched from the workers). A stream ends when its
@@ -85,7 +85,7 @@ class OpenedLoader:
         self._expected: ApplianceSettings | None = None
         """Settings of the appliance for which an executor was made; None before that."""
         self._leaves_epoch = False
-        """True if the epoch of the loaded state is not resumed: the next executor begins the epoch after it."""
+        """True if the next executor begins the epoch after that of the loaded state, and does not resume this one."""
         self._drawn: int | None = None
         """Seed that was drawn for a state requested before the run was open; the run gets the same seed. None: no seed
         was drawn."""
@@ -93,8 +93,8 @@ class OpenedLoader:
     def __getstate__(self) -> dict[str, Any]:
         if self._session is not None:
             raise TypeError(
-                f"{self.name}: a loader that streams cannot be copied or pickled; save its state_dict(), and load that "
-                "into a DataLoader of the same input_fn"
+                f"{self.name}: a loader cannot be copied or pickled once it streams: save its state_dict(), and load "
+                "the state into a new DataLoader of the same input_fn"
             )
         return self.__dict__
 
@@ -105,17 +105,18 @@ class OpenedLoader:
 
     @property
     def step(self) -> int:
-        """Last delivered step, counted over the whole life of the run; before the first, the loaded state's step."""
+        """Number of the last delivered step, counted over the whole life of the run. Before the loop begins, the step
+        of the loaded state, else 0."""
         if self._session is not None:
             return self._session.reader.position.step
         return self._loaded.step if self._loaded is not None else 0
 
     def begin(self, executor: Any, appliance: Appliance | None) -> Session:
-        """Return the loader's stream for an executor that starts to iterate. Open the stream if it is not open."""
+        """Return the loader's session for an executor that starts to iterate. Open the run if it is not open."""
         if self._iterating:
             raise RuntimeError(
-                f"{self.name}: another executor is iterating this loader; finish or close() its iterator first, or "
-                "make a second DataLoader for a second stream"
+                f"{self.name}: only one executor can iterate a loader at a time: finish the loop of the other executor "
+                "or close() its iterator first, or make a second DataLoader for a second stream"
             )
         session = self._session
         if session is None:
@@ -127,13 +128,13 @@ class OpenedLoader:
             raise session.run.error
         elif session.run.closed:
             raise RuntimeError(
-                f"{self.name}: its stream ended at step {self.step} with its appliance. To continue from there, "
-                "load_state_dict a state; to start anew, make a new DataLoader"
+                f"{self.name}: the stream ended at step {self.step}, because its appliance was closed. To continue, "
+                "load a state by load_state_dict(); to start anew, make a new DataLoader"
             )
         elif appliance is not None and appliance is not session.appliance:
             raise RuntimeError(
-                f"{self.name} streams from {session.appliance!r} and cannot also be iterated on {appliance!r}: "
-                "load_state_dict its state to move it, or make a second DataLoader"
+                f"{self.name} streams from {session.appliance!r} and cannot also be iterated on {appliance!r}: load "
+                "its state by load_state_dict() to move the stream, or make a second DataLoader"
             )
         self._executor = weakref.ref(executor)
         session.reader.thread = threading.get_ident()
@@ -147,8 +148,11 @@ class OpenedLoader:
         return session
 
     def finish(self, executor: Any, *, left_early: bool, epoch_ended: bool) -> None:
-        """Release the loader for other executors after the loop of one has ended: at the end, by `break`, or by an
-        exception."""
+        """Release the loader for other executors after a loop has ended: at its end, by `break`, or by an exception.
+
+        `left_early`: whether the next executor abandons the epoch. `epoch_ended`: whether the loop took one epoch to
+        its end.
+        """
         self._executor = None
         session = self._session
         if session is None or session.run.closed:
@@ -173,8 +177,8 @@ class OpenedLoader:
         if self._loaded is not None and self._loaded.methods != 4:
             raise StateMismatchError(
                 f"the loaded state of {self.name} was saved after the loop had left its epoch by `break`. A loader "
-                "without aggregate_state_dict and deaggregate_state_dict cannot start the next epoch from it: load a "
-                "state that was saved inside the loop, or let each epoch run to its end"
+                "without aggregate_state_dict and deaggregate_state_dict cannot start the next epoch from such a "
+                "state: load a state that was saved inside the loop, or let each epoch run to its end"
             )
         self._leaves_epoch = True
 
@@ -207,8 +211,8 @@ class OpenedLoader:
         cover = DigestCover.SAMPLE if settings.digest is None else DigestCover[settings.digest.upper()]
         if self._drawn is not None and seed is not None and seed != self._drawn:
             raise StateMismatchError(
-                f"a state of {self.name} was taken before its first loop, with the random seed {self._drawn}, but "
-                f"Appliance(seed={seed}) sets another: take the state once the loop has begun, or inside `with "
+                f"seed must be {self._drawn}, the random seed of a state of {self.name} that was taken before the "
+                f"first loop, got Appliance(seed={seed}): take the state once the loop has begun, or inside `with "
                 "Appliance(...)`"
             )
         start = self._start_of(settings, settings.box)
@@ -216,31 +220,31 @@ class OpenedLoader:
             seed = self._drawn if seed is None else seed
         elif settings.synthetic:
             raise NotRestartableError(
-                f"a state of {self.name} was loaded, but Appliance(synthetic=True) repeats the first batch of each "
-                "worker and cannot resume: load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"
+                f"a state of {self.name} was loaded, but Appliance(synthetic=True), which repeats the first batch of "
+                "each worker, cannot resume: load no state, or leave out synthetic= and PENSTOCK_SYNTHETIC"
             )
         else:
             if saved.methods == 0 and saved.positions and not self._replays(settings):
                 raise NotRestartableError(
-                    f"the loaded state of {self.name} was saved with replay=True, and can only be restored by replay: "
+                    f"the loaded state of {self.name} was saved with replay=True and can be restored only by replay: "
                     "pass Appliance(replay=True)"
                 )
             if seed is None and saved.seed is None and not saved.by_hand:
                 raise StateMismatchError(
-                    f"the loaded state of {self.name} has no seed: an older Penstock took it before the first loop. "
-                    "Pass Appliance(seed=...), or start without the state"
+                    f"the loaded state of {self.name} has no seed, because an older Penstock saved it before the first "
+                    "loop. Pass Appliance(seed=...), or start without the state"
                 )
             if seed is not None and saved.seed is not None and seed != saved.seed:
                 raise StateMismatchError(
-                    f"the loaded state of {self.name} was saved with seed {saved.seed}, but Appliance(seed={seed}) "
-                    "sets another: leave out seed, or start without a state"
+                    f"seed must be {saved.seed}, as in the loaded state of {self.name}, got Appliance(seed={seed}): "
+                    "leave out seed, or start without a state"
                 )
             seed = saved.seed if seed is None else seed
             if saved.positions and settings.digest is not None and cover != saved.cover:
                 had = saved.cover.name.lower()
                 raise StateMismatchError(
-                    f"the loaded state of {self.name} was saved with digest={had!r}, but Appliance(digest="
-                    f"{settings.digest!r}) sets another: leave out digest, or start without a state"
+                    f"digest must be {had!r}, as in the loaded state of {self.name}, got Appliance(digest="
+                    f"{settings.digest!r}): leave out digest, or start without a state"
                 )
             cover = saved.cover if saved.positions else cover
         start_of = partial(_on, cover, partial(self._start_of, settings))
@@ -277,9 +281,9 @@ class OpenedLoader:
         if self._leaves_epoch and not start.same_topology:
             self.close()
             raise StateMismatchError(
-                f"the loaded state of {self.name} was saved after the loop had left its epoch by `break`. It can be "
-                "resumed only with the same number of boxes and workers: use those, or a state that was saved inside "
-                "the loop"
+                f"the loaded state of {self.name} was saved after the loop had left its epoch by `break`. Such a state "
+                "can be resumed only with the same numbers of boxes and workers: use the same numbers, or load a state "
+                "that was saved inside the loop"
             )
         weakref.finalize(self, _abandon, run, reader).atexit = False
         return session
@@ -297,14 +301,14 @@ class OpenedLoader:
     # ---- the workers' loaders
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch of this box: the sum of its workers' len(). Raises TypeError if one
-        has no len()."""
+        """Return the number of batches in an epoch of this box: the sum of len() over its workers' loaders. Raises
+        TypeError if a loader has no len()."""
         session = self._session
         if session is not None and not session.run.closed and session.run.error is None:
             lengths = [capabilities.length for capabilities in self._capabilities(session)]
             if min(lengths) < 0:
                 raise TypeError(
-                    f"the loader that {self.name} returned has no len(): give it a __len__, or use num_steps"
+                    f"the loader that {self.name} returned has no len(): add a __len__ to the loader, or pass num_steps"
                 )
             return sum(lengths)
         settings = self._settings
@@ -321,9 +325,9 @@ class OpenedLoader:
         if not run.wait_for(_all_known, session.appliance.settings.timeout_s):
             late = [view for view in run.views if not _known(view)]
             raise DeadlineError(
-                f"{self.name}: waited timeout_s={session.appliance.settings.timeout_s:g} s for slot {late[0].slot} of "
-                f"box {run.box} (on worker {late[0].worker or 'none'}) to build its loader: `penstock status` shows "
-                "what it waits for; raise timeout_s if input_fn needs longer"
+                f"{self.name}: slot {late[0].slot} of box {run.box} (on worker {late[0].worker or 'none'}) has not "
+                f"built its loader within timeout_s={session.appliance.settings.timeout_s:g} s: run `penstock status` "
+                "to see the cause, or raise timeout_s if input_fn needs longer"
             )
         for view in run.views:
             if view.phase == pb.FAILED and not view.HasField("capabilities"):
@@ -331,7 +335,8 @@ class OpenedLoader:
         return [view.capabilities for view in run.views]
 
     def close(self) -> None:
-        """End the stream, if there is one, and free its workers. The next executor starts from the loaded state."""
+        """End the stream, if the loader streams, and free its workers. The next executor starts from the loaded
+        state."""
         session, self._session = self._session, None
         if session is not None:
             session.reader.close()
@@ -339,8 +344,8 @@ class OpenedLoader:
 
 
 def _on(cover: DigestCover, start_of: Callable[[int], BoxStart], box: int) -> BoxStart:
-    """Return the start of a box that `start_of` gives. If digests cover rows (DigestCover.ROWS), mark its position for
-    them."""
+    """Return the start of a box that `start_of` gives. If digests cover rows (DigestCover.ROWS), mark the position
+    accordingly."""
     start = start_of(box)
     start.position.by_rows = cover == DigestCover.ROWS
     return start

@@ -10,6 +10,14 @@ __all__ = ["ProgressLine"]
 
 
 class ProgressLine:
+    """Line on standard error that shows the progress of one loop.
+
+    Args:
+        label: name of the loader.
+        stats: figures of the loop's stream, which grow while the loop runs.
+        step: number of the step before the loop's first batch.
+    """
+
     def __init__(self, label: str, stats: StreamStats, step: int) -> None:
         self._label, self._stats, self._line = label, stats, Progress()
         self._shown_step, self._shown_waited = step, stats.waited_s

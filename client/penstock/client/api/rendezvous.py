@@ -33,10 +33,12 @@ from penstock.proto.lane.endpoints import check_peer, connect_local
 __all__ = ["DaemonAddresses", "SharedAppliance"]
 
 POLL_S = 0.02
+"""Seconds between two attempts to connect to local rank 0."""
 LEAVE_S = 60.0
-"""Seconds that local rank 0 waits for the other ranks to close their connections. After that it stops the daemons
-anyway."""
-MAX_PLACE = 4096
+"""Longest time in seconds that local rank 0 waits for the other ranks to close their connections, before it stops the
+daemons anyway."""
+MAX_MESSAGE = 4096
+"""Largest size of the message with the daemons' addresses, in bytes."""
 SOCKETS = "/proc/net/unix"
 """File in which the kernel lists the Unix sockets of this network namespace. Names of abstract sockets begin with an
 @."""
@@ -55,8 +57,8 @@ class DaemonAddresses:
 
 
 def _connected(name: str) -> socket.socket | None:
-    """Return a connection to the abstract socket of this name if its owner is a process of this user, else None. Never
-    waits, because another user's socket may have a full queue."""
+    """Return a connection to the abstract socket of this name if its owner is a process of this user, else None. Do not
+    wait, because another user's socket may have a full queue."""
     try:
         return connect_local(name, 0.0)
     except (OSError, PenstockError):
@@ -81,7 +83,8 @@ def _names(name: str) -> list[str]:
 
 
 class SharedAppliance:
-    """Embedded appliance of all ranks of a launch on this machine: local rank 0 starts it, the others connect to it."""
+    """Embedded appliance of all ranks of a launch on this machine. Local rank 0 starts the appliance, and the other
+    ranks connect."""
 
     def __init__(self, torchrun: Torchrun) -> None:
         global _shared_so_far
@@ -110,13 +113,13 @@ class SharedAppliance:
         except OSError as error:
             listener.close()
             raise PenstockError(
-                f"Appliance(): another process of this torchrun launch already runs as local rank 0 ({error}): make "
-                "one Appliance per process, or pass the address of a coordinator"
+                f"Appliance(): another process of this torchrun launch has already started an embedded appliance as "
+                f"local rank 0 ({error}): make one Appliance per process, or pass the address of a coordinator"
             ) from error
         self._listener = listener
         message = json.dumps(asdict(place)).encode()
         self._answering = threading.Thread(
-            target=self._answer, args=(listener, message), name="penstock-meeting", daemon=True
+            target=self._answer, args=(listener, message), name="penstock-rendezvous", daemon=True
         )
         self._answering.start()
 
@@ -146,7 +149,7 @@ class SharedAppliance:
                     continue
                 try:
                     sock.settimeout(max(0.1, deadline - time.monotonic()))
-                    data = sock.recv(MAX_PLACE)
+                    data = sock.recv(MAX_MESSAGE)
                 except OSError:
                     data = b""
                 if data:
@@ -155,16 +158,16 @@ class SharedAppliance:
                 sock.close()
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"Appliance(): waited {timeout_s:g} s for local rank 0 of this torchrun launch to start the "
-                    "embedded appliance. Every rank must create it, in the same order; or start `penstock "
+                    f"Appliance(): local rank 0 of this torchrun launch has not started the embedded appliance within "
+                    f"{timeout_s:g} s. Create the same appliances in the same order on every rank; or start `penstock "
                     "coordinator` and `penstock worker`, and set PENSTOCK_COORDINATOR"
                 )
             waiting()
             _pause.wait(POLL_S)
 
     def leave(self, stop: Callable[[], None]) -> None:
-        """End this rank's use of the appliance. Local rank 0 first waits until the other ranks have done so, then calls
-        `stop`."""
+        """End this rank's use of the appliance. On local rank 0, wait until the other ranks have ended their use, then
+        call `stop`."""
         if os.getpid() != self._pid:
             return
         if self._joined is not None:

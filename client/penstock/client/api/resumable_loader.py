@@ -1,4 +1,4 @@
-"""The part of a DataLoader that saves and resumes: its state at a step, the workers' records of that step, and the
+"""Base class of DataLoader that saves and resumes: the state at a step, the workers' records of that step, and the
 loaded state."""
 
 from __future__ import annotations
@@ -60,12 +60,11 @@ class ResumableLoader(OpenedLoader):
 
         Before the first step the result is the loaded state, or the state of a loader that is built in this process.
         The method may be called in the loop, between executors and after the last; the result depends only on the step.
-        When torch.distributed.checkpoint.load calls it, to get a state to load into, it returns an empty state to be
-        filled.
+        torch.distributed.checkpoint.load, which requests a state to load into, gets an empty state to be filled.
 
         Raises:
             NotRestartableError: the loader has no state methods, or cannot be saved for another reason.
-            StateUnavailableError: the workers no longer keep this step, or the run is closed.
+            StateUnavailableError: the workers have dropped the state of this step, or the run is closed.
         """
         return self.state_at(self.step)
 
@@ -75,21 +74,21 @@ class ResumableLoader(OpenedLoader):
         Use it in loops whose batches come through a wrapper that reads ahead: see penstock.client.Lookahead.
 
         Raises:
-            StateUnavailableError: the step lies before the loaded state, is not delivered yet, or is no longer kept by
-                the workers; or the run is closed.
+            StateUnavailableError: the step lies before the loaded state, is not delivered yet, or is older than
+                retention_steps; or the run is closed.
             NotRestartableError: as for state_dict().
             TypeError: step is not an int.
         """
         if isinstance(step, bool) or not isinstance(step, int):
-            raise TypeError(f"{self.name}: step of state_at(step) must be an int, got {step!r}")
+            raise TypeError(f"{self.name}: step of state_at(step) must be an int, got {step!r}: pass a step number")
         if is_to_be_filled():
             return blank()
         session = self._session
         first = session.first_step if session is not None else self.step
         if not first <= step <= self.step:
             raise StateUnavailableError(
-                f"{self.name}: step must be from {first} to {self.step}, got {step}: states exist for the steps "
-                "delivered since the loader was made or loaded"
+                f"{self.name}: step must be from {first} to {self.step}, got {step}: pass a step that was delivered "
+                "since the loader was made or its state loaded"
             )
         if session is None or step == first:
             if self._loaded is not None:
@@ -111,14 +110,14 @@ class ResumableLoader(OpenedLoader):
         return saved.to_dict()
 
     def _seed_to_come(self, settings: ApplianceSettings) -> int:
-        """Return the seed of the run that will be opened. If none is given, draw the seed now, because a state without
-        a seed would be accepted by a run of any order."""
+        """Return the seed of the run that will be opened. Without a given seed, draw one now, because a run of any
+        order would accept a state without a seed."""
         if settings.seed is not None:
             return settings.seed
         if settings.num_boxes > 1:
             raise StateUnavailableError(
-                f"{self.name}: no state is available before the first loop, because the random seed that all boxes "
-                "share is not chosen yet. Pass Appliance(seed=...), or take the state once the loop has begun"
+                f"{self.name}: no state is available before the first loop, because the boxes have not agreed on a "
+                "random seed yet. Pass Appliance(seed=...), or take the state once the loop has begun"
             )
         if self._drawn is None:
             self._drawn = secrets.randbits(63)
@@ -127,18 +126,19 @@ class ResumableLoader(OpenedLoader):
     def _require_methods(self, methods: int, replay: bool) -> None:
         if methods == 0 and not replay:
             raise NotRestartableError(
-                f"the loader that {self.name} returned cannot be saved: it has no state_dict and load_state_dict. "
-                "Give it these two, use torchdata's StatefulDataLoader or a source of penstock.data, or pass "
-                "Appliance(replay=True)"
+                f"the loader that {self.name} returned cannot be saved, because it has no state_dict and "
+                "load_state_dict. Add these two methods, use torchdata's StatefulDataLoader or a source of "
+                "penstock.data, or pass Appliance(replay=True)"
             )
 
     def checkpoints(self, step: int | None = None) -> list[DataLoaderCheckpoint]:
         """Return each worker's record of the state after a step, of all boxes, in order of global_worker_id.
 
         The counts are those of this launch, as get_worker_state() returned them on the workers; `lifetime_*` count all
-        launches. For a loader with the four methods, `user_state_dict` is the result of its state_dict() on that worker
-        at that step: the input of aggregate_state_dict. For another loader it is the state at the restart point of the
-        worker, which may lie before the step; None if it has no state methods.
+        launches. For a loader with the four state methods (see RestartableDataLoader), `user_state_dict` is the result
+        of its state_dict() on that worker at that step: the input of aggregate_state_dict. For another loader it is the
+        state at the worker's restart point, the position from which a restart replays batches, which may lie before the
+        step; None for a loader without state methods.
 
         Args:
             step: as for state_at(); None: the last delivered step.
@@ -150,8 +150,8 @@ class ResumableLoader(OpenedLoader):
             first = session.first_step + 1 if session is not None else self.step + 1
             steps = f"steps {first} to {self.step} have" if first <= self.step else "no step has"
             raise StateUnavailableError(
-                f"{self.name}: step {step} has no records: {steps} been delivered since the loader was made or its "
-                "state loaded"
+                f"{self.name}: step {step} has no records, because {steps} been delivered since the loader was made or "
+                "its state loaded: pass a delivered step"
             )
         fetched, _ = self._fetch(session, step)
         return checkpoints_of(fetched, self._loaded, step)
@@ -165,7 +165,7 @@ class ResumableLoader(OpenedLoader):
         if run.closed:
             raise StateUnavailableError(
                 f"{self.name}: the state of step {step} is not available, because the appliance is closed: call "
-                "state_dict() before that"
+                "state_dict() before the appliance is closed"
             )
         capabilities = self._capabilities(session)[0]
         if capabilities.not_restartable:
@@ -190,28 +190,27 @@ class ResumableLoader(OpenedLoader):
         """Resume from a state of this loader with the next executor.
 
         Args:
-            sd: result of state_dict(), from this process or another. A loader with the four methods also accepts a
-                dict that its deaggregate_state_dict understands: made by hand, or by another system with the same
+            sd: result of state_dict(), from this process or another. A loader with the four state methods also accepts
+                a dict that its deaggregate_state_dict understands: made by hand, or by another system with the same
                 protocol. Steps then count from 0, and the run has a new seed.
-            strict: passed on to those of the loader's own methods that take it.
+            strict: value for the argument `strict` of the loader's own methods, where they have this argument.
 
         Raises:
             StateMismatchError: sd is the state of another loader, or not a state.
             UnsupportedStateError: sd was made by hand and holds values that a state cannot hold.
             StateCorruptError, StateVersionError: sd is damaged, or newer than this Penstock.
             RuntimeError: an executor is iterating.
-            TypeError: only one of the loader's two methods takes `strict`.
+            TypeError: only one of the loader's load_state_dict and deaggregate_state_dict takes `strict`.
         """
         if self._iterating:
             raise RuntimeError(
-                f"{self.name}: load_state_dict was called while an executor iterates: leave its loop first, or close() "
-                "its iterator"
+                f"{self.name}: load_state_dict was called while an executor iterates the loader: leave the loop first, "
+                "or close() the executor's iterator"
             )
         saved = self._made_by_hand(sd) or read(sd)
         if not self._reference.same_as(saved.input_fn):
             raise StateMismatchError(
-                f"the state was saved by the loader {saved.input_fn}, but loaded into the loader {self.name}: load "
-                "each "
+                f"the state must be one of the loader {self.name}, got one of the loader {saved.input_fn}: load each "
                 "state into the loader that saved it"
             )
         if saved.methods == 4:
@@ -227,7 +226,7 @@ class ResumableLoader(OpenedLoader):
             self._loaded.aggregated = copy.deepcopy(saved.aggregated)
 
     def _made_by_hand(self, sd: object) -> SavedState | None:
-        """Return `sd` as a SavedState if it was not saved by Penstock and the loader's own methods can read it; else
+        """Return `sd` as a SavedState if Penstock did not save it and the loader's own methods can read it; else
         None."""
         if not isinstance(sd, Mapping) or KEY in sd:
             return None
@@ -236,9 +235,8 @@ class ResumableLoader(OpenedLoader):
         encode_state(dict(sd))
         _log.warning(
             "%s: the loaded state was not made by DataLoader.state_dict(), so the loader's deaggregate_state_dict "
-            "alone "
-            "decides where the stream resumes; steps count from 0, and the seed is new unless Appliance(seed=) gives "
-            "it",
+            "alone decides where the stream resumes; steps count from 0, and the seed is new unless Appliance(seed=) "
+            "is passed",
             self.name,
         )
         return SavedState(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)

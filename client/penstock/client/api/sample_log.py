@@ -1,7 +1,7 @@
-"""A log of the samples of each training step: the restore keys of each batch, one line of JSON for each step.
+"""Log of the samples of each training step: the restore keys of each batch, one line of JSON for each step.
 
-The samples are a function of the job's state, so the log adds no information. It makes them easy to look up: for
-example, the samples of the step at which the loss rose. `DataLoader.restore_sample(key)` reads one of them again.
+The samples are a function of the job's state, so the log adds no information. It makes samples easy to look up: for
+example, the samples of the step at which the loss rose. `DataLoader.restore_sample(key)` reads a sample again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class SampleLog:
     """Log of the samples in each batch: a file of lines {"step": 7, "keys": ["0.3.12...", ...]}, one for each step, in
     order. DataLoader.restore_sample reads a sample again by its key.
 
-    A resumed job continues the same file. It replaces the lines of steps that it repeats, and a line that a crash cut
-    off. Each box writes its own file.
+    A resumed job continues the same file. It replaces the lines of repeated steps, and a line that a crash cut off.
+    Each box writes its own file.
 
     Example::
 
@@ -35,7 +35,7 @@ class SampleLog:
     def __init__(self, path: str | os.PathLike[str], *, field: str = "key") -> None:
         """
         Args:
-            path: path of the file; missing folders are made. Nothing is opened before the first step.
+            path: path of the file; missing folders are made. The file is opened at the first `write`.
             field: key of the restore keys in each batch: the loader's `keys=`.
         """
         self.path, self._field = Path(path), field
@@ -58,7 +58,10 @@ class SampleLog:
         if self._file is None:
             self._file = self._open(step)
         elif step <= self._last:
-            raise InvalidArgumentError(f"step must be above the last one, {self._last}, got {step}")
+            raise InvalidArgumentError(
+                f"step must be above {self._last}, the last step in {self.path}, got {step}: write each step once, in "
+                "order"
+            )
         self._file.write(json.dumps({"step": step, "keys": list(keys)}).encode() + b"\n")
         self._file.flush()
         self._last = step

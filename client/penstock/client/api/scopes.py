@@ -1,7 +1,7 @@
 """Scopes around running code: the appliance of a `with`, the executor of a loop.
 
-Each thread and each asyncio task finds the object that it entered last (a context variable). Code that entered none,
-such as a helper thread, finds the only object that is open elsewhere. If several are open elsewhere,
+Each thread and each asyncio task finds the object that it entered last (a context variable). A thread that entered no
+object, such as a helper thread, finds the only object that is open elsewhere. If several are open elsewhere,
 AmbiguousContextError is raised, because a wrong choice would silently stream another box's data.
 """
 
@@ -26,7 +26,7 @@ class ApplianceScope(Generic[T]):
     Args:
         name: name of the context variable.
         ambiguous: text of the error, with "{count}" for the number of open objects.
-        usable: a predicate; objects for which it is False are ignored.
+        usable: predicate; objects for which it returns False are ignored.
     """
 
     def __init__(self, name: str, ambiguous: str, usable: Callable[[T], bool] = lambda thing: True) -> None:
@@ -40,8 +40,8 @@ class ApplianceScope(Generic[T]):
         self._stack.set((*self._stack.get(), weakref.ref(thing)))
 
     def leave(self, thing: T) -> None:
-        """Remove an object at the end of its `with`. If this runs in another context than `enter` did, the entry stays
-        on the stack of that context, where `innermost` ignores it."""
+        """Remove an object at the end of its `with`. If `enter` ran in another context, the entry stays on the stack of
+        that context, where `innermost` ignores the entry."""
         if thing in self._open:
             self._open.remove(thing)
         stack = list(self._stack.get())
@@ -52,8 +52,8 @@ class ApplianceScope(Generic[T]):
         self._stack.set(tuple(ref for ref in stack if ref() in self._open))
 
     def innermost(self) -> T | None:
-        """Return the object that this thread or task entered last. If it entered none, return the only object that is
-        open elsewhere, or None. Raises AmbiguousContextError if several are open elsewhere."""
+        """Return the object that this thread or task entered last, else the only object that is open elsewhere, else
+        None. Raises AmbiguousContextError if several are open elsewhere."""
         usable = [thing for thing in self._open if self._usable(thing)]
         for ref in reversed(self._stack.get()):
             thing = ref()

@@ -1,4 +1,5 @@
-"""Session of an opened loader: its run on an appliance, and the reader of the run's batches."""
+"""Session of an opened loader: its run on an appliance, and the reader of the run's batches. A run is the loader's
+stream under the job's name."""
 
 from __future__ import annotations
 
@@ -32,10 +33,10 @@ class Session:
     whole_epoch: bool
     """True if the session reads the present epoch from its beginning, False if from a restored position."""
     warned_ended: set[tuple[int, int]] = field(default_factory=set)
-    """Ends of other boxes' epochs, as (box, last step), of which the user was warned already."""
+    """Ends of other boxes' epochs, as (box, last step), that were already reported to the user."""
     warned_of_abandoned: bool = False
     cut_due: bool = False
-    """True if the loop left the epoch by `break`: the next executor abandons it."""
+    """True if the loop left the epoch by `break`, so that the next executor abandons the epoch."""
 
     @property
     def progress(self) -> bool:
@@ -55,22 +56,22 @@ class Session:
         )
 
     def epoch_ended(self) -> None:
-        """Begin the next epoch after the reader has reached an epoch's end. Raises EmptyInputError if the epoch had no
-        batch."""
+        """Begin the next epoch after the reader has reached an epoch's end. Raises EmptyInputError after an epoch
+        without a batch."""
         step = self.reader.position.step
         if self.whole_epoch and step == self.epoch_began_at:
             raise self.empty()
         self.epoch_began_at, self.whole_epoch = step, True
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch at the last step. Log once that the next loop does not continue this epoch, because users
-        of other systems may expect that it does."""
+        """Abandon the epoch at the last step. Log once that the next loop begins the next epoch, because users of other
+        systems may expect the next loop to continue this one."""
         if not self.warned_of_abandoned:
             self.warned_of_abandoned = True
             _log.warning(
-                "%s: the loop left its epoch at step %d, so the next loop begins the next epoch: the rest of this one "
-                "is not delivered, and an endless source starts again. To continue with the next batch in each loop, "
-                "use DataExecutor(loader, persistent=True), or num_steps=",
+                "%s: the loop left its epoch at step %d, so the next loop begins the next epoch: the rest of this "
+                "epoch is not delivered, and an endless source starts again. To continue with the next batch in each "
+                "loop, use DataExecutor(loader, persistent=True), or num_steps=",
                 self.name,
                 self.reader.position.step,
             )
@@ -87,9 +88,9 @@ class Session:
             if self.epoch_began_at < last < step and (box, last) not in self.warned_ended:
                 self.warned_ended.add((box, last))
                 warn_user(
-                    f"{self.name}: the epoch of box {box} ended at step {last}, and box {self.run.box} continues with "
-                    f"step {step}: a collective between them would hang. Give all boxes the same number of batches, "
-                    "or pass num_steps",
+                    f"{self.name}: the epoch of box {box} ended at step {last}, but box {self.run.box} continues with "
+                    f"step {step}: a collective operation of both boxes would hang. Give all boxes the same number of "
+                    "batches, or pass num_steps",
                 )
 
     def empty(self) -> EmptyInputError:
@@ -97,12 +98,12 @@ class Session:
         position = self.reader.position
         which = "no batch at all" if position.step == 0 else f"no batch in epoch {max(position.epoch - 1, 0)}"
         return EmptyInputError(
-            f"{self.name} yielded {which} on any worker of box {self.run.box}: check its data paths, its sharding, and "
-            "whether it returns an iterator that is used up"
+            f"{self.name} yielded {which} on any worker of box {self.run.box}: check its data paths and its sharding, "
+            "and that it returns a new iterator each time"
         )
 
     def expected_last(self) -> int | None:
-        """Return the last step of this epoch, computed from len() of the workers' loaders; None if one of them has no
+        """Return the last step of this epoch, computed from len() of the workers' loaders; None if a loader has no
         len()."""
         position, last = self.reader.position, self.reader.position.step
         for slot in position.live:

@@ -1,1 +1,1 @@
-"""Saved states, and the parts of a loader in them."""
+"""Saved states of loaders, and the references to user code that other processes import."""

@@ -1,4 +1,4 @@
-"""The number of rows of a batch."""
+"""Number of rows of a batch."""
 
 from __future__ import annotations
 
@@ -21,23 +21,30 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
 
     Args:
         data: nested dicts, lists, tuples and dataclasses of tensors. Other values are ignored.
-        batch_size: number of rows of earlier batches. If this batch has another number, that is a UserWarning.
+        batch_size: number of rows of earlier batches; None: not known. Another number in this batch causes a
+            UserWarning.
 
-    Returns None, with a UserWarning, if the tensors have different numbers of rows. Raises InvalidArgumentError if
-    there is no tensor.
+    Returns None, with a UserWarning, if the tensors have different numbers of rows. Raises InvalidArgumentError for
+    data without a tensor.
     """
     sizes = {tensor.shape[0] if tensor.ndim else 1 for tensor in _tensors(data)}
     if not sizes:
         raise InvalidArgumentError(
-            f"data must hold a tensor for its batch size to be known, got a {type(data).__qualname__} without one: "
-            "pass nested dicts, lists, tuples or dataclasses of tensors"
+            f"data must contain at least one tensor, got a {type(data).__qualname__} without: pass nested dicts, "
+            "lists, tuples or dataclasses of tensors"
         )
     if len(sizes) > 1:
-        warn_user(f"the batch has no batch size: its tensors have {sorted(sizes)} rows")
+        warn_user(
+            f"the tensors of a batch must have the same number of rows, got {sorted(sizes)}: the batch size is "
+            "unknown. Pass the batch size yourself"
+        )
         return None
     (size,) = sizes
     if batch_size is not None and size != batch_size:
-        warn_user(f"the batch has {size} rows, and batches before had {batch_size}")
+        warn_user(
+            f"the batch must have {batch_size} rows, like earlier batches, got {size}: drop the last batch of an "
+            "epoch, or expect it to be shorter"
+        )
     return size
 
 

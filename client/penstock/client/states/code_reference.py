@@ -4,7 +4,7 @@ User code is sent to other machines by name, never by value: only "module:qualna
 (penstock.proto.state.envelope), leave this machine. Some code has no name to import: a lambda, a local function, a
 partial, a method of an instance. And the envelope cannot contain some arguments: callables, dataclasses, paths. Such
 code and arguments go by value only to this machine's own child processes, in embedded mode
-(penstock.proto.state.by_value). Otherwise they are refused when the run is opened, with a remedy.
+(penstock.proto.state.by_value). With any other appliance, opening the run raises an error with the remedy.
 
 The main script is special. If it was run with `python -m`, its real module name can be imported. If it was run as a
 file, runners on this machine load the file under the name `penstock_main`, so that its main guard is not executed;
@@ -61,8 +61,8 @@ class CodeReference:
     accept. None if the code can be imported."""
 
     def same_as(self, name: str) -> bool:
-        """Return True if `name` is a name of this input_fn. The main script may be named by its file in one of the two
-        names and by its module in the other."""
+        """Return True if `name` names this input_fn. One of the two names may have the main script's file, and the
+        other its module."""
         module, _, qualname = self.name.partition(":")
         other, _, other_qualname = name.partition(":")
         return qualname == other_qualname and (module == other or bool({MAIN, BY_VALUE} & {module, other}))
@@ -71,15 +71,16 @@ class CodeReference:
 def check_arguments(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise TypeError if the signature of input_fn does not accept these arguments."""
     try:
-        # Of the outermost wrapper, which is what is called: a decorator may supply arguments of the function inside.
+        # The outermost wrapper is called, not the wrapped function, for which a decorator may supply arguments.
         signature = inspect.signature(input_fn, follow_wrapped=False)
     except (TypeError, ValueError):
-        return  # a callable of C code without one
+        return  # a callable of C code, which has no signature
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"input_fn {_label(input_fn)}{signature} cannot be called with the arguments that follow it: {error}"
+            f"input_fn {_label(input_fn)}{signature} cannot be called with the given arguments: {error}. Pass its "
+            "arguments after it, DataLoader(input_fn, ...)"
         ) from None
 
 
@@ -89,7 +90,7 @@ def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
     Raises:
         TypeError: input_fn is not callable.
-        InvalidArgumentError, UnsupportedStateError: they can be sent neither by name nor by value.
+        InvalidArgumentError, UnsupportedStateError: input_fn or an argument can be sent neither by name nor by value.
     """
     by_value: Any = None
     try:
@@ -108,7 +109,7 @@ def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
         data = dump((by_value, args, dict(kwargs)))
     except Exception as error:
-        words = f"{reference.only_here.message}. Nor can it go to this machine's own workers: {error}"
+        words = f"{reference.only_here.message}. Sending it by value to this machine's own workers failed too: {error}"
         raise type(reference.only_here)(words) from error
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if not reference.main_path and main and os.path.isfile(main):
@@ -145,7 +146,7 @@ def refer(input_fn: Callable[..., Any]) -> CodeReference:
     if not isinstance(module, str) or not isinstance(qualname, str):
         raise InvalidArgumentError(
             f"input_fn is an instance of {type(input_fn).__qualname__}, which has no name to import: pass a function "
-            "or a class at the top level of a module, and what the instance holds as arguments"
+            "or a class at the top level of a module, and the instance's data as arguments"
         )
     label = f"{module}.{qualname}"
     if "<lambda>" in qualname:
@@ -156,13 +157,13 @@ def refer(input_fn: Callable[..., Any]) -> CodeReference:
     if "<locals>" in qualname:
         raise InvalidArgumentError(
             f"input_fn {label} is defined inside a function, where no worker can import it: move it to the top level "
-            "of its module, and pass what it uses from outside as arguments"
+            "of its module, and pass the variables that it uses as arguments"
         )
     owner = getattr(input_fn, "__self__", None)
     if owner is not None and not isinstance(owner, type) and not hasattr(owner, "__spec__"):
         raise InvalidArgumentError(
             f"input_fn {label} is a method of an instance of {type(owner).__qualname__}, which cannot be imported: "
-            "pass a function at the top level of a module, and what the instance holds as arguments"
+            "pass a function at the top level of a module, and the instance's data as arguments"
         )
     reference = _of_main(module, qualname) if module in _MAIN_NAMES else CodeReference(f"{module}:{qualname}")
     if RUNNER_VARIABLE not in os.environ:
@@ -179,27 +180,27 @@ def _of_main(module: str, qualname: str) -> CodeReference:
     if not path or not os.path.isfile(path):
         raise InvalidArgumentError(
             f"input_fn {qualname!r} is defined in a notebook, in an interactive session, or by python -c, where no "
-            "worker can import it: put it into a module file beside, and import it from there"
+            "worker can import it: move the function to a module file, and import it from there"
         )
     return CodeReference(f"{MAIN}:{qualname}", os.path.abspath(path))
 
 
 def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> None:
-    """Raise InvalidArgumentError unless importing the name yields this callable. Otherwise workers would run another
-    object."""
+    """Raise InvalidArgumentError if importing the name does not yield this callable, because workers would then run
+    another object."""
     try:
         found: Any = sys.modules.get(module) or importlib.import_module(module)
         for part in qualname.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise InvalidArgumentError(
-            f"input_fn has the name {module}.{qualname}, but nothing of that name can be imported ({error}): define "
-            "it at the top level of an importable module"
+            f"input_fn has the name {module}.{qualname}, which cannot be imported ({error}): define input_fn at the "
+            "top level of an importable module"
         ) from error
     if found is not input_fn and found != input_fn:
         raise InvalidArgumentError(
-            f"input_fn has the name {module}.{qualname}, but that name holds another object, which workers would run "
-            "instead: give it a name of its own (a decorator may lack functools.wraps)"
+            f"input_fn has the name {module}.{qualname}, but importing that name yields another object, which workers "
+            "would run instead: give input_fn a unique name (a decorator may lack functools.wraps)"
         )
 
 
@@ -212,8 +213,9 @@ def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         except UnsupportedStateError as error:
             what = place if place not in kwargs else f"argument {place!r}"
             raise UnsupportedStateError(
-                f"{what} of input_fn {name} cannot travel to a worker: {error.message}. Pass plain values, tensors or "
-                "arrays, and build the rest inside input_fn"
+                f"{what} of input_fn {name} cannot be sent to a worker: {error.message.rstrip('.')}. "
+                "Pass plain values, tensors or "
+                "arrays, and build other objects inside input_fn"
             ) from error
     return encode_state({"args": tuple(args), "kwargs": dict(kwargs)})
 
@@ -224,10 +226,10 @@ def search_path() -> list[str]:
 
 
 def forbid_in_runner(what: str) -> None:
-    """Raise RuntimeError in a process that runs user code for a worker. Otherwise a script without a main guard would
-    start further workers endlessly."""
+    """Raise RuntimeError in a process that runs user code for a worker, because a script without a main guard would
+    start further workers endlessly. `what`: name of the forbidden action."""
     if os.environ.get(RUNNER_VARIABLE):
         raise RuntimeError(
-            f"{what} inside a worker: a Penstock worker is loading the script or module that defines input_fn, and it "
-            'starts its training at import. Put the training part under\n\n    if __name__ == "__main__":\n'
+            f"{what} inside a worker is not possible: the script or module that defines input_fn starts the training "
+            'when a Penstock worker imports it. Put the training part under\n\n    if __name__ == "__main__":\n'
         )

@@ -1,4 +1,4 @@
-"""Counts of the batches that a box's loop was handed, by source and key."""
+"""Counts of the samples and tokens delivered to a box (a data-parallel rank), by source and key."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.proto.state.counts import MOST_GROUPS, Rows, is_whole, merged_rows
 __all__ = ["DeliveredCounts"]
 
 FOLDED_AT = 64
-"""Number of batches of a slot whose changes are kept before they are read."""
+"""Number of batches of a slot (a worker of the box) whose changed counts are kept unread."""
 
 
 class DeliveredCounts:
-    """Counts of the delivered batches of a box. The training thread writes them; any thread may read them.
+    """Counts of the delivered batches of a box. The training thread writes the counts; any thread may read them.
 
     Args:
         slots: number of slots of the box.
@@ -27,15 +27,16 @@ class DeliveredCounts:
         self._lock = threading.Lock()
 
     def begin(self, rows: Rows) -> None:
-        """Begin with the counts of a loaded state. The first slot's worker continues them."""
+        """Begin with the counts of a loaded state, which the first slot's worker continues."""
         with self._lock:
             self._rows[0] = dict(rows)
 
     def take(self, slot: int, changes: bytes) -> None:
-        """Take the counts of a delivered batch of a slot. Raises ProtocolError if they are not those of a Tally."""
+        """Add the changed counts that came with a delivered batch of a slot. Raises ProtocolError for malformed
+        counts."""
         kept = self._changes[slot]
         if is_whole(changes):
-            kept.clear()  # they say all that earlier ones said
+            kept.clear()  # whole counts replace all earlier ones
         kept.append(changes)
         if len(kept) >= FOLDED_AT:
             with self._lock:
@@ -52,10 +53,13 @@ class DeliveredCounts:
         changes = self._changes[slot]
         while True:
             try:
-                newest = changes.popleft()  # the training thread may clear what is kept
+                newest = changes.popleft()  # the training thread may clear the queue meanwhile
             except IndexError:
                 return
             rows = read_changes(newest)
             self._rows[slot] = rows = rows if is_whole(newest) else {**self._rows[slot], **rows}
             if len(rows) > MOST_GROUPS:
-                raise ProtocolError(f"a slot must count at most {MOST_GROUPS} groups, got {len(rows)}")
+                raise ProtocolError(
+                    f"a loader must count at most {MOST_GROUPS} groups (pairs of source and key), got {len(rows)}: use "
+                    "fewer sources or keys"
+                )

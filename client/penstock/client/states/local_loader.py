@@ -1,8 +1,8 @@
-"""A loader built in the training process, for the methods that need an instance: aggregate, the state before the first
-step, len(), and samples by their keys. It is never iterated.
+"""Loader built in the training process, for the methods that need an instance: aggregation of states, the state before
+the first step, len(), and samples by their keys. This instance is never iterated.
 
-It is built once, when first needed. Building it must not affect the training, so the random generators are restored
-afterwards: an input_fn may seed them or draw from them.
+The instance is built once, when first needed. Building it must not affect the training, so the random generators are
+restored afterwards: an input_fn may seed the generators or draw from them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["LocalLoader", "check_strict"]
 
 
 class LocalLoader:
-    """Instance of a DataLoader's input_fn in the training process. It is built when first needed."""
+    """Loader of a DataLoader's input_fn in the training process, built when first needed."""
 
     def __init__(self, name: str, input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = name
@@ -46,12 +46,12 @@ class LocalLoader:
 
     @property
     def maker(self) -> Callable[[], Any]:
-        """Callable that calls input_fn with a copy of its arguments. It keeps no reference to this object."""
+        """Callable that calls input_fn with a copy of its arguments, and keeps no reference to this object."""
         return partial(_call, self._fn, self._args, self._kwargs)
 
     def instance(self, purpose: str) -> Any:
-        """Return the instance, and build it if necessary. purpose: what it is needed for, for error messages. Raises
-        InputFnError if it cannot be built, and the TypeError of check_strict()."""
+        """Return the instance, and build it if necessary. `purpose`: name of the operation that needs the instance, for
+        errors. Raises InputFnError if input_fn fails, and the TypeError of check_strict()."""
         instance = self._get(purpose)
         takes_strict(instance)
         return instance
@@ -66,7 +66,7 @@ class LocalLoader:
 
     @property
     def can_be_built(self) -> bool:
-        """True if input_fn works in this process. It may fail here, because its data may be readable only on the
+        """True if input_fn works in this process, False if not, for example because its data is only on the
         workers."""
         try:
             self._get("aggregate_state_dict")
@@ -75,14 +75,15 @@ class LocalLoader:
         return True
 
     def aggregate(self, states: list[Any]) -> Any:
-        """Return the result of the user's aggregate_state_dict. states: states of all workers, by global_worker_id."""
+        """Return the result of the user's aggregate_state_dict. `states`: states of all workers, by
+        global_worker_id."""
         instance = self._get("aggregate_state_dict")
         takes_strict(instance)
         with _undisturbed():
             return instance.aggregate_state_dict(states)
 
     def initial_state(self, seed: int) -> Any:
-        """Return the aggregated state of a new loader, from which nothing was read. seed: seed of the run."""
+        """Return the aggregated state of a new loader before its first batch. `seed`: seed of the run."""
         instance = self._build(replace(NEUTRAL, seed=seed), "the state before the first step")
         takes_strict(instance)
         with _undisturbed():
@@ -100,8 +101,8 @@ class LocalLoader:
         return total
 
     def config(self, seed: int) -> dict[str, Any]:
-        """Return the name of input_fn and the result of the loader's own config(). They decide the samples and their
-        order."""
+        """Return the name of input_fn and the result of the loader's own config(), which together decide the samples
+        and their order."""
         own = getattr(self._of_seed(seed, "config()"), "config", None)
         return {"input_fn": self._name, "loader": own() if callable(own) else None}
 
@@ -112,12 +113,11 @@ class LocalLoader:
         return callable(getattr(loader, "restore_sample", None)) and (bool(own()) if callable(own) else True)
 
     def restore_sample(self, seed: int, key: Any) -> Any:
-        """Return the sample that a restore key names. Raises NotRestartableError if the loader cannot restore
-        samples."""
+        """Return the sample with this restore key. Raises NotRestartableError if the loader cannot restore samples."""
         if not self.can_restore_sample(seed):
             raise NotRestartableError(
-                f"the loader that {self._name} returned cannot restore samples: it has no restore_sample(key), or "
-                "can_restore_sample() is False. Use a loader of penstock.data with keys=, or add the method"
+                f"the loader that {self._name} returned cannot restore samples: it has no method restore_sample(key), "
+                "or its can_restore_sample() returns False. Use a loader of penstock.data with keys=, or add the method"
             )
         with _undisturbed():
             return self._of_seed(seed, "restore_sample()").restore_sample(key)
@@ -144,12 +144,13 @@ class LocalLoader:
                     instance.num_workers = 0
         except Exception as error:
             raise InputFnError(
-                f"{purpose} of {self._name} needs an instance of the loader in the training process, and input_fn "
-                f"raised here: {type(error).__name__}: {error}. Its data must be readable in the training process too"
+                f"{purpose} of {self._name} needs the loader in the training process, but input_fn failed there with "
+                f"{type(error).__name__}: {error}. Make the data readable in the training process too"
             ) from error
         if instance is None:
             raise InputFnError(
-                f"{self._name} returned None; it must return a torch DataLoader or an iterable of batches"
+                f"{self._name} must return a torch DataLoader or an iterable of batches, got None: add a return "
+                "statement"
             )
         return instance
 
@@ -167,7 +168,7 @@ def check_strict(input_fn: Callable[..., Any]) -> None:
         try:
             made = inspect.signature(input_fn, eval_str=True).return_annotation
         except (TypeError, ValueError, NameError, AttributeError, SyntaxError):
-            return  # there are no annotations, or only names that type checkers import
+            return  # the function has no annotations, or names that only type checkers import
     if isinstance(made, type):
         takes_strict(made)
 

@@ -4,17 +4,16 @@
     {"state": aggregated, "__penstock__": ...}                                   the same, if the aggregated state is
     not a dict {"__penstock__": ...}                                                        any other loader
 
-The user's part stays as their code returned it: readable, and free to be changed. Penstock's part is one reserved key
-with bytes in it, so that checkpoint libraries carry it along whatever they do to nested values. Its envelope has a
-checksum, so damage is found when it is loaded. It holds nothing that differs between boxes, so every rank saves the
-same value.
+The user's part stays as the user's code returned it: readable, and free to be changed. Penstock's part is one reserved
+key with bytes in it, so that checkpoint libraries carry it along, even if they change nested values. Its envelope has a
+checksum, so damage is found at loading. Nothing in it differs between boxes, so every rank saves the same value.
 
 Libraries that load in place (torch.distributed.checkpoint) first request a state from the loader and fill in the values
-that it has. A value that only the saved state has, such as an open document or one more shard, would be left out
-silently; one that only the loader has is an error. So the record holds a copy of the user's part, and torch's `load`
-gets a state with only Penstock's values to be filled (`blank`). Other such libraries are detected by `of`: an empty
-dict under a key that names the record with which the user's part was saved. They neither save nor load an empty dict.
-If record and user's part do not belong together, the copy in the record is used.
+that this state has. A value that only the saved state has, such as an open document or one more shard, would be left
+out silently; a value that only the loader has is an error. So the record holds a copy of the user's part, and torch's
+`load` gets a state with only Penstock's values to be filled (`blank`). Other such libraries are detected by `of`: an
+empty dict under a key that names the record with which the user's part was saved. Such libraries neither save nor load
+an empty dict. If record and user's part do not belong together, the copy in the record is used.
 """
 
 from __future__ import annotations
@@ -45,19 +44,20 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """Part of a saved state that belongs to one worker."""
+    """Part of a saved state that belongs to one worker of a box (a data-parallel rank)."""
 
     box: int
     slot: int
     worker_step: int
     samples: int
     digest: int
-    """Digest of the worker's last batch up to the step; 0 if there is none. The batch of a replay must have the same
-    digest."""
+    """Digest of the worker's last batch up to the step; 0 before the first batch. The batch of a replay must have the
+    same digest."""
     restart: Any
-    """Restart point of the worker. Only penstock.worker writes and reads its contents."""
+    """Restart point of the worker: a dict with the position and loader state from which a replay starts. Only
+    penstock.worker writes and reads its contents."""
     user: Any = None
-    """State of the user's loader on this worker. None for a loader with the four methods, because its states were
+    """State of the user's loader on this worker. None for a loader with the four state methods, whose states are
     aggregated."""
     next_digest: int = 0
     """Digest of the worker's next batch; 0 if unknown. The first batch after a resume must have the same digest."""
@@ -71,7 +71,7 @@ class WorkerPart:
             raise ValueError(f"the counts of a worker must be ints from 0 to {MASK}, got {counts!r:.200}")
         if type(self.next_epoch) is not bool or not isinstance(self.restart, dict):
             raise ValueError(
-                f"next_epoch of a worker must be a bool and restart a dict, got {self.next_epoch!r:.80} and a "
+                f"next_epoch of a worker must be a bool and restart must be a dict, got {self.next_epoch!r:.80} and a "
                 f"{type(self.restart).__name__}"
             )
 
@@ -95,10 +95,10 @@ class SavedState:
     methods: int
     """Number of state methods that the loader has: 4, 2 or 0."""
     num_boxes: int
-    """Number of boxes; 0 if the state was taken before any run was opened, which makes it fit any topology."""
+    """Number of boxes; 0 if the state was taken before any run was opened, and so fits any topology."""
     num_workers_per_box: int
     seed: int | None
-    """Seed of the run; None only in a state that an older release took before its run was opened."""
+    """Seed of the run; None only in a state that an older release saved before its run was opened."""
     positions: list[Position] = field(default_factory=list)
     """Positions of the boxes; empty at step 0."""
     full_digest: bool = False
@@ -126,14 +126,15 @@ class SavedState:
     """True if some workers' loaders resumed by their own methods and others by replay. Their states then count from
     different starts, and can be loaded only on the same topology."""
     by_hand: bool = False
-    """True if a user made the state. It has no record by Penstock, and only the loader's own methods can read it."""
+    """True if a user made the state, which then has no record by Penstock: only the loader's own methods can read
+    it."""
     is_changed: bool = False
     """True if the user changed their part of the state. Batches after the resume then cannot be compared with the
     digests of the saved run."""
 
     def counts_of(self, box: int, num_boxes: int) -> Rows:
-        """Return the counts with which a box begins when it resumes from this state, as far as the loader's aggregated
-        state has counts."""
+        """Return the counts of delivered samples with which a box resumes from this state; empty if the loader's
+        aggregated state has no counts."""
         counts = self.aggregated.get(COUNTS) if isinstance(self.aggregated, Mapping) else None
         return counts_part(counts, box, num_boxes, 0) if isinstance(counts, Mapping) and "boxes" in counts else {}
 
@@ -176,13 +177,14 @@ class SavedState:
             return {STATE: self.aggregated, **own_part}
         if KEY in self.aggregated:
             raise StateMismatchError(
-                f"aggregate_state_dict of {self.input_fn} returned a dict with the key {KEY!r}, which is reserved: "
-                "rename it"
+                f"aggregate_state_dict of {self.input_fn} must return a dict without the reserved key {KEY!r}, got "
+                "this key: rename it"
             )
         return {**self.aggregated, **own_part}
 
     def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> BoxStart:
-        """Return the start of a box on this topology. Raises StateMismatchError if the state cannot be loaded on it."""
+        """Return the start of a box on this topology (numbers of boxes and workers). Raises StateMismatchError if the
+        state cannot be loaded on this topology."""
         if self.positions and (num_boxes, num_workers_per_box) != (self.num_boxes, self.num_workers_per_box):
             other = self.new_topology(num_boxes, num_workers_per_box)
             return other.start(box, num_boxes, num_workers_per_box, strict=strict)
@@ -206,7 +208,7 @@ class SavedState:
         return BoxStart(position.to_proto(), blob, bool(slots))
 
     def new_topology(self, num_boxes: int, num_workers_per_box: int) -> SavedState:
-        """Return this state for other numbers of boxes and workers. It has no parts of single workers, because the
+        """Return this state for other numbers of boxes and workers, without parts of single workers, because the
         loader's own methods divide the aggregated state. Raises StateMismatchError if the loader cannot change its
         topology."""
         if self.methods != 4:
@@ -214,15 +216,17 @@ class SavedState:
                 f"the state of {self.input_fn} at step {self.step} was saved on "
                 f"{_topology(self.num_boxes, self.num_workers_per_box)} and cannot be resumed on "
                 f"{_topology(num_boxes, num_workers_per_box)}: its loader has "
-                f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the topology it "
-                "was saved on, or give the loader aggregate_state_dict and deaggregate_state_dict"
+                f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the numbers of "
+                "boxes and workers of the saved run, or add aggregate_state_dict and deaggregate_state_dict to the "
+                "loader"
             )
         if self.is_mixed:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} can be resumed only on "
-                f"{_topology(self.num_boxes, self.num_workers_per_box)}, on which it was saved: some workers had to "
-                "replay from the beginning, because the loader, restored by its own methods, did not continue with the "
-                "right batches. Resume on that topology and save again"
+                f"{_topology(self.num_boxes, self.num_workers_per_box)}, as it was saved, got "
+                f"{_topology(num_boxes, num_workers_per_box)}: some workers of the saved run had to replay from the "
+                "beginning, because the loader, restored by its own methods, did not continue with the right batches. "
+                "Resume with the saved numbers and save again"
             )
         epoch = max((position.epoch for position in self.positions), default=0)
         positions = [Position.start(num_workers_per_box, step=self.step, epoch=epoch) for _ in range(num_boxes)]
@@ -242,16 +246,16 @@ class SavedState:
 
 
 def blank() -> dict[str, Any]:
-    """Return an empty state whose values a library fills in place. It has only the values that every saved state has,
-    which suffice to load it."""
+    """Return an empty state whose values a library fills in place: only the values that every saved state has, which
+    suffice to load a state."""
     return {KEY: {"format": 0, "step": 0, "record": b""}}
 
 
 def is_to_be_filled() -> bool:
     """Return True if torch.distributed.checkpoint.load requests a state to fill.
 
-    torch requests a state from each target and passes no reason, so only the call stack identifies it. A caller that is
-    not recognised gets the whole state, which works for loaders whose states keep their parts.
+    torch requests a state from each target and passes no reason, so only the call stack identifies torch. A caller that
+    is not recognised gets the whole state, which works for loaders whose states keep their parts.
     """
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
@@ -271,7 +275,7 @@ def read(value: object) -> SavedState:
 
     Raises:
         StateMismatchError: the value is not a state of a Penstock loader.
-        StateVersionError: a version of Penstock with another format wrote the state.
+        StateVersionError: a version of Penstock with another format of states wrote the state.
         StateCorruptError: the state is damaged.
     """
     if not isinstance(value, Mapping) or KEY not in value:
@@ -284,8 +288,8 @@ def read(value: object) -> SavedState:
         raise StateCorruptError(f"the saved state is damaged: {KEY!r} in it has no format number. Load an older state")
     if own["format"] != FORMAT:
         raise StateVersionError(
-            f"the format of a saved state must be {FORMAT} for this version, got {own['format']}: another version of "
-            "Penstock wrote it. Use that version to load it"
+            f"the format of a saved state must be {FORMAT}, got {own['format']}, from another version of Penstock. "
+            "Load the state with that version"
         )
     if not isinstance(own.get("record"), bytes | bytearray):
         raise StateCorruptError(f"the saved state is damaged: {KEY!r} in it has no record. Load an older state")
@@ -308,7 +312,9 @@ def read(value: object) -> SavedState:
         saved.aggregated = record["aggregated"]
     elif saved.methods == 4:
         if wrapped and STATE not in value:
-            raise StateCorruptError(f"the saved state of {saved.input_fn} lacks the key {STATE!r}: pass it unchanged")
+            raise StateCorruptError(
+                f"the saved state of {saved.input_fn} must have the key {STATE!r}, got none: pass the state unchanged"
+            )
         saved.aggregated = value[STATE] if wrapped else {key: item for key, item in value.items() if key != KEY}
         saved.is_changed = encode_state(saved.aggregated) != encode_state(record.get("aggregated"))
     return saved
@@ -338,7 +344,7 @@ def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
         is_mixed=record.get("mixed") is True,
     )
     if saved.positions:
-        # Compare counts before anything is computed from them: the record's numbers are only claims.
+        # The counts are compared before anything is computed from them, because the record's numbers may be wrong.
         places, workers = [(part.box, part.slot) for part in saved.parts], saved.num_workers_per_box
         # no parts: the state was converted to this topology
         wanted = saved.num_boxes * workers if places or saved.methods != 4 else 0
@@ -353,9 +359,10 @@ def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
                 f"{str(places)[:200]}"
             )
         if any(len(position.total) != workers for position in saved.positions):
-            raise ValueError(f"each of its positions must have {workers} workers")
+            raise ValueError(f"each of its positions must have {workers} workers, got another number")
     if saved.methods not in (0, 2, 4) or not 0 <= saved.step <= MOST or (saved.step > 0 and not saved.positions):
         raise ValueError(
-            f"impossible values: {saved.methods} state methods, step {saved.step}, {len(saved.positions)} positions"
+            f"it must have 0, 2 or 4 state methods, a step from 0 to {MOST}, and positions unless the step is 0, got "
+            f"{saved.methods} state methods, step {saved.step} and {len(saved.positions)} positions"
         )
     return saved, bool(record["wrapped"])

@@ -1,4 +1,4 @@
-"""Conversions of the workers' records of a step to a saved state, and to the DataLoaderCheckpoints that users get."""
+"""Conversion of the workers' records of a step to a saved state, and to the DataLoaderCheckpoints that users get."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def saved_of(
 
 
 def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
-    """Return the states of the workers' loaders by worker number. After a resume by the loader's own methods, worker 0
-    is the slot whose batch was due first, which may be any slot. Sets `saved.is_mixed` if some loaders resumed from
-    their saved state and others were replayed, because their counts then have different starts."""
+    """Return the states of the workers' loaders by worker number, and set `saved.is_mixed` if some loaders resumed from
+    their saved state and others were replayed, because their counts then have different starts. After a resume by the
+    loader's own methods, worker 0 is the slot whose batch was due first, which may be any slot."""
     launches = [value["launch"] for value in values if "launch" in value]
     if len(launches) < len(values):
         return [value["user"] for value in values]
@@ -59,7 +59,8 @@ def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
 def checkpoints_of(fetched: FetchedState, loaded: SavedState | None, step: int) -> list[DataLoaderCheckpoint]:
     """Return the workers' records, with the counts of this launch and the counts of all launches.
 
-    loaded: state from which this launch began. If that has another topology, all workers began with counts of 0.
+    `loaded`: state from which this launch began; None: no state. After a change of topology all workers began with
+    counts of 0.
     """
     began = loaded.step if loaded is not None else 0
     before = {(part.box, part.slot): part for part in loaded.parts} if loaded is not None else {}
