@@ -240,7 +240,7 @@ def test_directory_open_to_others_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     if os.getuid() == 0:
         os.chown(tmp_path, 12345, 12345)
-        with pytest.raises(JournalError, match="must belong to the user that the coordinator runs as"):
+        with pytest.raises(JournalError, match="must belong to the coordinator's user"):
             StateDir(tmp_path)
         os.chown(tmp_path, 0, 0)
     StateDir(tmp_path).close()

@@ -47,12 +47,12 @@ def test_a_flipped_bit_and_a_missing_file(folder: Path, capsys: pytest.CaptureFi
     code, out, err = doctor(capsys, str(folder))
     assert code == 24
     assert "step-10  __0_0.distcp has checksum" in out
-    assert f"1 of 2 checkpoints is damaged (see above); the newest good one is {folder / 'step-5'}" in err
+    assert f"1 of 2 checkpoints is damaged (see above). Resume from {folder / 'step-5'}, the newest intact" in err
     (folder / "step-5" / ".metadata").unlink()
     code, out, err = doctor(capsys, str(folder))
     assert code == 24
     assert "step-5   .metadata is missing" in out
-    assert "2 of 2 checkpoints are damaged (see above); none here is intact" in err
+    assert "2 of 2 checkpoints are damaged (see above). No checkpoint here is intact" in err
     code, out, _ = doctor(capsys, str(folder), "--json")
     assert (code, json.loads(out)["ok"]) == (24, False)
 

@@ -68,7 +68,7 @@ def test_what_is_asked_for_and_not_there(cluster: Any) -> None:
     assert "penstock worker --slots 4" in found["slots"]["remedy"]
     slots = of(cluster, JobQuestion(input_fn="elsewhere.data:fn"))["slots"]
     assert slots.level == "problem"
-    assert "no worker may run elsewhere.data:fn: their --allow is streams" in slots.found
+    assert "no worker may run elsewhere.data:fn: the workers' --allow is streams" in slots.found
     assert "--allow elsewhere" in slots.remedy
 
 

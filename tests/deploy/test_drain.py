@@ -52,7 +52,7 @@ def test_a_worker_that_is_not_there_is_named(coordinator: Any, worker: str) -> N
 def test_daemon_option_before_drain_is_refused(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "--coordinator", "127.0.0.1:1", "drain", worker)
     assert done.returncode == 2
-    assert "give it after `drain`: before it, this is an option of the daemon" in done.stderr
+    assert "must come after `drain`; before the subcommand it is an option of the daemon" in done.stderr
 
 
 @pytest.fixture
@@ -70,10 +70,12 @@ def holding(coordinator: Any, worker: str) -> Iterator[None]:
 def test_slot_without_free_capacity_ends_the_wait(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", worker, "--timeout", "1", "--json")
     assert (done.returncode, done.stdout) == (17, "")
-    assert "still runs 1 slots; no other worker has free capacity for 1 of them" in done.error
+    assert "still runs 1 slots; no other worker has free capacity for 1 of these slots" in done.error
     done = coordinator.call("worker", "drain", worker, "--timeout", "0")
     assert done.returncode == 0
-    assert done.stdout.startswith("worker w1 still runs 1 slots; no other worker has free capacity for 1 of them")
+    assert done.stdout.startswith(
+        "worker w1 still runs 1 slots; no other worker has free capacity for 1 of these slots"
+    )
 
 
 def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str) -> None:

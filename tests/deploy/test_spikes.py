@@ -94,8 +94,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_samples_of_spikes_can_be_left_out(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss jumps at steps 9, 11 and 13. The checkpoint does not lead to step 9; what is printed for the others
-    leaves out just their samples."""
+    """The loss jumps at steps 9, 11 and 13. Step 9 cannot be replayed from the checkpoint; what is printed for the
+    others leaves out just their samples."""
     monkeypatch.setenv("PYTHONPATH", INPUTS)
     log = tmp_path / "losses.jsonl"
     losses = [Loss(one.step, 2 + one.step % 3 / 10) for one in noisy({}, 15)]
@@ -104,7 +104,7 @@ def test_samples_of_spikes_can_be_left_out(state: Path, tmp_path: Path, monkeypa
     command = ["replay", "--checkpoint", str(state), "--args", "[6]", "--allow", "counted", "--loss", str(log)]
     done = CliRunner().invoke(app, [*command, "--spikes", "4", "--json", "--timeout", "300"])
     assert done.exit_code == 0, done.output
-    assert "step 9 cannot be replayed: the checkpoint of step 9 does not lead to step 9" in done.stderr
+    assert "step 9 cannot be replayed: the checkpoint of step 9 cannot be used to replay step 9" in done.stderr
     found = json.loads(done.stdout)
     assert [spike["step"] for spike in found["spikes"]] == [9, 11, 13]
     _, *batches = [spike["batch"] for spike in found["spikes"]]
@@ -138,4 +138,4 @@ def test_state_file_shows_counts(state: Path) -> None:
     assert "--step is for a RUN" in refused.stderr
     both = CliRunner().invoke(app, ["replay", "job", "--step", "3", "--loss", "x"])
     assert both.exit_code
-    assert "give either --step S, or --loss FILE" in both.stderr
+    assert "one of --step and --loss must be given, got both" in both.stderr

@@ -136,7 +136,9 @@ def test_missing_worker_token_is_refused(recorded: Recorded) -> None:
     recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
     done = recorded.shell.call(*KUBERNETES, "--insecure", PENSTOCK_TOKEN="client:c-0123456789\nadmin:a-0123456789")
     assert done.returncode == 2
-    assert "must hold a line worker:TOKEN or a bare token, got tokens of the roles admin, client" in done.error
+    assert (
+        "must have a line worker:TOKEN or a token without a role, got tokens of the roles admin, client" in done.error
+    )
     assert "0123456789" not in done.error
     assert "apply" not in [call[3] for call in recorded.calls()]
 

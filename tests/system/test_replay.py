@@ -164,7 +164,7 @@ def test_lost_worker_is_replayed_from_snapshots(stage: Stage) -> None:
         assert "snapshots" in found["replayed_from"]["what"]
         assert found["verified"]
         assert stage.replayed(archive, "lost", 21)["verified"]
-        with pytest.raises(errors.StateUnavailableError, match=f"step 9999 was delivered: steps 1 to {len(got)}"):
+        with pytest.raises(errors.StateUnavailableError, match=rf"delivered to box 0 \(steps 1 to {len(got)}"):
             replay(ReplayRequest("lost", 9999, allow=["streams"]), archive, stage.forker)
 
 
@@ -179,9 +179,12 @@ def test_from_a_checkpoint(stage: Stage, job: str, args: str) -> None:
         of_run = stage.replayed(archive, job, 12, checkpoints=files)
         assert of_run["replayed_from"]["step"] == 10
         assert of_run["verified"]
-    with pytest.raises(errors.StateUnavailableError, match="does not lead to step 9: it leads to steps from 11"):
+    with pytest.raises(
+        errors.StateUnavailableError,
+        match="cannot be used to replay step 9: only steps from 11",
+    ):
         replay(ReplayRequest(None, 9, checkpoints=files, allow=["streams"]), None, stage.forker)
-    with pytest.raises(errors.BoxOutOfRangeError, match="boxes 0 to"):
+    with pytest.raises(errors.BoxOutOfRangeError, match=r"must be from 0 to .* got 5"):
         replay(ReplayRequest(None, 11, box=5, checkpoints=files, allow=["streams"]), None, stage.forker)
 
 
@@ -321,12 +324,12 @@ def test_command_shows_the_batch_and_a_row(stage: Stage) -> None:
         (
             ["two", "--step", "25"],
             20,
-            "has not reported that step 25 was delivered: steps 1 to 24 of attempt 1",
+            "delivered to box 0 (steps 1 to 24 of attempt 1), got 25",
         ),
-        (["two", "--step", "1", "--attempt", "4"], 20, "one that the coordinator still has"),
-        (["two", "--step", "1"], 25, "permit it by --allow streams"),
-        (["two", "--step", "1", "--allow", "stream"], 25, "permit it by --allow streams"),
-        (["--step", "1"], 2, "a RUN must be named"),
+        (["two", "--step", "1", "--attempt", "4"], 20, "which the coordinator still has, got 4"),
+        (["two", "--step", "1"], 25, "Pass --allow streams"),
+        (["two", "--step", "1", "--allow", "stream"], 25, "Pass --allow streams"),
+        (["--step", "1"], 2, "RUN or --checkpoint must be given"),
         (["two", "--step", "1", "--out", "x.pkl"], 2, "must end with one of .pst, .npz, .pt"),
         (["two", "--step", "1", "--state-dir", "/nonexistent"], 14, "must be a coordinator's state directory"),
     ],

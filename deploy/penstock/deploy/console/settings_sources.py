@@ -81,7 +81,9 @@ def refuse_unknown(section: type[Section]) -> None:
     for name in sorted(os.environ):
         if not name.upper().startswith(prefix) or name.upper() in known or _KUBERNETES.fullmatch(name):
             continue
-        raise InvalidArgumentError(f"the environment variable {name} is not a setting{likely(name.upper(), known)}")
+        raise InvalidArgumentError(
+            f"the environment variable {name} is not a setting{likely(name.upper(), known)}. Correct or unset it"
+        )
 
 
 def _explain(section: type[Section], error: ValidationError, given: dict[str, Any]) -> str:
@@ -92,7 +94,7 @@ def _explain(section: type[Section], error: ValidationError, given: dict[str, An
             parts.append(f"{flag(field)} {detail['input']}: {detail['msg']}")
         elif detail["type"] == "missing":
             what = (section.model_fields[field].description or "").rstrip(".")
-            parts.append(f"{flag(field)} is missing (or the variable {variable(section, field)}): {what}")
+            parts.append(f"{flag(field)} (or the variable {variable(section, field)}) must be given: {what}")
         elif field in given:
             parts.append(f"{flag(field)} {detail['input']}: {reason_of(detail)}")
         else:
