@@ -89,7 +89,7 @@ def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str) -> None:
         until(lambda: client.status().runs[-1].boxes[0].slots[0].phase == pb.FAILED)
         done = coordinator.call("worker", "drain", worker, "--timeout", "1")
         assert done.returncode == 17
-        assert "w1 still runs 1 slots; 1 of them have failed, and stay until their training" in done.error
+        assert "w1 still runs 1 slots; 1 of these slots have failed, and stay until their" in done.error
     coordinator.call("worker", "drain", worker, "--undo")
 
 
@@ -100,5 +100,5 @@ def test_waiting_drain_does_not_overrule_undrain(coordinator: Any, worker: str) 
         until(lambda: client.status().workers[0].draining)
         client.drain(worker, undo=True)
         assert waiting.process.wait(60) == 18
-        assert "takes slots again: another command ended the draining (--undo)" in waiting.log.read_text()
+        assert "takes slots again, because another command ended the drain (--undo)" in waiting.log.read_text()
         assert not client.status().workers[0].draining

@@ -183,7 +183,7 @@ def test_down_names_an_engine_it_does_not_know(recorded: Recorded) -> None:
     ("arguments", "code", "says"),
     [
         ((*KUBERNETES, "--render"), 16, "--tls-secret"),
-        ((*KUBERNETES[:5], "--insecure", "--render"), 2, "--image is missing"),
+        ((*KUBERNETES[:5], "--insecure", "--render"), 2, "--image must be given"),
         ((*SLURM[:5], "--dir", "fleet"), 16, "--tls-cert"),
     ],
 )
@@ -203,7 +203,7 @@ def test_a_tool_that_fails_or_is_not_there(recorded: Recorded) -> None:
     )
     done = recorded.shell.call(*SLURM, PATH="/nonexistent")
     assert done.returncode == 2
-    assert "sbatch is not installed here" in done.error
+    assert "sbatch must be installed here" in done.error
 
 
 # ---- Slurm

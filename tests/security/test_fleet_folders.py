@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> FleetFolder:
     return made
 
 
-@pytest.mark.parametrize("why", ["can be changed by others", "belongs to another user"])
+@pytest.mark.parametrize("why", ["must not be writable by other users", "must belong to this user"])
 def test_a_folder_of_others_is_not_read(folder: FleetFolder, why: str) -> None:
     if why == "can be changed by others":
         folder.path.chmod(0o777)

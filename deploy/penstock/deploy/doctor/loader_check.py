@@ -401,7 +401,7 @@ def _verdict(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> tuple[i
     if not all(_is_uneven(check) for check in aggregated):
         return DIFFERS, (
             f"cannot be resumed by its own methods: {_describe_failure(aggregated[-1])}. With the same numbers of "
-            "boxes and workers a run detects that and replays from its beginning. With other numbers it cannot detect that"
+            "boxes and workers a run detects that and replays from its beginning; with other numbers it does not"
         )
     if wrong and not aggregated:
         return 0, (

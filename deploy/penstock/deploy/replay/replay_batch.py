@@ -326,8 +326,8 @@ class BatchReplay:
             raise ReplayMismatchError(
                 f"the stream digest of the replayed steps {first} to {check.step} of box {self._request.box} must "
                 f"equal that of the delivered batches, {check.chain or 0:016x}, got {stream.chain() or 0:016x}. The "
-                f"data or the code has changed, or {self._history.opening.loader.input_fn} is not deterministic: run `penstock "
-                "doctor`"
+                f"data or the code has changed, or {self._history.opening.loader.input_fn} is not deterministic: run "
+                "`penstock doctor`"
             )
         return True, f"verified by the stream digest of steps {first} to {check.step}"
 
