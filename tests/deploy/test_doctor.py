@@ -138,7 +138,7 @@ def test_epochs_reached_by_replay_are_reported(examine: Examine) -> None:
     found = examine("delayed:queues_orders", batches=40)
     assert (found.code, wrong(found)) == (0, {})
     (warning,) = found.warnings
-    assert warning.startswith("restored after batch 1, it does not begin the next epoch as the loader that streamed")
+    assert warning.startswith("restored after batch 1, the loader begins the next epoch differently from a loader that")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_counts_of_former_launches_are_kept(examine: Examine, input_fn: str, arg
 def test_without_methods_only_by_replay(examine: Examine, input_fn: str) -> None:
     found = examine(input_fn)
     assert found.code == 31
-    assert "it has no state_dict and load_state_dict" in found.verdict
+    assert "the loader has no state_dict and load_state_dict" in found.verdict
     assert "Appliance(replay=True)" in found.verdict
     by_replay = examine(input_fn, replay=True)
     assert (by_replay.code, wrong(by_replay)) == (0, {})
@@ -256,7 +256,7 @@ def test_workers_that_stream_the_same(examine: Examine) -> None:
 
 def test_batches_that_prove_nothing(examine: Examine) -> None:
     (warning,) = examine("patients:same").warnings
-    assert "all its batches are the same" in warning
+    assert "all batches are the same" in warning
 
 
 # ---- questions that cannot be meant

@@ -126,7 +126,7 @@ def test_a_worker_whose_lanes_cannot_be_reached(cluster: Any) -> None:
             break
     assert found.level == "problem", found
     assert "lanes at 127.0.0.1:1, which cannot be reached from here: Connection refused" in found.found
-    assert "penstock worker --listen ITS-ADDRESS:0" in found.remedy
+    assert "--listen ITS-ADDRESS:0" in found.remedy
 
 
 def test_hanging_and_lost_workers_are_reported(cluster: Any) -> None:

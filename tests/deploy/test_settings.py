@@ -66,7 +66,7 @@ def test_a_bad_variable_is_named_as_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"--slots 0: .*; --allow is missing"):
+    with pytest.raises(InvalidArgumentError, match=r"--slots 0: .*; --allow \(or .* must be given"):
         resolve(WorkerSettings, slots=0)
 
 

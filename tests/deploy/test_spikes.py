@@ -67,9 +67,9 @@ def test_json_lines_and_csv_are_read(tmp_path: Path, text: str, losses: dict[int
         ("step\n1\n", "must be JSON lines, or CSV with the columns step and loss"),
         ("a,b\n1,2\n", "got the header 'a, b'"),
         ("step,loss\n", "must have lines with `step` and `loss`"),
-        ('{"step": 0, "loss": 1}\n', "if the log counts from 0, add 1"),
+        ('{"step": 0, "loss": 1}\n', "If the log counts from 0, add 1"),
         ('{"step": 1.5, "loss": 1}\n', "a whole number >= 1"),
-        ("\n", "has no losses"),
+        ("\n", "must have losses, got an empty file"),
         ('{"step": 1, "loss": "high"}\n', "loss in line 1 must be a number, got 'high'"),
         ('{"step": 1, "loss": 1}\n{oops\n{"step": 2, "loss": 1}\n', "line 2 must be a JSON object"),
     ],
@@ -135,7 +135,7 @@ def test_state_file_shows_counts(state: Path) -> None:
     assert as_json["states"][0]["counts"]["sources"][""]["samples"] == 54
     refused = CliRunner().invoke(app, ["state", str(state), "--step", "3"])
     assert refused.exit_code
-    assert "--step is for a RUN" in refused.stderr
+    assert "--step must be given only with a RUN" in refused.stderr
     both = CliRunner().invoke(app, ["replay", "job", "--step", "3", "--loss", "x"])
     assert both.exit_code
     assert "one of --step and --loss must be given, got both" in both.stderr

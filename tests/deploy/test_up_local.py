@@ -233,7 +233,7 @@ def test_down_means_the_fleet_that_up_would(shell: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("--slots", "1"), 2, "--allow is missing"),
+        (("--slots", "1"), 2, "--allow (or the variable PENSTOCK_UP_ALLOW) must be given"),
         (("--allow", "not a module"), 2, "a module prefix must be"),
         (("--allow", "x", "--near", "gpu"), 2, "--near must be given only with --engine ray, got --engine local"),
         (("--allow", "x", "--engine", "docker"), 2, "--engine docker: the engine must be one of local, ray"),

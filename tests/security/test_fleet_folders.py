@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> FleetFolder:
 
 @pytest.mark.parametrize("why", ["must not be writable by other users", "must belong to this user"])
 def test_a_folder_of_others_is_not_read(folder: FleetFolder, why: str) -> None:
-    if why == "can be changed by others":
+    if why == "must not be writable by other users":
         folder.path.chmod(0o777)
     elif os.getuid() == 0:
         os.chown(folder.path, OTHER, OTHER)

@@ -211,7 +211,7 @@ def test_an_attempt_that_went_on_from_a_state(stage: Stage, job: str, boxes: int
         if job == "four":
             convert(file[0], converted := stage.folder / "converted.pt", 1, 3)
             stage.replayed(None, job, 14, checkpoints=[converted], args="[40]")
-            with pytest.raises(errors.StateMismatchError, match="began at step 0, has 2 x 2: leave it out"):
+            with pytest.raises(errors.StateMismatchError, match=r"of 2 x 2 workers .*, which began at step 0, got"):
                 stage.replayed(archive, job, 14, attempt=1, checkpoints=[converted])
         stage.seen.batches[job, 0] = first
         assert stage.replayed(archive, job, 14, attempt=1)["attempt"] == 1
@@ -224,7 +224,7 @@ def test_an_input_fn_of_a_main_script(stage: Stage) -> None:
     path.write_bytes(encode_state(saved.to_dict()))
     script = Path(INPUTS) / "streams.py"
     stage.replayed(None, "two", 12, checkpoints=[path], args="[24]", script=script)
-    with pytest.raises(errors.InputFnNotFoundError, match="name that file by"):
+    with pytest.raises(errors.InputFnNotFoundError, match="--script must be given"):
         stage.replayed(None, "two", 12, checkpoints=[path], args="[24]")
 
 
@@ -245,7 +245,7 @@ def test_replay_that_is_late_or_dies(stage: Stage) -> None:
 
 def test_data_that_are_others_are_told(stage: Stage) -> None:
     with stage.archive() as archive:
-        with pytest.raises(errors.ReplayMismatchError, match="must be that of what was delivered"):
+        with pytest.raises(errors.ReplayMismatchError, match="must equal that of the delivered batches"):
             stage.replayed(archive, "two", 4, args="[48]")
         assert not (stage.folder / "two-0-4.pst").exists(), "another batch was written under its name"
         with pytest.raises(errors.InvalidArgumentError, match="which has rows 0 to 3, got 4"):

@@ -81,9 +81,7 @@ def refuse_unknown(section: type[Section]) -> None:
     for name in sorted(os.environ):
         if not name.upper().startswith(prefix) or name.upper() in known or _KUBERNETES.fullmatch(name):
             continue
-        raise InvalidArgumentError(
-            f"the environment variable {name} is not a setting{likely(name.upper(), known)}. Correct or unset it"
-        )
+        raise InvalidArgumentError(f"the environment variable {name} is not a setting{likely(name.upper(), known)}")
 
 
 def _explain(section: type[Section], error: ValidationError, given: dict[str, Any]) -> str:

@@ -91,8 +91,9 @@ def grain_epoch(paths: Sequence[Path], batch: int, python: str) -> tuple[BegunEp
         raise StateMismatchError("all states must have the same sampler, got several. Pass the states of one run")
     if [process.shard for process in found] != list(range(sampler.shards)):
         raise StateMismatchError(
-            f"a state of each of the {sampler.shards} processes (shard_count) must be given, got those of the "
-            f"processes {', '.join(str(process.shard) for process in found)}. Pass one file for each, all of the same step"
+            f"a state of each of the {sampler.shards} processes (shard_count) must be given, got those of "
+            f"the processes {', '.join(str(process.shard) for process in found)}. Pass one file each, all of the "
+            "same step"
         )
     step = whole_steps(sum(sum(process.used) for process in found), batch)
     lengths = sampler.lengths()
