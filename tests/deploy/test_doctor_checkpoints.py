@@ -69,7 +69,7 @@ def test_leftovers_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     (folder / "step-15.tmp-0123abcd").mkdir()
     code, out, _ = doctor(capsys, str(folder))
     assert code == 0
-    assert "step-15.tmp-0123abcd is of a save that was interrupted" in out
+    assert "step-15.tmp-0123abcd belongs to a save that was interrupted" in out
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,4 +77,4 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert code == 23
     assert "must be a checkpoint of AsyncCheckpointer" in err
     code, _, err = doctor(capsys, str(tmp_path / "nowhere"))
-    assert (code, "nowhere is not a folder" in err) == (23, True)
+    assert (code, "nowhere must be the folder of a checkpoint" in err) == (23, True)
