@@ -46,7 +46,7 @@ SETTLED = 5
 class Amounts:
     rounds: int
     saves: int
-    """Number of saves of a turn, besides the first one, which allocates the memory that the others reuse."""
+    """Number of saves of a turn after the first save, which allocates the memory that later saves reuse."""
     mib: int
     memory_rounds: int = 2
     step_ms: float = 50.0
@@ -86,11 +86,11 @@ class Turn:
         self._go.touch()
 
     def running(self) -> bool:
-        """Return False once it has a result. Raises RuntimeError if it failed, or takes too long."""
+        """Return whether the process has no result yet. Raises RuntimeError if it failed or takes too long."""
         return self._check()
 
     def result(self) -> list[dict[str, float]]:
-        """Wait for its measurements. Raises RuntimeError as `running` does."""
+        """Wait for the process's measurements and return them. Raises RuntimeError as `running` does."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(self._until - time.monotonic(), 0.0))
         self._check()
@@ -127,9 +127,9 @@ class Memory:
 
     pss: int
     files: int
-    """Bytes of it in mapped files, such as libraries."""
+    """Memory in mapped files, such as libraries, in bytes."""
     others: int
-    """Bytes of it that are private memory of the processes other than the first."""
+    """Private memory of all processes except the first, in bytes."""
 
 
 def memory_of(first: int) -> Memory:

@@ -54,7 +54,7 @@ def _round(folder: Path, entries: int, number: int) -> dict[str, float]:
             checkpointer.wait()
         found[RESTORE] = _timed(lambda: checkpointer.restore(into))
     if not all(map(_equal, into["entries"].values(), state["entries"].values())):
-        raise RuntimeError("what was restored is not what was saved")
+        raise RuntimeError("the restored values differ from the saved ones")
     path = folder / "torch.pt"
     found["torch.save"] = _timed(lambda: torch.save(state, path))
     found["torch.load"] = _timed(lambda: torch.load(path))

@@ -87,7 +87,7 @@ def as_in_a_worker_process(samples: list[torch.Tensor]) -> torch.Tensor:
 
 
 def source(kind: str, size: int, batches: int, out: str) -> Timed:
-    """The input_fn."""
+    """Return the loader; Penstock calls this in the worker."""
     current_assignment()
     data = Ready(size, batches)
     collates = {"shared": as_in_a_worker_process, "default": None, "ours": collate, "held": collate}

@@ -166,7 +166,7 @@ def lane(seconds: float, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds of each measurement")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which the fastest counts")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the fastest counts")
     parser.add_argument("--only", default="codecs,levels,small,lane")
     given = parser.parse_args()
     parts = {"codecs": codecs, "levels": levels, "small": small, "lane": lane}

@@ -210,7 +210,7 @@ class Fleet:
     # ---- the phases
 
     async def register(self) -> dict[str, Any]:
-        """Register all workers at once."""
+        """Register all workers at the same time."""
         async with self.measured() as found:
             await asyncio.gather(*(worker.start() for worker in self.workers))
         self._probe = await Probe.start(self.address, self._count)

@@ -249,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.0, help="seconds of each measurement")
     parser.add_argument("--sizes", default="4,64,1024,8192", help="sizes of a batch, in KiB")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which the fastest counts")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the fastest counts")
     parser.add_argument("--only", default="memcpy,raw TCP,local lane,TCP lane")
     parser.add_argument(
         "--tls",

@@ -56,8 +56,8 @@ def one_source(seconds: float) -> float:
 
 
 def ready_batches(batches: Generator[Any, None, None], order: Order, rate: float) -> float:
-    """Return the number of batches that are ready after the loop has paused: those that it then gets at once, less
-    those made meanwhile.
+    """Return the number of batches that are ready after the loop has paused: the batches that the loop then gets
+    without a wait, less those made meanwhile.
 
     rate: batches a second of all sources.
     """

@@ -47,7 +47,7 @@ class Amounts:
     rows: int
     documents: int
     batches: int
-    """Number of batches of a turn; a quarter of it for packed lines."""
+    """Number of batches of a turn; packed lines take a quarter of this number."""
     lengths: tuple[int, ...]
     """Lengths of the datasets to seek in."""
     theirs: int

@@ -180,7 +180,7 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 
 def run(jobs: int, timeout_s: float) -> dict[str, Any]:
-    """Return all results of jobs that are opened at once."""
+    """Open jobs at the same moment and return all results."""
     found: dict[str, Any] = {"jobs": jobs}
     with _fleet(jobs, found) as fleet, ThreadPoolExecutor(jobs) as pool:
         together = threading.Barrier(jobs)
@@ -191,7 +191,7 @@ def run(jobs: int, timeout_s: float) -> dict[str, Any]:
 
 
 def save(boxes: int, rounds: int, timeout_s: float) -> dict[str, Any]:
-    """Return all results of boxes that save at once."""
+    """Save on all boxes at the same moment and return all results."""
     found: dict[str, Any] = {"boxes": boxes}
     with _fleet(boxes, found) as fleet:
         savers = Savers(fleet, boxes, rounds, timeout_s)

@@ -40,7 +40,7 @@ class Quality:
 
 
 def quality(order: npt.NDArray[np.int64], shards: int, per_shard: int) -> Quality:
-    """Return the quality of an order. Raises ValueError if it is no permutation."""
+    """Return the quality of an order. Raises ValueError if the order is not a permutation."""
     samples = shards * per_shard
     positions = np.full(samples, -1, np.int64)
     positions[order] = np.arange(samples)

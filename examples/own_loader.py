@@ -78,7 +78,7 @@ class WindowLoader:
     # The four methods make the loader restartable on any number of workers and boxes.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the worker's position. Called on each worker."""
+        """Return the worker's position. Penstock calls this on each worker."""
         shape = {"num_boxes": self.me.num_boxes, "num_workers": self.me.total_num_workers}
         return {**shape, "epoch": self.epoch, "start": self.start, "taken": self.taken}
 
@@ -86,7 +86,7 @@ class WindowLoader:
         """Make, in the training job, one state from those of all workers, in order of their global_worker_id."""
         deal, *others = [{**state, "taken": 0} for state in worker_states]
         if any(other != deal for other in others):
-            raise ValueError(f"these are not the workers of one deal: {worker_states}")
+            raise ValueError(f"all worker states must be of the same epoch and batches, got {worker_states}")
         return {**deal, "taken": [state["taken"] for state in worker_states]}
 
     def deaggregate_state_dict(self, aggregated: dict[str, Any]) -> dict[str, Any]:

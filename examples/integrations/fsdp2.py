@@ -1,4 +1,4 @@
-"""FSDP2: parameters sharded over the ranks (`fully_shard`), each of which is a box and takes batches of its own.
+"""FSDP2: parameters sharded over the ranks (`fully_shard`). Each rank is a box and takes batches of its own.
 
     PYTHONPATH=examples torchrun --nproc-per-node 2 -m integrations.fsdp2 --out run1
 

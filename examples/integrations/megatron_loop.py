@@ -38,7 +38,7 @@ GLOBAL_BATCH = 16
 
 @dataclass(frozen=True)
 class Split:
-    """Numbers of ranks, and of model chunks of each."""
+    """Numbers of ranks in each parallel dimension, and number of model chunks of each rank."""
 
     tp: int
     pp: int

@@ -52,7 +52,7 @@ def input_fn(global_batch_size: int) -> MapLoader:
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Any]]):
-    """The same pieces with what Hugging Face's models take. They shift the labels themselves."""
+    """Pieces with the inputs of Hugging Face's models, which shift the labels themselves."""
 
     def __init__(self) -> None:
         self.sequences = Sequences()

@@ -125,7 +125,9 @@ class Trainer(Stateful):
         dims, mesh = config.dims, config.dims.mesh()
         per_microbatch = config.local_batch_size * dims.dp
         if config.global_batch_size % per_microbatch:
-            raise ValueError(f"a global batch of {config.global_batch_size} rows is no multiple of {per_microbatch}")
+            raise ValueError(
+                f"a global batch of {config.global_batch_size} rows must be a multiple of {per_microbatch}"
+            )
         self.microbatches = config.global_batch_size // per_microbatch
 
         torch.manual_seed(0)

@@ -13,7 +13,7 @@ from penstock.data import MapLoader
 __all__ = ["WINDOW", "Windows", "corpus", "input_fn"]
 
 WINDOW = 128
-"""Number of bytes that the model reads at once; a window holds one more, the last to be predicted."""
+"""Number of bytes of context of the model. A window has one byte more, the last one to predict."""
 
 
 def input_fn(batch_size: int, num_windows: int) -> MapLoader:

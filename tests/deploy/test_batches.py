@@ -141,7 +141,7 @@ def test_files_hold_it_exactly_or_are_not_written(tmp_path: Path) -> None:
         ("c.npz", {"nul": ["a\0", "b"]}, "'nul', a list, cannot be written as .npz"),
         ("c.npz", {"nul": "a\0"}, "'nul', a str, cannot be written as .npz"),
         ("c.npz", {"large": [2**63, -1]}, "'large', a list, cannot be written as .npz"),
-        ("c.npz", {"a": {"b": 1}, "a.b": 2}, "two leaves of the batch are called 'a.b'"),
+        ("c.npz", {"a": {"b": 1}, "a.b": 2}, "two leaves of the batch have the name 'a.b'"),
         ("c.pt", plain, r"the batch\['array'\] is a ndarray"),
         ("c.pt", {"p": Pair(1, 2)}, r"the batch\['p'\] is a Pair"),
         ("nowhere/c.pst", plain, "cannot be written"),

@@ -213,8 +213,8 @@ def test_a_closed_pipe_is_quiet(shell: Any, unbuffered: str) -> None:
     ("redirected", "code", "says"),
     [
         ("config > /dev/full", 10, "standard output cannot be written: No space left on device"),
-        ("config >&-", 10, "standard output is closed"),
-        ("state $'\\xff'", 2, "an argument must be UTF-8, got \\udcff"),
+        ("config >&-", 10, "standard output must be open"),
+        ("state $'\\xff'", 2, "an argument must be valid UTF-8, got \\udcff"),
     ],
 )
 def test_what_cannot_be_said_or_read_is_one_line(shell: Any, redirected: str, code: int, says: str) -> None:

@@ -64,7 +64,7 @@ def test_coordinator_in_memory_needs_a_token(shell: Any, tmp_path: Path) -> None
     assert started.log.read_text().endswith("stopped on request\n")
     done = shell.call("coordinator", *LOCAL, "--state-dir", ":memory:", PENSTOCK_TOKEN=None)
     assert done.returncode == 2
-    assert "set PENSTOCK_TOKEN, or give --token-file" in done.error
+    assert "Set PENSTOCK_TOKEN, or pass --token-file" in done.error
 
 
 def test_port_taken(shell: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_state_directory_that_cannot_be(shell: Any, tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("worker", "--slots", "0", "--allow", "x"), "--slots 0: it should be greater than or equal to 1"),
-        (("coordinator",), "--state-dir is missing"),
+        (("coordinator",), "--state-dir (or the variable PENSTOCK_COORDINATOR_STATE_DIR) must be given"),
     ],
 )
 def test_bad_settings_are_usage_errors(shell: Any, arguments: tuple[str, ...], says: str) -> None:

@@ -81,7 +81,7 @@ def test_flipped_byte_differs_from_its_hash(tmp_path: Path) -> None:
 def test_folder_without_index_says_the_command(tmp_path: Path) -> None:
     for command in ("inspect", "verify"):
         code, said = call(command, tmp_path)
-        assert (code, f"write it with `penstock data index {tmp_path}`" in said) == (28, True)
+        assert (code, f"Write it with `penstock data index {tmp_path}`" in said) == (28, True)
     assert call("index", tmp_path / "none")[0] == 28
 
 

@@ -108,10 +108,14 @@ def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, o
         ("streams:stateful", [96, 2, True], "after batch 1, batch"),  # randomness in its own processes
         ("streams:counts_late", [], "after batch 1, batch 2 differs"),
         ("streams:prefetches", [], "after batch 1, batch 2 differs"),
-        ("patients:forgets_its_end", [], "it continues after batch 6, the last of epoch 1"),
+        ("patients:forgets_its_end", [], "the loader continues after batch 6, the last of epoch 1"),
         # torchdata counts its fast-forward twice: only what a restored loader saves is wrong
         ("third_party:stream", [], "after batch 9, saved by a loader that was restored, batch 10 differs"),
-        ("third_party:begins_where_it_was", [], "at the start of the next epoch (batch 12 done), it ends before batch"),
+        (
+            "third_party:begins_where_it_was",
+            [],
+            "at the start of the next epoch (batch 12 done), the loader ends before batch",
+        ),
     ],
 )
 def test_wrong_states_are_replaced_by_replay(examine: Examine, input_fn: str, args: list[Any], where: str) -> None:
@@ -134,7 +138,7 @@ def test_epochs_reached_by_replay_are_reported(examine: Examine) -> None:
     found = examine("delayed:queues_orders", batches=40)
     assert (found.code, wrong(found)) == (0, {})
     (warning,) = found.warnings
-    assert warning.startswith("restored after batch 1, it does not begin the next epoch as the loader that streamed")
+    assert warning.startswith("restored after batch 1, the loader begins the next epoch differently from a loader that")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,7 @@ def test_counts_of_former_launches_are_kept(examine: Examine, input_fn: str, arg
 def test_without_methods_only_by_replay(examine: Examine, input_fn: str) -> None:
     found = examine(input_fn)
     assert found.code == 31
-    assert "it has no state_dict and load_state_dict" in found.verdict
+    assert "the loader has no state_dict and load_state_dict" in found.verdict
     assert "Appliance(replay=True)" in found.verdict
     by_replay = examine(input_fn, replay=True)
     assert (by_replay.code, wrong(by_replay)) == (0, {})
@@ -241,7 +245,10 @@ def test_what_user_code_leaves_behind_is_killed(examine: Examine, tmp_path: Path
 def test_workers_that_stream_the_same(examine: Examine) -> None:
     never = examine("streams:unsharded", workers=2, replay=True, batches=4)
     (warning,) = never.warnings
-    assert "there are 2 workers, and it never reads its assignment: each streams the whole input" in warning
+    assert (
+        "there are 2 workers, and the loader never reads its assignment, so each worker streams the whole input"
+        in warning
+    )
     (warning,) = examine("patients:unsharded", workers=2, batches=2).warnings
     assert "there are 2 workers, and all stream the same batches" in warning
     assert not examine("streams:unsharded", replay=True).warnings
@@ -249,7 +256,7 @@ def test_workers_that_stream_the_same(examine: Examine) -> None:
 
 def test_batches_that_prove_nothing(examine: Examine) -> None:
     (warning,) = examine("patients:same").warnings
-    assert "all its batches are the same" in warning
+    assert "all batches are the same" in warning
 
 
 # ---- questions that cannot be meant
@@ -258,7 +265,7 @@ def test_batches_that_prove_nothing(examine: Examine) -> None:
 @pytest.mark.parametrize(
     ("input_fn", "args", "kwargs", "says"),
     [
-        ("streams", "[]", "{}", ", got 'streams', which is no folder of checkpoints either"),
+        ("streams", "[]", "{}", "or a folder of checkpoints, got 'streams'"),
         ("streams:", "[]", "{}", "must be MODULE:NAME"),
         ("streams:counter", "[1", "{}", "--args must be a JSON list"),
         ("streams:counter", "{}", "{}", "--args must be a JSON list"),
@@ -328,7 +335,7 @@ def test_command_says_which_arguments_are_missing(call: Callable[..., Result]) -
         done = call("patients:hangs", *given)
         assert done.exit_code == 2
         (said,) = done.stderr.splitlines()
-        assert said.startswith("penstock: patients:hangs must be given its arguments (marker: ")
+        assert said.startswith("penstock: patients:hangs must be given the arguments (marker: ")
         assert "--args '[32]' or --kwargs" in said
 
 

@@ -47,12 +47,12 @@ def test_a_flipped_bit_and_a_missing_file(folder: Path, capsys: pytest.CaptureFi
     code, out, err = doctor(capsys, str(folder))
     assert code == 24
     assert "step-10  __0_0.distcp has checksum" in out
-    assert f"1 of 2 checkpoints is damaged (see above); the newest good one is {folder / 'step-5'}" in err
+    assert f"1 of 2 checkpoints is damaged (see above). Resume from {folder / 'step-5'}, the newest intact" in err
     (folder / "step-5" / ".metadata").unlink()
     code, out, err = doctor(capsys, str(folder))
     assert code == 24
     assert "step-5   .metadata is missing" in out
-    assert "2 of 2 checkpoints are damaged (see above); none here is intact" in err
+    assert "2 of 2 checkpoints are damaged (see above). No checkpoint here is intact" in err
     code, out, _ = doctor(capsys, str(folder), "--json")
     assert (code, json.loads(out)["ok"]) == (24, False)
 
@@ -69,7 +69,7 @@ def test_leftovers_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     (folder / "step-15.tmp-0123abcd").mkdir()
     code, out, _ = doctor(capsys, str(folder))
     assert code == 0
-    assert "step-15.tmp-0123abcd is of a save that was interrupted" in out
+    assert "step-15.tmp-0123abcd belongs to a save that was interrupted" in out
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,4 +77,4 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert code == 23
     assert "must be a checkpoint of AsyncCheckpointer" in err
     code, _, err = doctor(capsys, str(tmp_path / "nowhere"))
-    assert (code, "nowhere is not a folder" in err) == (23, True)
+    assert (code, "nowhere must be the folder of a checkpoint" in err) == (23, True)

@@ -68,7 +68,7 @@ def test_what_is_asked_for_and_not_there(cluster: Any) -> None:
     assert "penstock worker --slots 4" in found["slots"]["remedy"]
     slots = of(cluster, JobQuestion(input_fn="elsewhere.data:fn"))["slots"]
     assert slots.level == "problem"
-    assert "no worker may run elsewhere.data:fn: their --allow is streams" in slots.found
+    assert "no worker may run elsewhere.data:fn: the workers' --allow is streams" in slots.found
     assert "--allow elsewhere" in slots.remedy
 
 
@@ -126,7 +126,7 @@ def test_a_worker_whose_lanes_cannot_be_reached(cluster: Any) -> None:
             break
     assert found.level == "problem", found
     assert "lanes at 127.0.0.1:1, which cannot be reached from here: Connection refused" in found.found
-    assert "penstock worker --listen ITS-ADDRESS:0" in found.remedy
+    assert "--listen ITS-ADDRESS:0" in found.remedy
 
 
 def test_hanging_and_lost_workers_are_reported(cluster: Any) -> None:

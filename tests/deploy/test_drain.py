@@ -52,7 +52,7 @@ def test_a_worker_that_is_not_there_is_named(coordinator: Any, worker: str) -> N
 def test_daemon_option_before_drain_is_refused(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "--coordinator", "127.0.0.1:1", "drain", worker)
     assert done.returncode == 2
-    assert "give it after `drain`: before it, this is an option of the daemon" in done.stderr
+    assert "must come after `drain`; before the subcommand it is an option of the daemon" in done.stderr
 
 
 @pytest.fixture
@@ -70,10 +70,12 @@ def holding(coordinator: Any, worker: str) -> Iterator[None]:
 def test_slot_without_free_capacity_ends_the_wait(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", worker, "--timeout", "1", "--json")
     assert (done.returncode, done.stdout) == (17, "")
-    assert "still runs 1 slots; no other worker has free capacity for 1 of them" in done.error
+    assert "still runs 1 slots; no other worker has free capacity for 1 of these slots" in done.error
     done = coordinator.call("worker", "drain", worker, "--timeout", "0")
     assert done.returncode == 0
-    assert done.stdout.startswith("worker w1 still runs 1 slots; no other worker has free capacity for 1 of them")
+    assert done.stdout.startswith(
+        "worker w1 still runs 1 slots; no other worker has free capacity for 1 of these slots"
+    )
 
 
 def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str) -> None:
@@ -87,7 +89,7 @@ def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str) -> None:
         until(lambda: client.status().runs[-1].boxes[0].slots[0].phase == pb.FAILED)
         done = coordinator.call("worker", "drain", worker, "--timeout", "1")
         assert done.returncode == 17
-        assert "w1 still runs 1 slots; 1 of them have failed, and stay until their training" in done.error
+        assert "w1 still runs 1 slots; 1 of these slots have failed, and stay until their" in done.error
     coordinator.call("worker", "drain", worker, "--undo")
 
 
@@ -98,5 +100,5 @@ def test_waiting_drain_does_not_overrule_undrain(coordinator: Any, worker: str) 
         until(lambda: client.status().workers[0].draining)
         client.drain(worker, undo=True)
         assert waiting.process.wait(60) == 18
-        assert "takes slots again: another command ended the draining (--undo)" in waiting.log.read_text()
+        assert "takes slots again, because another command ended the drain (--undo)" in waiting.log.read_text()
         assert not client.status().workers[0].draining

@@ -130,7 +130,7 @@ def test_several_coordinators_are_listed() -> None:
     assert Peer(job="b").address == "unix:/x/b"
     with pytest.raises(InvalidArgumentError, match="got 'c'; running: embedded a"):
         _ = Peer(job="c").address
-    with pytest.raises(InvalidArgumentError, match="give either --coordinator or --job"):
+    with pytest.raises(InvalidArgumentError, match="only one of --coordinator and --job must be given"):
         _ = Peer(job="a", coordinator="head:1").token()
 
 

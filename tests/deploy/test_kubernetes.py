@@ -382,7 +382,7 @@ def test_base_without_allowed_modules_says_so(shell: Any, tmp_path: Path) -> Non
     done = shell.call("worker", **node.environment("worker"))
     node.close()
     assert done.returncode == 2
-    assert "--allow is missing (or the variable PENSTOCK_WORKER_ALLOW)" in done.error
+    assert "--allow (or the variable PENSTOCK_WORKER_ALLOW) must be given" in done.error
 
 
 def test_certificates_have_the_expected_names() -> None:

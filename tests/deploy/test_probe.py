@@ -78,7 +78,7 @@ def test_worker_stuck_in_a_round_is_not_live(
 
 def test_missing_or_foreign_target_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["worker", "live"]) == 1
-    assert "--liveness-file is missing (or the variable PENSTOCK_WORKER_LIVENESS_FILE)" in capsys.readouterr().err
+    assert "--liveness-file (or the variable PENSTOCK_WORKER_LIVENESS_FILE) must be given" in capsys.readouterr().err
     assert main(["worker", "live", "--liveness-file", str(tmp_path / "none")]) == 1
     assert "Pass the --liveness-file of a worker" in capsys.readouterr().err
     (tmp_path / "other").write_text("something else")

@@ -73,7 +73,7 @@ def test_files_that_hold_none(tmp_path: Path) -> None:
     wrong: dict[str, tuple[type[PenstockError], str]] = {
         "text": (StateCorruptError, "must be a file that encode_state"),
         "pickle": (StateCorruptError, "must be a file that encode_state"),
-        "objects": (InvalidArgumentError, "cannot be read without running their code"),
+        "objects": (InvalidArgumentError, "because reading them would run code"),
         "cut": (StateCorruptError, "cut: the checksum"),
         "cut.pt": (StateCorruptError, "is damaged"),
         "none": (StateMismatchError, "no state of a DataLoader"),

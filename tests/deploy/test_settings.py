@@ -41,16 +41,16 @@ def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) 
         (PeerSettings, {"coordinator": "::1:7070"}, "[::1]:7070"),
         (PeerSettings, {"coordinator": "http://node1:7070"}, "without a scheme"),
         (PeerSettings, {"coordinator": "a\0b:1"}, "a host must be printable text"),
-        (CoordinatorSettings, {}, "--state-dir is missing (or the variable PENSTOCK_COORDINATOR_STATE_DIR)"),
+        (CoordinatorSettings, {}, "--state-dir (or the variable PENSTOCK_COORDINATOR_STATE_DIR) must be given"),
         (CoordinatorSettings, {"state_dir": "x", "lease": 0.1}, "--lease 0.1: it should be greater than or equal"),
         (CoordinatorSettings, {"state_dir": "x", "lease": float("nan")}, "--lease nan: it should be a finite number"),
         (WorkerSettings, {"slots": 0, "allow": "a"}, "--slots 0: it should be greater than or equal to 1"),
-        (WorkerSettings, {"slots": 1}, "--allow is missing (or the variable PENSTOCK_WORKER_ALLOW)"),
+        (WorkerSettings, {"slots": 1}, "--allow (or the variable PENSTOCK_WORKER_ALLOW) must be given"),
         (WorkerSettings, {"slots": 1, "allow": " ,"}, "at least one module prefix must be given"),
         (WorkerSettings, {"slots": 1, "allow": "my-package"}, "or '*' for all, got 'my-package'"),
         (WorkerSettings, {"slots": 1, "allow": "a/b.py"}, "or '*' for all, got 'a/b.py'"),
-        (WorkerSettings, {"slots": 1, "allow": "a", "listen": "0.0.0.0:0"}, "cannot connect to 0.0.0.0"),
-        (WorkerSettings, {"slots": 1, "allow": "a", "listen": "[::]:0"}, "cannot connect to ::"),
+        (WorkerSettings, {"slots": 1, "allow": "a", "listen": "0.0.0.0:0"}, "can connect to, got 0.0.0.0"),
+        (WorkerSettings, {"slots": 1, "allow": "a", "listen": "[::]:0"}, "can connect to, got ::"),
         (WorkerSettings, {"slots": 1, "allow": "a", "name": " w"}, "a name must be printable text"),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_bad_variable_is_named_as_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"--slots 0: .*; --allow is missing"):
+    with pytest.raises(InvalidArgumentError, match=r"--slots 0: .*; --allow \(or .* must be given"):
         resolve(WorkerSettings, slots=0)
 
 

@@ -67,9 +67,9 @@ def test_json_lines_and_csv_are_read(tmp_path: Path, text: str, losses: dict[int
         ("step\n1\n", "must be JSON lines, or CSV with the columns step and loss"),
         ("a,b\n1,2\n", "got the header 'a, b'"),
         ("step,loss\n", "must have lines with `step` and `loss`"),
-        ('{"step": 0, "loss": 1}\n', "if the log counts from 0, add 1"),
+        ('{"step": 0, "loss": 1}\n', "If the log counts from 0, add 1"),
         ('{"step": 1.5, "loss": 1}\n', "a whole number >= 1"),
-        ("\n", "has no losses"),
+        ("\n", "must have losses, got an empty file"),
         ('{"step": 1, "loss": "high"}\n', "loss in line 1 must be a number, got 'high'"),
         ('{"step": 1, "loss": 1}\n{oops\n{"step": 2, "loss": 1}\n', "line 2 must be a JSON object"),
     ],
@@ -94,8 +94,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_samples_of_spikes_can_be_left_out(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss jumps at steps 9, 11 and 13. The checkpoint does not lead to step 9; what is printed for the others
-    leaves out just their samples."""
+    """The loss jumps at steps 9, 11 and 13. Step 9 cannot be replayed from the checkpoint; what is printed for the
+    others leaves out just their samples."""
     monkeypatch.setenv("PYTHONPATH", INPUTS)
     log = tmp_path / "losses.jsonl"
     losses = [Loss(one.step, 2 + one.step % 3 / 10) for one in noisy({}, 15)]
@@ -104,7 +104,7 @@ def test_samples_of_spikes_can_be_left_out(state: Path, tmp_path: Path, monkeypa
     command = ["replay", "--checkpoint", str(state), "--args", "[6]", "--allow", "counted", "--loss", str(log)]
     done = CliRunner().invoke(app, [*command, "--spikes", "4", "--json", "--timeout", "300"])
     assert done.exit_code == 0, done.output
-    assert "step 9 cannot be replayed: the checkpoint of step 9 does not lead to step 9" in done.stderr
+    assert "step 9 cannot be replayed: the checkpoint of step 9 cannot be used to replay step 9" in done.stderr
     found = json.loads(done.stdout)
     assert [spike["step"] for spike in found["spikes"]] == [9, 11, 13]
     _, *batches = [spike["batch"] for spike in found["spikes"]]
@@ -135,7 +135,7 @@ def test_state_file_shows_counts(state: Path) -> None:
     assert as_json["states"][0]["counts"]["sources"][""]["samples"] == 54
     refused = CliRunner().invoke(app, ["state", str(state), "--step", "3"])
     assert refused.exit_code
-    assert "--step is for a RUN" in refused.stderr
+    assert "--step must be given only with a RUN" in refused.stderr
     both = CliRunner().invoke(app, ["replay", "job", "--step", "3", "--loss", "x"])
     assert both.exit_code
-    assert "give either --step S, or --loss FILE" in both.stderr
+    assert "one of --step and --loss must be given, got both" in both.stderr

@@ -195,7 +195,7 @@ def test_folder_writable_by_others_is_refused(shell: Any) -> None:
     (shell.folder / "fleet").chmod(0o777)
     done = shell.call(*UP)
     assert done.returncode == 2
-    assert "can be changed by others (mode 0777): chmod 700 " in done.error
+    assert "must not be writable by other users, got mode 0777. Run chmod 700 " in done.error
     assert list((shell.folder / "fleet").iterdir()) == []
 
 
@@ -233,9 +233,9 @@ def test_down_means_the_fleet_that_up_would(shell: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("--slots", "1"), 2, "--allow is missing"),
+        (("--slots", "1"), 2, "--allow (or the variable PENSTOCK_UP_ALLOW) must be given"),
         (("--allow", "not a module"), 2, "a module prefix must be"),
-        (("--allow", "x", "--near", "gpu"), 2, "--near must be left out for --engine local"),
+        (("--allow", "x", "--near", "gpu"), 2, "--near must be given only with --engine ray, got --engine local"),
         (("--allow", "x", "--engine", "docker"), 2, "--engine docker: the engine must be one of local, ray"),
         (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet: a fleet's name must have 1 to"),
         (("--allow", "x", "--name", "A_b"), 2, "lowercase letters"),

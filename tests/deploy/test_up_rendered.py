@@ -136,7 +136,9 @@ def test_missing_worker_token_is_refused(recorded: Recorded) -> None:
     recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
     done = recorded.shell.call(*KUBERNETES, "--insecure", PENSTOCK_TOKEN="client:c-0123456789\nadmin:a-0123456789")
     assert done.returncode == 2
-    assert "must hold a line worker:TOKEN or a bare token, got tokens of the roles admin, client" in done.error
+    assert (
+        "must have a line worker:TOKEN or a token without a role, got tokens of the roles admin, client" in done.error
+    )
     assert "0123456789" not in done.error
     assert "apply" not in [call[3] for call in recorded.calls()]
 
@@ -181,7 +183,7 @@ def test_down_names_an_engine_it_does_not_know(recorded: Recorded) -> None:
     ("arguments", "code", "says"),
     [
         ((*KUBERNETES, "--render"), 16, "--tls-secret"),
-        ((*KUBERNETES[:5], "--insecure", "--render"), 2, "--image is missing"),
+        ((*KUBERNETES[:5], "--insecure", "--render"), 2, "--image must be given"),
         ((*SLURM[:5], "--dir", "fleet"), 16, "--tls-cert"),
     ],
 )
@@ -201,7 +203,7 @@ def test_a_tool_that_fails_or_is_not_there(recorded: Recorded) -> None:
     )
     done = recorded.shell.call(*SLURM, PATH="/nonexistent")
     assert done.returncode == 2
-    assert "sbatch is not installed here" in done.error
+    assert "sbatch must be installed here" in done.error
 
 
 # ---- Slurm

@@ -184,9 +184,9 @@ def streaming_state(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> t
 def test_streaming_errors(tmp_path: Path, shards: Path, streaming_state: tuple[Path, list[int]]) -> None:
     state, _ = streaming_state
     within = refused(tmp_path / "new", state, *streaming_options(shards, 5))
-    assert "lies within a step: 52 rows were delivered, which is no multiple of 5" in within
+    assert "must be a multiple of 5, the rows of a step, got 52" in within
     other = refused(tmp_path / "new", state, *streaming_options(shards, 4), "--rows", 999)
-    assert f"a dataset with {ROWS} rows, but --rows is 999" in other
+    assert f"--rows must be {ROWS}, as in the state, got 999" in other
     newer = tmp_path / "newer"
     newer.write_text(json.dumps({**json.loads(state.read_text()), "more": 1}))
     assert "unknown keys more" in refused(tmp_path / "new", newer, *streaming_options(shards, 4))
@@ -262,16 +262,16 @@ def test_grain_errors(tmp_path: Path) -> None:
     )
     given = ["--from", "grain", "--python", python_of("grain")]
     one, both = [tmp_path / "state-0"], [tmp_path / "state-0", tmp_path / "state-1"]
-    assert "had 2 processes (shard_count), got the states of 0" in refused(
+    assert "each of the 2 processes (shard_count) must be given, got those of the processes 0" in refused(
         tmp_path / "new", *one, *given, "--batch-size", 8
     )
-    assert "lies within a step" in refused(tmp_path / "new", *both, *given, "--batch-size", 7)
-    assert "needs --batch-size" in refused(tmp_path / "new", *both, *given)
+    assert "must be a multiple of 7" in refused(tmp_path / "new", *both, *given, "--batch-size", 7)
+    assert "--batch-size must be given" in refused(tmp_path / "new", *both, *given)
     state = json.loads(one[0].read_text())
     for changed, why in (
         ({"version": 3}, "must be 2, got 3"),
         ({"sampler": "Mine(3)"}, "must have an IndexSampler or a SequentialSampler"),
-        ({"last_seen_indices": {"0": 3}}, "must have an index of each worker's own"),
+        ({"last_seen_indices": {"0": 3}}, "plus a multiple of"),
         ({"worker_count": 2}, "must name 2 workers"),
     ):
         (tmp_path / "changed").write_text(json.dumps({**state, **changed}))

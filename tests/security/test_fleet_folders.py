@@ -35,9 +35,9 @@ def folder(tmp_path: Path) -> FleetFolder:
     return made
 
 
-@pytest.mark.parametrize("why", ["can be changed by others", "belongs to another user"])
+@pytest.mark.parametrize("why", ["must not be writable by other users", "must belong to this user"])
 def test_a_folder_of_others_is_not_read(folder: FleetFolder, why: str) -> None:
-    if why == "can be changed by others":
+    if why == "must not be writable by other users":
         folder.path.chmod(0o777)
     elif os.getuid() == 0:
         os.chown(folder.path, OTHER, OTHER)

@@ -164,7 +164,7 @@ def test_lost_worker_is_replayed_from_snapshots(stage: Stage) -> None:
         assert "snapshots" in found["replayed_from"]["what"]
         assert found["verified"]
         assert stage.replayed(archive, "lost", 21)["verified"]
-        with pytest.raises(errors.StateUnavailableError, match=f"step 9999 was delivered: steps 1 to {len(got)}"):
+        with pytest.raises(errors.StateUnavailableError, match=rf"delivered to box 0 \(steps 1 to {len(got)}"):
             replay(ReplayRequest("lost", 9999, allow=["streams"]), archive, stage.forker)
 
 
@@ -179,9 +179,12 @@ def test_from_a_checkpoint(stage: Stage, job: str, args: str) -> None:
         of_run = stage.replayed(archive, job, 12, checkpoints=files)
         assert of_run["replayed_from"]["step"] == 10
         assert of_run["verified"]
-    with pytest.raises(errors.StateUnavailableError, match="does not lead to step 9: it leads to steps from 11"):
+    with pytest.raises(
+        errors.StateUnavailableError,
+        match="cannot be used to replay step 9: only steps from 11",
+    ):
         replay(ReplayRequest(None, 9, checkpoints=files, allow=["streams"]), None, stage.forker)
-    with pytest.raises(errors.BoxOutOfRangeError, match="boxes 0 to"):
+    with pytest.raises(errors.BoxOutOfRangeError, match=r"must be from 0 to .* got 5"):
         replay(ReplayRequest(None, 11, box=5, checkpoints=files, allow=["streams"]), None, stage.forker)
 
 
@@ -208,7 +211,7 @@ def test_an_attempt_that_went_on_from_a_state(stage: Stage, job: str, boxes: int
         if job == "four":
             convert(file[0], converted := stage.folder / "converted.pt", 1, 3)
             stage.replayed(None, job, 14, checkpoints=[converted], args="[40]")
-            with pytest.raises(errors.StateMismatchError, match="began at step 0, has 2 x 2: leave it out"):
+            with pytest.raises(errors.StateMismatchError, match=r"of 2 x 2 workers .*, which began at step 0, got"):
                 stage.replayed(archive, job, 14, attempt=1, checkpoints=[converted])
         stage.seen.batches[job, 0] = first
         assert stage.replayed(archive, job, 14, attempt=1)["attempt"] == 1
@@ -221,7 +224,7 @@ def test_an_input_fn_of_a_main_script(stage: Stage) -> None:
     path.write_bytes(encode_state(saved.to_dict()))
     script = Path(INPUTS) / "streams.py"
     stage.replayed(None, "two", 12, checkpoints=[path], args="[24]", script=script)
-    with pytest.raises(errors.InputFnNotFoundError, match="name that file by"):
+    with pytest.raises(errors.InputFnNotFoundError, match="--script must be given"):
         stage.replayed(None, "two", 12, checkpoints=[path], args="[24]")
 
 
@@ -242,7 +245,7 @@ def test_replay_that_is_late_or_dies(stage: Stage) -> None:
 
 def test_data_that_are_others_are_told(stage: Stage) -> None:
     with stage.archive() as archive:
-        with pytest.raises(errors.ReplayMismatchError, match="must be that of what was delivered"):
+        with pytest.raises(errors.ReplayMismatchError, match="must equal that of the delivered batches"):
             stage.replayed(archive, "two", 4, args="[48]")
         assert not (stage.folder / "two-0-4.pst").exists(), "another batch was written under its name"
         with pytest.raises(errors.InvalidArgumentError, match="which has rows 0 to 3, got 4"):
@@ -321,12 +324,12 @@ def test_command_shows_the_batch_and_a_row(stage: Stage) -> None:
         (
             ["two", "--step", "25"],
             20,
-            "has not reported that step 25 was delivered: steps 1 to 24 of attempt 1",
+            "delivered to box 0 (steps 1 to 24 of attempt 1), got 25",
         ),
-        (["two", "--step", "1", "--attempt", "4"], 20, "one that the coordinator still has"),
-        (["two", "--step", "1"], 25, "permit it by --allow streams"),
-        (["two", "--step", "1", "--allow", "stream"], 25, "permit it by --allow streams"),
-        (["--step", "1"], 2, "a RUN must be named"),
+        (["two", "--step", "1", "--attempt", "4"], 20, "which the coordinator still has, got 4"),
+        (["two", "--step", "1"], 25, "Pass --allow streams"),
+        (["two", "--step", "1", "--allow", "stream"], 25, "Pass --allow streams"),
+        (["--step", "1"], 2, "RUN or --checkpoint must be given"),
         (["two", "--step", "1", "--out", "x.pkl"], 2, "must end with one of .pst, .npz, .pt"),
         (["two", "--step", "1", "--state-dir", "/nonexistent"], 14, "must be a coordinator's state directory"),
     ],

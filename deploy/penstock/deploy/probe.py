@@ -5,8 +5,8 @@ server. It reads the same PENSTOCK_* variables as the daemon of its container. I
 start quickly: it imports no torch, Typer or pydantic, and gRPC only for a coordinator.
 
 A coordinator is live if it answers at all, and ready if it answers SERVING. The probe connects with TLS, like other
-callers. So a coordinator with an expired certificate is not live, and Kubernetes restarts it. A worker is live if its
-heartbeat calls end, with or without an answer, and ready if the coordinator answers them: see
+callers. So a coordinator with an expired certificate is not live, and Kubernetes restarts the coordinator. A worker is
+live if its heartbeat calls end, with or without an answer, and ready if the coordinator answers its heartbeats: see
 penstock.runtime.process.liveness_file.
 
 Exit status: 0 yes, 1 no or unknown, 2 a mistake on the command line. With 1 and 2 there is a line on standard error.
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _given(flag_value: str | None, flag: str, name: str) -> str:
     value = flag_value or os.environ.get(name, "")
     if not value:
-        raise InvalidArgumentError(f"{flag} is missing (or the variable {name})")
+        raise InvalidArgumentError(f"{flag} (or the variable {name}) must be given")
     return value
 
 

@@ -53,7 +53,7 @@ class _Commands(Group):
 app = App(
     cls=_Commands,
     name="penstock",
-    help="Penstock feeds accelerators: input workers elsewhere, an ordinary iterator here, exact resume.",
+    help="Stream batches from worker processes on other machines to a PyTorch training loop, and resume exactly.",
     epilog="\b\nExamples:\n"
     "  penstock doctor                                         is this machine ready?\n"
     "  penstock coordinator --state-dir ~/penstock             once in a cluster\n"
@@ -105,9 +105,9 @@ def main() -> None:
         if not given.isascii() and any(
             "\ud800" <= char <= "\udfff" for char in given
         ):  # Python represents bytes that are not UTF-8 as surrogates
-            _end(f"an argument must be UTF-8, got {printable(given)}", USAGE)
+            _end(f"an argument must be valid UTF-8, got {printable(given)}. Check the terminal's encoding", USAGE)
     if sys.stdout is None:
-        _end("standard output is closed; use >/dev/null to discard it", UNSAID)
+        _end("standard output must be open. Use >/dev/null to discard what is printed", UNSAID)
     if isinstance(sys.stdout, io.TextIOWrapper):  # names may have characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -37,7 +37,7 @@ def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
         return read_tokens(file)
     if state_dir is None:
         raise InvalidArgumentError(
-            "a coordinator that keeps nothing on disk cannot make a token: set PENSTOCK_TOKEN, or give --token-file"
+            "a coordinator that keeps nothing on disk must be given a token. Set PENSTOCK_TOKEN, or pass --token-file"
         )
     path = state_dir / FILE
     _refuse_planted(path)
@@ -61,11 +61,14 @@ def _refuse_planted(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise JournalError(f"the state directory {path.parent} cannot be used: {error}") from error
+        raise JournalError(
+            f"the state directory {path.parent} must be private to this user and readable: {error}. Choose another "
+            "--state-dir"
+        ) from error
     if owner != os.geteuid():
         raise JournalError(
-            f"{path} must belong to the user that the coordinator runs as ({os.geteuid()}), got user {owner}, who "
-            "could know the token: remove the file, and a new token is made"
+            f"{path} must belong to the coordinator's user (id {os.geteuid()}), got user id {owner}, who could know "
+            "the token. Remove the file; the next start makes a new token"
         )
 
 
@@ -91,5 +94,5 @@ def make_token(path: Path) -> bool:
         finally:
             beside.unlink()
     except OSError as error:
-        raise JournalError(f"no token can be written to {path}: {error}") from error
+        raise JournalError(f"the token cannot be written to {path}: {error}") from error
     return True

@@ -93,7 +93,7 @@ class Peer:
         """Return the announcement of the coordinator: the one with the named address, or with the name `job`, else the
         only one. None if there is none. Raises InvalidArgumentError if several fit."""
         if self.job is not None and self.coordinator is not None:
-            raise InvalidArgumentError("give either --coordinator or --job, got both")
+            raise InvalidArgumentError("only one of --coordinator and --job must be given, got both. Omit one")
         found = announced()
         if self._is_named:
             return next((one for one in found if one.address == self._named), None)

@@ -57,10 +57,10 @@ def listen_address(value: str) -> str:
         raise ValueError('an address must be "HOST:PORT", without a scheme or path')
     if host and port.isascii() and port.isdigit() and int(port) <= 65535:
         if ":" in host and not (host.startswith("[") and host.endswith("]")):
-            raise ValueError(f"an IPv6 address must be in brackets: [{host}]:{port}")
+            raise ValueError(f"an IPv6 address must be in brackets. Write [{host}]:{port}")
         return value
     raise ValueError(
-        'an address must be "HOST:PORT", the port a number up to 65535; to listen, port 0 takes a free one'
+        'an address must be "HOST:PORT" with a port from 0 to 65535. Port 0 means any free port to listen on'
     )
 
 
@@ -86,15 +86,14 @@ def lane_address(value: str) -> str:
         unspecified = False
     if unspecified:
         raise ValueError(
-            f"training jobs on other machines connect to this address, and cannot connect to {host}: give an address "
-            "of this machine"
+            f"must be an address that other machines can connect to, got {host}. Set the address of this machine"
         )
     return value
 
 
 def memory_size(value: str) -> str:
     if value and not re.fullmatch(r"[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?", value):
-        raise ValueError("a size must be a number with a unit: 500MiB, 4GiB, 1.5GiB")
+        raise ValueError("a size must be a number with a unit, such as 500MiB or 4GiB")
     if value and bytes_of(value) < 1 << 20:
         raise ValueError("the memory of a runner must be at least 1 MiB")
     return value
@@ -178,15 +177,15 @@ class CoordinatorSettings(Section):
     )
     budget: Annotated[str, AfterValidator(_store_size), Unit("SIZE")] = Field(
         "",
-        description="Budget for snapshots, states to resume from and large arguments, as 8GiB (default: 4GiB, and "
-        "512MiB in memory).",
+        description="Size limit of the store of snapshots, states to resume from and large arguments, such as 8GiB "
+        "(default: 4GiB; 512MiB if kept in memory).",
     )
     balance_after: Seconds = Field(
         30.0,
         ge=0,
         le=86400,
-        description="Seconds that a slot stays on a worker before it may migrate from one that is slow or full; 0: "
-        "slots move only when they must.",
+        description="Seconds that a slot stays on a worker before it may migrate away from a slow or full worker; 0: "
+        "slots migrate only if their worker is lost or drained.",
     )
 
 
@@ -207,8 +206,8 @@ class WorkerSettings(Section):
     )
     runner_memory: MemorySize = Field(
         "",
-        description="Memory that a runner may hold, as 4GiB or 500MiB: above it the runner is replaced at a snapshot, "
-        "above twice as much killed (default: no limit).",
+        description="Memory limit of a runner, such as 4GiB or 500MiB. Above it, the runner is replaced at a snapshot; "
+        "above twice the limit, it is killed (default: no limit).",
     )
     starts: Count = Field(
         0,
@@ -256,11 +255,12 @@ class WorkerSettings(Section):
     )
     no_cage: bool = Field(
         False,
-        description="Let runners gain privileges (sudo, fusermount), and signal and trace other processes of the user.",
+        description="Run runners without the sandbox: they may gain privileges (sudo, fusermount), and signal and "
+        "trace other processes of the user.",
     )
     no_groups: bool = Field(
         False,
-        description="Make no control groups for runners, even where this worker could.",
+        description="Do not put runners into control groups, even if this worker could.",
     )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
 
@@ -279,7 +279,7 @@ class WorkerSettings(Section):
                     f"a module prefix must be like mypackage or mypackage.data, or '*' for all, got {prefix!r}"
                 )
         if not prefixes:
-            raise ValueError("at least one module prefix must be given, or no input_fn could run here")
+            raise ValueError("at least one module prefix must be given. Name your package, such as mypackage")
         return ",".join(prefixes)
 
     @field_validator("name")

@@ -58,7 +58,7 @@ class UpSettings(Section):
         description="Folder of the fleet's record, token and logs (default: XDG_STATE_HOME/penstock/NAME). Slurm: on a "
         "file system that all nodes share.",
     )
-    workers: Count = Field(2, ge=1, le=10_000, description="Worker daemons.")
+    workers: Count = Field(2, ge=1, le=10_000, description="Number of worker daemons.")
     slots: Count = Field(
         0,
         ge=0,
@@ -74,7 +74,7 @@ class UpSettings(Section):
         "used, on "
         "its node's address.",
     )
-    runner_memory: MemorySize = Field("", description="Memory that a runner may hold, as 4GiB: see `penstock worker`.")
+    runner_memory: MemorySize = Field("", description="Memory limit of a runner, such as 4GiB: see `penstock worker`.")
     insecure: bool = Field(False, description="Listen beyond one machine without TLS.")
     timeout: Seconds = Field(120.0, ge=1, le=86_400, description="Seconds to wait until all is ready.")
     ray_address: Annotated[str, Unit("ADDRESS")] = Field(
@@ -99,8 +99,10 @@ class UpSettings(Section):
         "", description="Slurm: further arguments of sbatch, as one text: '--partition cpu --time 1-0'."
     )
     namespace: Annotated[str, Unit("NAMESPACE")] = Field("default", description="Kubernetes: namespace of the fleet.")
-    image: Annotated[str, Unit("IMAGE")] = Field("", description="Kubernetes: the image with Penstock and your code.")
+    image: Annotated[str, Unit("IMAGE")] = Field("", description="Kubernetes: image that has Penstock and your code.")
     storage: Annotated[str, Unit("SIZE")] = Field("1Gi", description="Kubernetes: size of the coordinator's volume.")
     tls_secret: Annotated[str, Unit("NAME")] = Field(
-        "", description="Kubernetes: Secrets NAME-coordinator and NAME-worker have tls.crt, tls.key and ca.crt."
+        "",
+        description="Kubernetes: prefix of the Secrets NAME-coordinator and NAME-worker, which have tls.crt, tls.key "
+        "and ca.crt.",
     )

@@ -74,7 +74,7 @@ TokenFile = Annotated[
     typer.Option(
         "--token-file",
         metavar="FILE",
-        help="File that holds the token, or lines ROLE:TOKEN. [PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE]",
+        help="File with the token, or with lines ROLE:TOKEN. [PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE]",
     ),
 ]
 
@@ -84,7 +84,7 @@ OwnJob = Annotated[
     typer.Option(
         "--job",
         metavar="NAME",
-        help="If several coordinators of yours run here: the one of this job (embedded) or fleet (`penstock up`).",
+        help="Job (embedded) or fleet (`penstock up`) whose coordinator to call, if several of yours run here.",
     ),
 ]
 
@@ -111,7 +111,7 @@ ReadyFile = Annotated[
     typer.Option(
         "--ready-file",
         metavar="PATH",
-        help="File that gets the line that is printed once this is ready, for scripts.",
+        help="File to write the printed line to once the daemon is ready, for scripts.",
     ),
 ]
 ParentPid = Annotated[

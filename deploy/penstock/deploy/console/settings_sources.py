@@ -92,7 +92,7 @@ def _explain(section: type[Section], error: ValidationError, given: dict[str, An
             parts.append(f"{flag(field)} {detail['input']}: {detail['msg']}")
         elif detail["type"] == "missing":
             what = (section.model_fields[field].description or "").rstrip(".")
-            parts.append(f"{flag(field)} is missing (or the variable {variable(section, field)}): {what}")
+            parts.append(f"{flag(field)} (or the variable {variable(section, field)}) must be given: {what}")
         elif field in given:
             parts.append(f"{flag(field)} {detail['input']}: {reason_of(detail)}")
         else:

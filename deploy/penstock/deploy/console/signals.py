@@ -1,4 +1,4 @@
-"""Signals that end a process at once, turned into exceptions where the process must clean up first."""
+"""Signals that would end a process, turned into exceptions where the process must clean up first."""
 
 from __future__ import annotations
 

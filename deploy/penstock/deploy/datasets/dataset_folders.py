@@ -1,4 +1,4 @@
-"""Datasets in local folders: their index, what is in them, and whether all of it can be read."""
+"""Datasets in local folders: their index, their content, and a check that every sample can be read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as
     """Print what a run over a dataset will fetch.
 
     Args:
-        batch: rows of all boxes' batches together.
+        batch: global batch size: rows of a step, over all boxes.
         order: arguments of StreamingLoader that decide the order and what is fetched ahead.
         run: other settings of a PlannedRun.
     """
@@ -136,7 +136,7 @@ def _shards(folder: Path) -> list[Shard]:
     try:
         return read_index(path.read_bytes(), str(path))
     except FileNotFoundError:
-        raise DatasetError(f"{folder} must have {INDEX}: write it with `penstock data index {folder}`") from None
+        raise DatasetError(f"{folder} must have {INDEX}. Write it with `penstock data index {folder}`") from None
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error.strerror}") from error
 

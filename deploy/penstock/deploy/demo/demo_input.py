@@ -1,4 +1,4 @@
-"""Input of `penstock demo`: synthetic images in a shuffled order, each of which takes some milliseconds to make."""
+"""Input of `penstock demo`: synthetic images in a shuffled order. Each image takes some milliseconds to make."""
 
 from __future__ import annotations
 

@@ -105,9 +105,7 @@ def run_demo(as_json: bool) -> int:
 
     for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
         del os.environ[name]  # variables of another installation, which the demo must not use
-    show(
-        "Penstock on this machine: a coordinator, two worker daemons, a training loop. All of it ends with the demo.\n"
-    )
+    show("Penstock on this machine: a coordinator, two worker daemons, a training loop. All end with the demo.\n")
     signals = raised(lambda number: SystemExit(128 + number))  # so that a signal ends the daemons too
     with signals, _fleet() as fleet, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the warning about the recovery, which the demo reports itself

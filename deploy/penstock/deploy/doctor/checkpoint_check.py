@@ -44,22 +44,22 @@ def show_checkpoints(path: Path, as_json: bool) -> int:
         show(_tables(path, verified))
         for name in aside:
             print(
-                f"{name} is of a save that was interrupted, or still runs: it is not read, and the next save removes "
-                "it."
+                f"{name} belongs to a save that was interrupted or still runs. It was not checked; the next save "
+                "removes it."
             )
     bad = [one for one in verified if one.wrong]
     if bad:
         good = next((one.found.path for one in verified if not one.wrong), None)
-        offer = f"the newest good one is {good}" if good else "none here is intact"
+        offer = f"Resume from {good}, the newest intact checkpoint" if good else "No checkpoint here is intact"
         raise CheckpointCorruptError(
-            f"{len(bad)} of {len(verified)} checkpoints {'is' if len(bad) == 1 else 'are'} damaged (see above); {offer}"
+            f"{len(bad)} of {len(verified)} checkpoints {'is' if len(bad) == 1 else 'are'} damaged (see above). {offer}"
         )
     return 0
 
 
 def _at(path: Path) -> list[FoundCheckpoint]:
     if not path.is_dir():
-        raise CheckpointNotFoundError(f"{path} is not a folder: name a checkpoint, or a folder of checkpoints")
+        raise CheckpointNotFoundError(f"{path} must be the folder of a checkpoint, or a folder of checkpoints")
     try:
         manifest = read_manifest(path)
         return [FoundCheckpoint(manifest.step, path, manifest, "")]

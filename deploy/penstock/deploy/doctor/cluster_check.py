@@ -31,7 +31,7 @@ __all__ = ["JobQuestion", "check_cluster", "check_lost", "check_skew", "check_sl
 
 CONNECT_S = 3.0
 """Deadline of a TCP connection within a cluster, in seconds."""
-NO_ANSWER = f"it accepts connections, but does not answer within {CONNECT_S:g} s"
+NO_ANSWER = f"the worker accepts connections, but does not answer within {CONNECT_S:g} s"
 """Finding about a worker that hangs or is stopped. The kernel still accepts connections for it."""
 LATE_HEARTBEAT_S = 2.0
 """Age of a worker's last heartbeat above which a warning is given, in seconds. Heartbeats come every second in a small
@@ -85,8 +85,8 @@ def check_cluster(
         yield from check_lost(found)
         yield problem(
             "workers",
-            f"none of {len(workers)} is live" if workers else "there are none",
-            f"penstock worker --coordinator {address} --slots N --allow MODULE on each input node.",
+            f"none of {len(workers)} is live" if workers else "no worker is registered",
+            f"Run `penstock worker --coordinator {address} --slots N --allow MODULE` on each input node.",
         )
         return
     here = host_id()
@@ -112,7 +112,7 @@ def _check_connection(address: str, tls: Tls | None) -> Iterator[Finding]:
     try:
         numbers = sorted({str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     except OSError as error:
-        yield problem("name", f"{host} does not resolve: {error.strerror}", f"getent hosts {host}; or use a number.")
+        yield problem("name", f"{host} does not resolve: {error.strerror}", f"Run getent hosts {host}, or use its IP.")
         return
     yield ok("name", f"{host} is {', '.join(numbers)}")
     if refused := _connect_error(address):
@@ -138,7 +138,7 @@ def _check_connection(address: str, tls: Tls | None) -> Iterator[Finding]:
 def _connect_error(address: str | None) -> str:
     """Return the reason why no TCP connection to the address can be made; "" if one can."""
     if not address:
-        return "it has no address for lanes from other machines"
+        return "the worker has no address for lanes from other machines"
     try:
         with socket.create_connection(host_of(address), CONNECT_S):
             return ""
@@ -160,7 +160,7 @@ def _lane_error(address: str | None, tls: Tls | None) -> str:
         sock = socket.create_connection((host, port), CONNECT_S)
         with sock, connect_tls(sock, tls, host) if tls is not None else sock as lane:
             lane.sendall(sealed(hello.SerializeToString()))
-            return "" if lane.recv(1) else "it closes the connection without an answer"
+            return "" if lane.recv(1) else "the worker closes the connection without an answer"
     except TimeoutError:
         return NO_ANSWER
     except OSError as error:
@@ -170,7 +170,7 @@ def _lane_error(address: str | None, tls: Tls | None) -> str:
 def _no_status(error: PenstockError, address: str) -> Finding:
     if isinstance(error, AuthenticationError):
         return problem(
-            "token", error.message, "The coordinator logs the name of its file at the start: --token-file FILE"
+            "token", error.message, "The coordinator logs the path of its token file at its start: --token-file FILE"
         )
     if isinstance(error, NotPermittedError):
         return problem("token", error.message, "This command needs the line admin:... of the coordinator's token file.")
@@ -188,10 +188,10 @@ def check_version(who: str, has: str, ours: str, protocol: int) -> Finding:
     version.
     """
     if not has:
-        return warning("version", f"the {who} does not report one", "It is of an older release.")
+        return warning("version", f"the {who} reports no release", f"Its release is older: upgrade the {who}.")
     found = f"the {who} runs Penstock {has}, this is {ours}"
     if protocol != PROTOCOL:
-        found += f"; its protocol is {protocol}, this one's is {PROTOCOL}"
+        found += f"; its protocol version is {protocol}, that of this machine is {PROTOCOL}"
         return problem("version", found, f"pip install penstock=={ours} there, or {has} here.")
     if has.split(".")[:2] != ours.split(".")[:2]:
         return warning("version", found, f"pip install penstock=={ours} there.")
@@ -202,7 +202,7 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
     """Compare the coordinator's clock with this machine's. `ahead_s`: seconds by which the coordinator's clock, as it
     answered, is ahead of this one before the call. `took_s`: duration of the call in seconds."""
     if ahead_s < -1e8:
-        return warning("clock", "the coordinator does not report its time", "It is of an older release.")
+        return warning("clock", "the coordinator does not report its time", "Its release is older: upgrade it.")
     # The coordinator read its clock at some time within the call.
     off = max(0.0, ahead_s - took_s, -ahead_s)
     sign = "ahead of" if ahead_s > 0 else "behind"
@@ -224,17 +224,18 @@ def check_worker(
     """Check a worker.
 
     Args:
-        error: reason why its lanes cannot be reached from here; "" if they can.
-        here: whether it is on this host, where lanes need no network.
+        worker: worker as the coordinator reports it.
+        error: reason why the worker's lanes cannot be reached from here; "" if they can be reached.
+        here: whether the worker is on this host, where lanes need no network.
         coordinator: release of the coordinator.
-        quiet_s: age of its last heartbeat above which a warning is given, in seconds.
+        quiet_s: age of the worker's last heartbeat above which a warning is given, in seconds.
     """
     check = f"worker {worker.worker}"
     if not worker.live:
         return warning(
             check,
             f"{worker.state}, last heartbeat {worker.heard_of}",
-            "Look at its log; start it again, or ignore it if it was ended.",
+            "Look at the worker's log and start the worker again, unless it was ended on purpose.",
         )
     used = f"{worker.slots_used} of {worker.slots} slots used"
     found = f"{worker.state}, last heartbeat {worker.heard_of}, {used}, lanes at {worker.tcp_address or 'no address'}"
@@ -242,22 +243,22 @@ def check_worker(
         return problem(
             check,
             f"{found}; {error}",
-            "It hangs or is stopped: look at its process (its state in ps) and its log, and start it again.",
+            "The worker hangs or is stopped: look at its state in ps and at its log, and start it again.",
         )
     if error and not here:
         if worker.tcp_address and is_local(worker.tcp_address):
-            remedy = "It listens on its own machine only: penstock worker --listen ITS-ADDRESS:0 there."
+            remedy = "The worker listens on its own machine only: start it with --listen ITS-ADDRESS:0."
         else:
-            remedy = "Let the firewall pass that port (fix it with --listen HOST:PORT), or give another --listen there."
+            remedy = "Open that port in the firewall (--listen HOST:PORT keeps the port), or change --listen there."
         return problem(check, f"{found}, which cannot be reached from here: {error}", remedy)
     if worker.seen_s_ago > quiet_s:
         return warning(
             check,
             found,
-            "Its machine is overloaded, it hangs, or the network loses much: look at its log, and check again.",
+            "Its machine is overloaded, the worker hangs, or packets are lost: look at its log, and check again.",
         )
     if worker.draining:
-        return warning(check, found, "It is draining and takes no new slots.")
+        return warning(check, found, "The worker is draining and takes no new slots (`penstock worker drain --undo`).")
     if worker.version and worker.version.split(".")[:2] != coordinator.split(".")[:2]:
         return warning(
             check, f"{found}; it runs Penstock {worker.version}", f"pip install penstock=={coordinator} there."
@@ -276,7 +277,7 @@ def check_lost(found: ClusterView) -> Iterator[Finding]:
         yield warning(
             f"worker {name}",
             f"lost {event.when}: {event.text}",
-            "If it was not ended on purpose, look at its log and start it again.",
+            "Look at the worker's log and start the worker again, unless it was ended on purpose.",
         )
 
 
@@ -289,8 +290,8 @@ def check_slots(workers: Sequence[WorkerView], job: JobQuestion) -> Finding:
         prefixes: Mapping[str, None] = dict.fromkeys(prefix for worker in ready for prefix in worker.allow)
         return problem(
             "slots",
-            f"no worker may run {job.input_fn}: their --allow is {', '.join(prefixes)}",
-            f"penstock worker --allow {module.partition('.')[0]} ...",
+            f"no worker may run {job.input_fn}: the workers' --allow is {', '.join(prefixes)}",
+            f"Start workers with --allow {module.partition('.')[0]}.",
         )
     free = sum(worker.slots - worker.slots_used for worker in may)
     whose = f"on {len(may)} of {len(ready)} workers" + (f" that may run {job.input_fn}" if module else "")

@@ -52,7 +52,7 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
             status = child.result()
         if not in_time:
             raise DeadlineError(
-                f"importing {module} took more than {deadline_s:g} s: raise --deadline if it needs longer"
+                f"importing {module} took more than {deadline_s:g} s. Raise --deadline if the import needs longer"
             )
         answer.read()  # one read, not until end of file: a descendant in another process group may keep the pipe open
     if not answer.rest:

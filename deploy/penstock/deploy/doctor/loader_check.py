@@ -84,8 +84,8 @@ class LoaderQuestion:
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
             raise InvalidArgumentError(
-                f"input_fn must be MODULE:NAME, such as mypackage.data:train_input, got {self.input_fn!r}, "
-                "which is no folder of checkpoints either"
+                f"the target must be MODULE:NAME, such as mypackage.data:train_input, or a folder of checkpoints, got "
+                f"{self.input_fn!r}"
             )
         return {
             "input_fn": self.input_fn,
@@ -127,8 +127,8 @@ class LoaderCheck:
     """Number of the first batch that differs; None if none does."""
     what: str = ""
     from_beginning: bool = False
-    """True if the restored loader could not begin its next epoch, and only a loader that streamed from the start again
-    could."""
+    """True if the restored loader could not begin its next epoch correctly, so that a loader had to stream from the
+    start again to reach that epoch."""
     traceback: str = ""
     """Traceback of the user code that raised an error in this process; "" = none did."""
 
@@ -394,31 +394,32 @@ def _verdict(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> tuple[i
         if question.replay:
             return 0, "can be saved and resumed exactly, by replay from the start of the epoch (Appliance(replay=True))"
         return CANNOT_SAVE, (
-            "cannot be saved as it is: it has no state_dict and load_state_dict; give it the methods of "
-            "RestartableDataLoader, or ask for saving by replay: Appliance(replay=True), checked by --replay"
+            "cannot be saved as it is: the loader has no state_dict and load_state_dict. Give it the methods of "
+            "RestartableDataLoader, or save by replay: Appliance(replay=True), which --replay checks here"
         )
     aggregated = [check for check in wrong if not check.snapshot and "aggregate" in check.where]
     if not all(_is_uneven(check) for check in aggregated):
         return DIFFERS, (
-            f"cannot be resumed by its own methods: {_describe_failure(aggregated[-1])}. On the same numbers of boxes "
-            "and workers a run detects that and replays from its beginning; on other numbers only the methods are used"
+            f"cannot be resumed by its own methods: {_describe_failure(aggregated[-1])}. With the same numbers of "
+            "boxes and workers a run detects that and replays from its beginning; with other numbers it does not"
         )
     if wrong and not aggregated:
         return 0, (
-            f"can be saved at any step and resumed exactly, by counted replay: {_describe_failure(wrong[0])}. So its "
-            "own state is not used, or only where it is verified: a save or a recovery replays the epoch from its "
-            "start, or the run from its beginning, and takes as long as those batches take. Does it count after its "
-            "`yield`, prefetch in the background, count twice after a restore, or draw numbers that its state omits?"
+            f"can be saved at any step and resumed exactly, by counted replay: {_describe_failure(wrong[0])}. So a run "
+            "uses the loader's own state only where it was verified. Elsewhere, a recovery replays batches from the "
+            "start of the epoch or of the run, which takes as long as making those batches. Does the loader count "
+            "after its `yield`, prefetch in the background, count twice after a restore, or omit generators from its "
+            "state?"
         )
     return 0, "can be saved at any step and resumed exactly"
 
 
 def _not_deterministic(capabilities: dict[str, Any], check: LoaderCheck) -> str:
-    what = "it has no state methods, and started" if not capabilities["state_methods"] else "started"
+    what = "the loader has no state methods, and after" if not capabilities["state_methods"] else "after"
     return (
-        f"cannot be resumed: {what} again, it yields other batches ({check.what}). Draw random numbers from the seeded "
-        "generators of python, numpy and torch, or seed your own from current_assignment().seed; neither from the "
-        "clock nor the system's entropy"
+        f"cannot be resumed: {what} a new start it yields other batches ({check.what}). Draw random numbers from the "
+        "seeded generators of python, numpy and torch, or seed your own from current_assignment().seed, not from the "
+        "clock or the system's entropy"
     )
 
 
@@ -430,24 +431,24 @@ def _warnings(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> Iterat
     digests = [[event[2] for event in examined.streamed["events"] if event[2] is not None] for examined in loaders]
     reads_assignment = any(examined.streamed["looked_at"] for examined in loaders)
     if question.workers > 1 and (not reads_assignment or all(of_one == digests[0] for of_one in digests)):
-        why = "and all stream the same batches" if reads_assignment else "and it never reads its assignment"
+        why = "and all stream the same batches" if reads_assignment else "and the loader never reads its assignment"
         yield (
-            f"there are {question.workers} workers, {why}: each streams the whole input. Shard by "
+            f"there are {question.workers} workers, {why}, so each worker streams the whole input. Shard the input by "
             "penstock.worker.current_assignment() or torch's get_worker_info()"
         )
     for check in loaders[0].checks:
         if not check.exact and _is_uneven(check):
             yield (
-                f"resumed {check.where}, {check.what}: a state at a step where workers have different numbers of "
-                "batches is resumed by counted replay, and only on the same numbers of boxes and workers"
+                f"resumed {check.where}, {check.what}. A state at a step where workers have different numbers of "
+                "batches is therefore resumed by counted replay, with the same numbers of boxes and workers only"
             )
     again = next((check for examined in loaders for check in examined.checks if check.from_beginning), None)
     if again is not None:
         yield (
-            f"restored {again.where}, it does not begin the next epoch as the loader that streamed through, nor does "
-            "a new one of input_fn. A run that was resumed within an epoch is replayed from its start at "
-            "the end of that epoch: exactly, and in the time that it took. Does its state hold all that later epochs "
-            "depend on, and are two calls of state_dict() equal?"
+            f"restored {again.where}, the loader begins the next epoch differently from a loader that streamed "
+            "without a restore, and so does a new loader of input_fn. A run that is resumed within an epoch is "
+            "therefore replayed from the run's start when that epoch ends: exact, but slow. Does the state hold "
+            "everything that later epochs depend on, and are two calls of state_dict() equal?"
         )
     if all(len(set(of_one)) == 1 for of_one in digests):
-        yield "all its batches are the same, so that a wrong batch cannot be noticed: try real data"
+        yield "all batches are the same, so a wrong batch cannot be detected. Check with real data"

@@ -61,15 +61,15 @@ def _callable(spec: records_pb2.LoaderSpec, fields: Mapping[str, Any]) -> Callab
     """Import input_fn. Raises InvalidArgumentError if its signature does not accept the arguments of the command."""
     input_fn = load_input_fn(spec)
     try:
-        # Of the outermost wrapper, which is what is called: a decorator may supply arguments of the function inside.
+        # The outermost wrapper is called, and a decorator may supply arguments of the function inside.
         signature = inspect.signature(input_fn, follow_wrapped=False)
     except (TypeError, ValueError):
-        return input_fn  # a callable of C code without one
+        return input_fn  # a callable of C code has no signature
     try:
         signature.bind(*fields["args"], **fields["kwargs"])
     except TypeError as error:
         raise InvalidArgumentError(
-            f"{spec.input_fn} must be given its arguments {signature}: {error}; pass them as JSON, such as "
+            f"{spec.input_fn} must be given the arguments {signature}: {error}. Pass them as JSON, such as "
             "--args '[32]' or --kwargs '{\"name\": 32}'"
         ) from None
     return input_fn
@@ -255,11 +255,11 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[
         if batch is END:
             if digest is None:
                 continue
-            what = f"it ends before batch {total}"
+            what = f"the loader ends before batch {total}"
         else:
             _take(source, replay_digest, batch)
             if digest is None:
-                what, total = f"it continues after batch {total}, the last of epoch {epoch + 1}", total + 1
+                what, total = f"the loader continues after batch {total}, the last of epoch {epoch + 1}", total + 1
             elif source.digest != digest:
                 what = f"batch {total} differs"
             else:

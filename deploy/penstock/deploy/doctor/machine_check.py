@@ -135,7 +135,7 @@ def _settings() -> Iterator[Finding]:
         f"{each.source}: {each.field}: {each.problem}" for section in sections for each in find(section) if each.problem
     }
     for line in sorted(wrong):
-        yield problem("settings", line, "Correct it there; `penstock config` shows the effective ones.")
+        yield problem("settings", line, "Correct the value there; `penstock config` shows the effective settings.")
     if not wrong:
         yield ok("settings", f"from {file.path}" if file else "no file; variables and defaults")
 
@@ -258,8 +258,8 @@ def check_import(input_fn: str, allow: list[str] | None, deadline_s: float) -> F
     if allow is not None and not under(module, allow):
         return problem(
             check,
-            f"{module} can be imported, and a worker here may not run it: --allow is {','.join(allow)}",
-            f"penstock worker --allow {module.partition('.')[0]} ...",
+            f"{module} can be imported, but a worker here may not run it: --allow is {','.join(allow)}",
+            f"Start the worker with --allow {module.partition('.')[0]}.",
         )
     admitted = "" if allow is None else ", and a worker here may run it"
     return ok(check, f"{input_fn} can be imported from {imported.file or module}{admitted}")

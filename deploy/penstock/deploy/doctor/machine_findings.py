@@ -101,7 +101,7 @@ def check_torch_build(cuda_packages: int, gpus: int) -> Finding:
     if cuda_packages and not gpus:
         return warning(
             check,
-            f"{cuda_packages} packages of CUDA, some 5 GB, and no NVIDIA device",
+            f"{cuda_packages} CUDA packages (about 5 GB), but no NVIDIA device",
             "A worker needs no CUDA: install torch's CPU build first, from the index that PyTorch's install page gives "
             "for Compute Platform CPU, and Penstock after it.",
         )
@@ -135,7 +135,7 @@ def check_memory(available: int, cgroup: tuple[int, int] | None, slots: int) -> 
     need = slots * RUNNER_BYTES
     found = f"{size(left)} free{within}; {slots} slots take about {size(need)} before your data. Rings count as shared"
     if left < RUNNER_BYTES:
-        return problem("memory", found, "A single runner needs more: use another machine, or raise the limit.")
+        return problem("memory", found, "Not enough for a single runner: use another machine, or raise the limit.")
     if left < need:
         fit = left // RUNNER_BYTES
         return warning("memory", found, f"penstock worker --slots {fit}, or --runner-memory SIZE to bound each runner.")
@@ -174,7 +174,7 @@ def check_groups(why_not: str) -> Finding:
     if why_not:
         return ok(
             "control groups",
-            f"none: {memory}, --runner-processes only with --runner-user, by user; for {why_not}",
+            f"none, because {why_not}: {memory}; --runner-processes needs --runner-user and counts per user",
         )
     return ok(
         "control groups",
@@ -291,7 +291,7 @@ def check_tls(
         if not roles:
             made = name.replace("*", "worker")
             return problem(
-                "TLS", f"{what} names no role, and tls_name={name}", f"Make one for the name {made}, for example."
+                "TLS", f"{what} names no role, but tls_name={name}", f"Make a certificate for a name such as {made}."
             )
         found += f", for the role {' and '.join(sorted(roles))}"
     if left < EXPIRES_SOON:

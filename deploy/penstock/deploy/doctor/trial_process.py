@@ -46,8 +46,8 @@ class TrialProcesses(ForkingInterpreter):
                     answer.append(message)
                 child.show_stack()
                 raise DeadlineError(
-                    f"{what} took more than {self._deadline_s:g} s (its stack is above): raise --deadline if it needs "
-                    "longer"
+                    f"{what} took more than {self._deadline_s:g} s (its stack is above). Raise --deadline if the "
+                    "loader needs longer"
                 )
             except LaneLostError:
                 how = child.exit_description()

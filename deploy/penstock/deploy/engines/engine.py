@@ -79,7 +79,7 @@ class FleetPlan:
 
 def worker_name(fleet: str, number: int) -> str:
     """Return the name of a worker, unique in the cluster. A lost daemon is replaced under the same name, so that the
-    coordinator detects the loss at once."""
+    coordinator detects the loss immediately."""
     return f"{fleet}-{number}"
 
 

@@ -22,7 +22,9 @@ def called(command: Sequence[str], *, stdin: str = "", deadline_s: float = DEADL
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=deadline_s)
     except FileNotFoundError:
-        raise CommandError(f"{command[0]} is not installed here: run this where {command[0]} works", USAGE) from None
+        raise CommandError(
+            f"{command[0]} must be installed here. Run this command on a machine that has {command[0]}", USAGE
+        ) from None
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"{' '.join(command[:5])} did not answer within {deadline_s:g} s") from None
     if done.returncode:

@@ -59,7 +59,7 @@ class FleetFolder:
             self.logs.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise CommandError(
-                f"the fleet's folder {self.path} cannot be made: {error.strerror}; give another by --dir", USAGE
+                f"the fleet's folder {self.path} cannot be created: {error.strerror}. Choose another by --dir", USAGE
             ) from error
 
     def _refuse_others(self) -> None:
@@ -67,11 +67,16 @@ class FleetFolder:
         and commands to start."""
         found = self.path.stat()
         if found.st_uid != os.geteuid():
-            raise CommandError(f"the folder {self.path} belongs to another user: give --dir with one of yours", USAGE)
+            raise CommandError(
+                f"the folder {self.path} must belong to this user, got user id {found.st_uid}. Choose another by --dir",
+                USAGE,
+            )
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             mode = stat.S_IMODE(found.st_mode)
             raise CommandError(
-                f"the folder {self.path} can be changed by others (mode {mode:04o}): chmod 700 {self.path}", USAGE
+                f"the folder {self.path} must not be writable by other users, got mode {mode:04o}. Run chmod 700 "
+                f"{self.path}",
+                USAGE,
             )
 
     # ---- the lock
@@ -163,10 +168,10 @@ class FleetFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
-            raise CommandError(f"{path} cannot be read ({error}): move it away if no fleet runs", USAGE) from error
+            raise CommandError(f"{path} cannot be read ({error}). Delete it if no fleet runs", USAGE) from error
         except (TypeError, KeyError, AttributeError) as error:
             raise CommandError(
-                f"{path} was written by another release, or is damaged ({error}): move it away if no fleet runs",
+                f"{path} was written by another release, or is damaged ({error}). Delete it if no fleet runs",
                 USAGE,
             ) from error
 
@@ -207,7 +212,7 @@ class FleetFolder:
                 return
             if self.fleet() is not None:
                 raise CommandError(
-                    f"a fleet with another token already runs in {self.path}: end it by `penstock down`", USAGE
+                    f"a fleet with another token already runs in {self.path}. End it by `penstock down`", USAGE
                 )
             self.token.unlink()
         fd = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

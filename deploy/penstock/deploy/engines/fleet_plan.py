@@ -30,15 +30,15 @@ def plan_of(
     """
     if not settings.allow:
         raise InvalidArgumentError(
-            f"{flag('allow')} is missing (or the variable {variable(UpSettings, 'allow')}): the modules whose input_fn "
-            "workers may run, as a prefix such as mypackage; '*' for any"
+            f"{flag('allow')} (or the variable {variable(UpSettings, 'allow')}) must be given: the modules whose "
+            "input_fn workers may run. Give a prefix such as mypackage, or '*' for any"
         )
     mine = _OWN.get(settings.engine, ())
     for engine, names in _OWN.items():
         for name in names:
             if name in settings.model_fields_set and name not in mine and engine != settings.engine:
                 raise InvalidArgumentError(
-                    f"{flag(name)} must be left out for --engine {settings.engine}: it is for {engine}"
+                    f"{flag(name)} must be given only with --engine {engine}, got --engine {settings.engine}. Omit it"
                 )
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if settings.engine == "local" else 8)

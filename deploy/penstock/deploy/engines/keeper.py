@@ -86,8 +86,8 @@ class FleetKeeper:
         self._child: Spawned | None = None
 
     async def run(self) -> None:
-        """Keep the daemon running until `stop` is called, or until it was stopped by someone else. Raises CommandError
-        when it is given up."""
+        """Keep the daemon running until `stop` is called, or until an operator has stopped the daemon. Raises
+        CommandError when the daemon is given up."""
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()
@@ -186,7 +186,7 @@ def last_words(log: Path, lines: int = WORDS) -> str:
         return f"its log {log} cannot be read: {error.strerror}"
     found = [printable(line) for line in text.splitlines() if line.strip()]
     if not found:
-        return f"it logged nothing ({log})"
+        return f"its log is empty ({log})"
     if found[-1].startswith("penstock: "):
         return f"{found[-1].removeprefix('penstock: ')} ({log})"
     return f"{' | '.join(found[-lines:])} ({log})"

@@ -56,12 +56,12 @@ def render(plan: FleetPlan, folder: Path) -> str:
     there are no certificates.
     """
     if not plan.options["image"]:
-        raise CommandError("--image is missing: the container image with Penstock and your code", USAGE)
+        raise CommandError("--image must be given: a container image that has Penstock and your code", USAGE)
     if not plan.options["tls_secret"] and not plan.insecure:
         raise UnsafeBindError(
-            "pods connect to each other over the network: give --tls-secret NAME, where the Secrets NAME-coordinator "
-            "and NAME-worker hold ca.crt, tls.crt and tls.key for the names coordinator.penstock and worker.penstock, "
-            "or pass --insecure on a network that you trust"
+            "--tls-secret must be given, because pods connect to each other over the network. The Secrets "
+            "NAME-coordinator and NAME-worker must have ca.crt, tls.crt and tls.key for the names coordinator.penstock "
+            "and worker.penstock. On a network that you trust, pass --insecure instead"
         )
     items = manifests(fleet_settings(plan))
     for item in items:
@@ -124,7 +124,7 @@ def _secret(plan: FleetPlan, role: str, name: str) -> str:
     with contextlib.suppress(OSError):
         token = Path(plan.token_file).read_text().strip()
     if not token:
-        raise CommandError(f"the token file {plan.token_file} cannot be read, or is empty", USAGE)
+        raise CommandError(f"the token file {plan.token_file} must be readable and must have a token", USAGE)
     own = token if role == "coordinator" else _of_workers(token, plan.token_file)
     found: dict[str, Any] = {
         "apiVersion": "v1",
@@ -151,8 +151,8 @@ def _of_workers(tokens: str, file: str) -> str:
     own = [line for line in lines if line.startswith("worker:")] or [line for line in lines if line and ":" not in line]
     if not own:
         raise CommandError(
-            f"the token file {file} must hold a line worker:TOKEN or a bare token, got tokens of the roles "
-            f"{Tokens(tokens).about}: add one, or no worker could register",
+            f"the token file {file} must have a line worker:TOKEN or a token without a role, got tokens of the roles "
+            f"{Tokens(tokens).about}. Add a line worker:TOKEN, so that workers can register",
             USAGE,
         )
     return "\n".join(own)

@@ -357,27 +357,27 @@ def pod(fleet: FleetSettings, role: str, container: Manifest, grace_s: int) -> M
 
 REASONS: Mapping[str, Mapping[str, str]] = {
     "Service": {
-        "clusterIP:": "Headless: callers reach the pod itself, and a connection to a pod that is gone ends at once.",
-        "publishNotReadyAddresses:": "Also before the pod is ready: a worker that starts first waits for it.",
+        "clusterIP:": "Headless: callers reach the pod itself, and a connection to a pod that is gone fails quickly.",
+        "publishNotReadyAddresses:": "The name resolves before the pod is ready: a worker that starts first waits.",
     },
     "StatefulSet": {
-        "replicas:": "Always one: the journal has one writer. A StatefulSet never starts a second before the first is "
-        "known to be gone.",
+        "replicas:": "Always one: the journal has one writer. A StatefulSet never starts a second pod before the first "
+        "is known to be gone.",
         "fsGroupChangePolicy:": "Only an empty volume gets the group: later starts leave the modes of the state "
         "directory unchanged.",
         "terminationGracePeriodSeconds:": "The coordinator needs 2 s.",
         "startupProbe:": "Reading a long journal takes a while.",
         "livenessProbe:": "A daemon that hangs is restarted within five minutes; one on a busy machine is not.",
         "defaultMode:": "0400; with fsGroup 0440, owned by root, readable by the group.",
-        "volumeClaimTemplates:": "A block device or a local disk. SQLite's write-ahead log is not safe on NFS and the "
-        "like: the coordinator refuses.",
+        "volumeClaimTemplates:": "A block device or a local disk. SQLite's write-ahead log is not safe on network file "
+        "systems such as NFS, which the coordinator refuses.",
         "checksum/settings:": "A changed setting replaces the pods.",
     },
     "Deployment": {
         "maxUnavailable:": "Slots migrate to new workers before the old ones end.",
         "terminationGracePeriodSeconds:": "On SIGTERM a worker migrates its slots for at most 10 s "
         "(PENSTOCK_WORKER_DRAIN), and then ends user code, which takes at most 10 s a runner.",
-        "name: PENSTOCK_WORKER_LISTEN": "Address at which training jobs reach its lanes.",
+        "name: PENSTOCK_WORKER_LISTEN": "Address at which training jobs connect to the worker's lanes.",
         "name: PENSTOCK_WORKER_SLOTS": "One runner for each CPU that is requested below.",
         "startupProbe:": "A worker waits for the coordinator without limit, and is live meanwhile.",
         "livenessProbe:": "A daemon that hangs is restarted within five minutes; one on a busy machine is not.",
@@ -386,16 +386,15 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "checksum/settings:": "A changed setting replaces the pods.",
     },
     "PodDisruptionBudget": {
-        "maxUnavailable:": "Draining a node evicts one worker in four at a time. The coordinator has no budget: "
-        "with one replica it could only forbid that its node is ever drained.",
-        "unhealthyPodEvictionPolicy:": "Without their coordinator no worker is ready; that must not keep a node from "
-        "being drained.",
+        "maxUnavailable:": "Draining nodes evicts at most a quarter of the workers at a time. The coordinator has no "
+        "budget, because with one replica a budget could only forbid to drain its node.",
+        "unhealthyPodEvictionPolicy:": "Without the coordinator no worker is ready, but nodes must still be drainable.",
     },
     "NetworkPolicy": {
         "policyTypes:": 'Training pods have the label `penstock-client: "true"`. All others are refused by both '
         "daemons, if the cluster's network enforces policies.",
         "egress: []": "The coordinator makes no calls.",
-        "port: 53": "Names.",
+        "port: 53": "DNS.",
         "port: 443": "Data over HTTPS; add the ports of your storage.",
     },
 }

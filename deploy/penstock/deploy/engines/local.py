@@ -90,7 +90,9 @@ class LocalEngine:
                     f"supervisor (pid {holder.pid})"
                 ]  # the newest record, because a starting process may have become a supervisor meanwhile
             elif time.monotonic() > deadline:
-                raise DeadlineError(f"a fleet in {where.path} is being started, and did not end in {timeout_s:g} s")
+                raise DeadlineError(
+                    f"a fleet is being started in {where.path}, and did not end within {timeout_s:g} s. Try again"
+                )
             else:
                 time.sleep(POLL_S)
         for daemon in fleet.about["daemons"] if fleet is not None else ():
@@ -120,18 +122,19 @@ def _begin(where: FleetFolder, log: Path, ready: BinaryIO, lock: int, ends_with_
 def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
     current, fleet = where.plan(), where.fleet()
     if current is None or fleet is None or not fleet.about["ready"]:
-        raise CommandError(f"a fleet is being started in {where.path} by another `penstock up`", USAGE)
+        raise CommandError(
+            f"another `penstock up` is starting a fleet in {where.path}. Try again when it is ready", USAGE
+        )
     others = [name for name in current.differences(plan) if name != "--workers"]
     if others or (current.workers == plan.workers and not set(_states(fleet)) & GONE):
         what = f", with another {', '.join(others)}" if others else ""
         raise CommandError(
-            f"a fleet already runs in {where.path}{what}: end it by `penstock down`, or change only --workers to "
-            "adjust it",
+            f"a fleet already runs in {where.path}{what}. End it by `penstock down`, or change only --workers",
             USAGE,
         )
     where.save_plan(replace(current, workers=plan.workers))
     if not Identity(**fleet.about["supervisor"]).send(signal.SIGUSR1):
-        raise CommandError(f"the fleet in {where.path} has just ended: try again", USAGE)
+        raise CommandError(f"the fleet in {where.path} has just ended. Try again", USAGE)
     before = fleet.about.get("adjusted", 0)
     deadline = time.monotonic() + plan.timeout_s
     while time.monotonic() < deadline:
@@ -143,7 +146,7 @@ def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
             return fleet
         time.sleep(POLL_S)
     raise DeadlineError(
-        f"the fleet in {where.path} does not have {plan.workers} workers ready after {plan.timeout_s:g} s: see the "
+        f"the fleet in {where.path} does not have {plan.workers} workers ready after {plan.timeout_s:g} s. See the "
         f"logs in {where.logs}"
     )
 

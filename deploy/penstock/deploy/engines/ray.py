@@ -129,7 +129,7 @@ def _connected(address: str) -> Iterator[Any]:
     try:
         import ray
     except ImportError as error:
-        raise CommandError("--engine ray needs Ray: pip install 'penstock[ray]'", USAGE) from error
+        raise CommandError("--engine ray needs Ray. Run pip install 'penstock[ray]'", USAGE) from error
     try:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
@@ -189,7 +189,9 @@ def _node_of_coordinator(nodes: list[dict[str, Any]], wanted: str) -> dict[str, 
             return node
     known = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeID']})" for node in living)
     what = f"no node {wanted}" if wanted else "no head node"
-    raise CommandError(f"the Ray cluster has {what} for the coordinator: give --coordinator-node one of {known}", USAGE)
+    raise CommandError(
+        f"the Ray cluster has {what} for the coordinator. Set --coordinator-node to one of {known}", USAGE
+    )
 
 
 def _refuse_another_plan(there: Mapping[str, Any], where: FleetFolder, plan: FleetPlan) -> None:
@@ -201,7 +203,7 @@ def _refuse_another_plan(there: Mapping[str, Any], where: FleetFolder, plan: Fle
     others = [name for name in before.differences(plan) if name != "--workers"] if before is not None else ["--dir"]
     if others:
         raise CommandError(
-            f"a fleet {plan.name} with another {', '.join(others)} already runs on this Ray cluster: end it by "
+            f"a fleet {plan.name} with another {', '.join(others)} already runs on this Ray cluster. End it by "
             "`penstock down`",
             USAGE,
         )

@@ -78,14 +78,14 @@ class SlurmEngine:
         where = FleetFolder(folder)
         if not plan.insecure and not plan.tls.get("tls_cert"):
             raise UnsafeBindError(
-                "workers and training jobs on other nodes connect to the coordinator over the network: give "
-                "--tls-cert, --tls-key and --tls-ca, or pass --insecure on a network that you trust"
+                "--tls-cert, --tls-key and --tls-ca must be given, because workers and training jobs on other nodes "
+                "connect over the network. On a network that you trust, pass --insecure instead"
             )
         fleet, before = where.fleet(), where.plan()
         if fleet is not None and _state(fleet.about["job"]):
             if before is None or before.differences(plan):
                 raise CommandError(
-                    f"Slurm job {fleet.about['job']} runs this fleet with other settings: end it by `penstock down` "
+                    f"Slurm job {fleet.about['job']} runs this fleet with other settings. End it by `penstock down` "
                     "first",
                     USAGE,
                 )
@@ -116,8 +116,8 @@ class SlurmEngine:
                 raise PenstockError(f"Slurm job {job} has ended: {last_words(where.logs / f'slurm-{job}.log')}")
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"Slurm job {job} is still {state} after {plan.timeout_s:g} s, and stays queued: run the same "
-                    "command again to wait for it, or cancel it by `penstock down`"
+                    f"Slurm job {job} is still {state} after {plan.timeout_s:g} s, and stays queued. Run the same "
+                    "command again to wait for the job, or cancel it by `penstock down`"
                 )
             time.sleep(POLL_S)
 
@@ -131,7 +131,7 @@ class SlurmEngine:
         while _state(job):
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"Slurm job {job} has not ended {timeout_s:g} s after scancel: see `squeue --job {job}`"
+                    f"Slurm job {job} has not ended {timeout_s:g} s after scancel. See `squeue --job {job}`"
                 )
             time.sleep(POLL_S)
         return [f"job {job}"]

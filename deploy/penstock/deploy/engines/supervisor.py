@@ -61,7 +61,7 @@ def supervise(
     if lock is None:
         lock = folder.lock()
     if lock is None:
-        raise CommandError(f"a fleet already runs in {folder.path}: end it by `penstock down`", USAGE)
+        raise CommandError(f"a fleet already runs in {folder.path}. End it by `penstock down`", USAGE)
     try:
         folder.hold(lock, Identity.of(os.getpid()))
         folder.save_plan(plan)
@@ -237,9 +237,9 @@ class _Supervisor:
         except CommandError as error:
             if kept is self._coordinator:
                 raise
-            _log.error("%s; it is not started again (the same `penstock up` retries)", error)
+            _log.error("%s. The worker is not started again; to retry, run the same `penstock up`", error)
             if all(worker.state in ("failed", "left") for worker in self._workers.values()):
-                raise CommandError(f"no worker is left: {error}", error.code) from error
+                raise CommandError(f"the last worker failed, so the fleet ends: {error}", error.code) from error
 
     async def _end(self) -> None:
         """End the workers first, all at the same time; then the coordinator."""
@@ -277,7 +277,7 @@ class _Supervisor:
             self._folder.save(self._fleet())
         except CommandError as error:
             if self._unwritten is None:
-                _log.error("%s; the fleet keeps running, and this is retried every %g s", error, RECORD_AGAIN_S)
+                _log.error("%s; the fleet keeps running, and the write is retried every %g s", error, RECORD_AGAIN_S)
             self._unwritten = asyncio.get_running_loop().call_later(RECORD_AGAIN_S, self._record)
         else:
             if self._unwritten is not None:
@@ -318,7 +318,7 @@ def main() -> int:
     try:
         plan = folder.plan()
         if plan is None:
-            raise CommandError(f"{folder.path} holds no plan of a fleet: start it by `penstock up`", USAGE)
+            raise CommandError(f"{folder.path} must have the plan of a fleet. Start the fleet by `penstock up`", USAGE)
         supervise(
             plan,
             folder,

@@ -92,8 +92,8 @@ def _folder(settings: UpSettings) -> FleetFolder:
 
 
 def _signals_as_errors(folder: FleetFolder) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """Return a context that turns signals which would end this process at once into an error, like Ctrl-C, so that a
-    fleet that is being started is ended too."""
+    """Return a context that turns signals which would end this process into an error, like Ctrl-C, so that a fleet that
+    is being started is ended too."""
     return raised(
         lambda number: CommandError(
             f"the fleet in {folder.path} was ended by {number.name} while it was starting", INTERRUPTED
@@ -107,7 +107,7 @@ def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
     up = folder.fleet()
     if folder.supervised or (up is not None and (up.engine, up.name) != (plan.engine, plan.name)):
         what = f"{up.name} ({up.engine})" if up is not None else "a local one"
-        raise CommandError(f"a fleet already runs in {folder.path}, {what}: end it by `penstock down`", USAGE)
+        raise CommandError(f"a fleet already runs in {folder.path}, {what}. End it by `penstock down`", USAGE)
 
 
 def _print_exports(fleet: Fleet, as_json: bool) -> None:
@@ -120,7 +120,7 @@ def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
     where = _folder(resolve(UpSettings, **flags))
     if not where.path.is_dir():
         raise CommandError(
-            f"no fleet was started in {where.path}: give the same --dir or --name as for `penstock up`", USAGE
+            f"no fleet was started in {where.path}. Give the same --dir or --name as for `penstock up`", USAGE
         )
     fleet = where.fleet()
     if fleet is None or fleet.engine == "local":

@@ -1,1 +1,1 @@
-"""`penstock import-state`: a position of another library becomes a state of Penstock."""
+"""Implementation of `penstock import-state`: converts a position of another library to a state of Penstock."""

@@ -1,7 +1,7 @@
-"""An epoch that another library began, as row numbers: which rows it delivered, and which come next. Pure functions.
+"""Epoch that another library began, as row numbers: the rows that were delivered, and those that come next.
 
-The other library's order differs from ours. So what is imported is the order itself: the rows that were delivered, then
-the others as that library would have delivered them. Positions in it are exact, whatever library made it.
+The other library's order differs from Penstock's. So the order itself is imported: the delivered rows, and then the
+other rows in the order in which that library would have delivered them. All functions are pure.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BegunEpoch:
-    """An epoch as its library delivers it."""
+    """Epoch as its library delivers it."""
 
     epoch: int
     """Number of the epoch, from 0."""
     order: Ints
-    """Rows in the order of delivery. Rows may be missing, as with drop_last, or come twice, as in a padded batch."""
+    """Row numbers in the order of delivery: int64, [n]. Rows may be missing (drop_last) or repeated (padded batch)."""
     delivered: int
     """Number of rows, from the beginning of `order`, that were delivered."""
     step: int
@@ -34,11 +34,11 @@ class BegunEpoch:
 
 @dataclass(frozen=True)
 class ImportedEpoch:
-    """An epoch in which each row comes once."""
+    """Epoch in which each row comes once."""
 
     epoch: int
     order: Ints
-    """All rows: those that were delivered, then the others."""
+    """Numbers of all rows, the delivered ones first: int64, [rows]."""
     seen: int
     """Number of rows that were delivered."""
     step: int
@@ -56,8 +56,8 @@ def imported(begun: BegunEpoch, rows: int) -> ImportedEpoch:
         raise InvalidArgumentError(f"rows must be at least 1, got {rows}")
     if len(order) and not 0 <= order.min() <= order.max() < rows:
         raise StateMismatchError(
-            f"the state is of a dataset with at least {order.max() + 1} rows, but the dataset has {rows}: pass the "
-            "dataset that the state was saved with"
+            f"the dataset must have at least {order.max() + 1} rows, as the state was saved with, got {rows}. Pass the "
+            "number of rows of that dataset"
         )
     _, first = np.unique(order, return_index=True)
     first.sort()
@@ -80,8 +80,7 @@ def whole_steps(delivered: int, batch: int, length: int | None = None) -> int:
         raise InvalidArgumentError(f"--batch-size must be at least 1, got {batch}")
     if delivered % batch and (length is None or delivered < length):
         raise StateMismatchError(
-            f"the state lies within a step: {delivered} rows were delivered, which is no multiple of {batch}, the rows "
-            "of a step. Pass the right --batch-size (of all ranks together), or a state that was saved between two "
-            "steps"
+            f"the number of delivered rows must be a multiple of {batch}, the rows of a step, got {delivered}. Pass "
+            "the right --batch-size (over all ranks), or a state that was saved between two steps"
         )
     return -(-delivered // batch)

@@ -3,7 +3,7 @@
     python energon_order.py OUT.npy < REQUEST.json
 
 Energon's states are pickles, which this script does not read: a function of the user makes the loader as training did,
-and restores it. The loader reads the samples again that it delivers, because their numbers come with them.
+and restores it. The loader must read its remaining samples, because sample numbers come only with the samples.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-SEVERAL = "it mixes datasets (BlendDataset or others), whose epochs end at different steps: import one dataset's run"
+SEVERAL = "datasets in a mixture (BlendDataset) end their epochs at different steps and cannot be imported"
 
 
 def main() -> None:
@@ -38,8 +38,8 @@ def main() -> None:
     rest = [number for batch in loader for number in numbers(batch.__restore_key__)]
     if len(set(rest)) < len(rest):
         raise SystemExit(
-            f"the state lies at the beginning of epoch {epoch}: samples of the epoch before are still in its shuffle "
-            "buffer. Pass a state that was saved some steps before or after"
+            f"the state must not have samples of two epochs in its shuffle buffer, got one from the beginning of epoch "
+            f"{epoch}. Pass a state that was saved some steps before or after it"
         )
     total = len(sources[0].join_readers[0])
     np.save(sys.argv[1], np.array([epoch, total, *rest], np.int64))
@@ -69,8 +69,8 @@ def epoch_of(state: Any, source: Any, buffered: int) -> int:
         epochs |= {repetition + (index + rows) // length for rows in read}
     if len(epochs) != 1:
         raise SystemExit(
-            f"the state lies at the end of an epoch: the workers are in the epochs {sorted(epochs)}, or may be. Pass a "
-            "state that was saved some steps before or after it"
+            f"all workers must be in one epoch, but may be in the epochs {sorted(epochs)}. Pass a state that was saved "
+            "some steps before or after the end of the epoch"
         )
     return epochs.pop()
 

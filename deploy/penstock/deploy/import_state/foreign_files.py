@@ -1,4 +1,4 @@
-"""Files with states of other libraries: JSON, or what torch.save wrote. Nothing in them is executed."""
+"""Files with states of other libraries, as JSON or by torch.save. Nothing in these files is executed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def foreign_state(path: Path, library: str, *keys: Collection[str]) -> Mapping[s
             "by itself, or pass the right --from"
         )
     raise StateMismatchError(
-        f"{path} must have one state of {library}, got {len(found)} dicts with the keys {wanted}: save the right one "
+        f"{path} must have one state of {library}, got {len(found)} dicts with the keys {wanted}. Save the right state "
         "in a file by itself"
     )
 

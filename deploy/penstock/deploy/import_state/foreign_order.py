@@ -1,6 +1,6 @@
-"""Order of an epoch by another library's own code, in an interpreter that has it.
+"""Order of an epoch, computed by another library's own code in an interpreter that has this library.
 
-The library may need other versions of packages than Penstock, so it is never imported here: a script of this folder
+The library may need other versions of packages than Penstock, so Penstock never imports it. A script of this folder
 runs in the other interpreter, which need not have Penstock.
 """
 
@@ -25,7 +25,7 @@ DEADLINE_S = 3600.0
 
 
 def order_by(python: str, script: str, request: Mapping[str, Any]) -> Ints:
-    """Return the row numbers that a script of this folder makes of a request.
+    """Run a script of this folder with a request, and return the row numbers that it writes: int64, [n].
 
     Raises InvalidArgumentError if the interpreter is missing, PenstockError with the script's last output if it fails,
     DeadlineError.

@@ -1,7 +1,7 @@
 """Position of Megatron Energon's savable loader over one dataset of tar files: one state for each rank.
 
-Energon's position is spread over its wrappers (slices, shuffle buffers, checkpoints of workers), so its own loader goes
-on from the state until the epoch ends, and says which samples these are. All others were delivered.
+Energon's position is spread over its wrappers (slices, shuffle buffers, checkpoints of workers). So Energon's own
+loader reads from the state to the end of the epoch, and reports these samples. All other samples were delivered.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ def energon_epoch(paths: Sequence[Path], batch: int, loader: str, python: str) -
     found = []
     for rank, path in enumerate(paths):
         if not path.is_file():
-            raise InvalidArgumentError(f"{path} cannot be read: it must be a file with the state of rank {rank}")
+            raise InvalidArgumentError(f"{path} must be a file with the state of rank {rank}, but is not a file")
         found.append(order_by(python, "energon_order", {**request, "state": str(path.absolute()), "rank": rank}))
     epoch, rows = int(found[0][0]), int(found[0][1])
     if any((own[0], own[1]) != (epoch, rows) for own in found):
         raise StateMismatchError(
-            f"the ranks are in the epochs {', '.join(str(own[0]) for own in found)}, of {rows} samples on rank 0: pass "
-            "states of one dataset that all ranks saved at the same step, away from the end of an epoch"
+            "all ranks must be in the same epoch of the same dataset, got the epochs "
+            f"{', '.join(str(own[0]) for own in found)} of {', '.join(str(own[1]) for own in found)} samples. Pass "
+            "states that all ranks saved at the same step, away from the end of an epoch"
         )
     left = np.concatenate([own[2:] for own in found])
     turn = np.argsort(np.concatenate([np.arange(len(own) - 2) for own in found]), kind="stable")
     if len(np.unique(left)) < len(left):
         raise StateMismatchError(
-            "several ranks have the same samples left: pass one state of each data-parallel rank, in order of rank"
+            "several ranks have the same samples left. Pass one state of each data-parallel rank, in order of rank"
         )
     seen = np.setdiff1d(np.arange(rows, dtype=np.int64), left)
     step = whole_steps(epoch * rows + len(seen), batch)

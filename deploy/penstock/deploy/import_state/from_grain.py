@@ -62,17 +62,17 @@ class _Process:
         return min(worker + len(self.used) * used for worker, used in enumerate(self.used))
 
     def ahead(self, begin: int, length: int) -> npt.NDArray[np.bool_]:
-        """Return which of the indexes from `begin` on are used, as flags.
+        """Return a flag for each of `length` indexes from `begin` on, true if the index is used: bool, [length].
 
-        Raises StateMismatchError if later ones are used as well.
+        Raises StateMismatchError if later indexes are used as well.
         """
         flags = np.zeros(length, bool)
         for worker, used in enumerate(self.used):
             own = worker + len(self.used) * np.arange(used, dtype=np.int64) - begin
             if len(own) and own[-1] >= length:
                 raise StateMismatchError(
-                    f"the state lies at the end of epoch {begin // length}: worker {worker} is in the next epoch, and "
-                    "another one is not. Pass a state that was saved some steps before or after it"
+                    f"all workers must be in epoch {begin // length}, but worker {worker} is already in the next one. "
+                    "Pass a state that was saved some steps before or after the end of the epoch"
                 )
             flags[own[own >= 0]] = True
         return flags
@@ -88,19 +88,20 @@ def grain_epoch(paths: Sequence[Path], batch: int, python: str) -> tuple[BegunEp
     found = sorted((_process(path) for path in paths), key=lambda process: process.shard)
     sampler = found[0].sampler
     if any(process.sampler != sampler for process in found):
-        raise StateMismatchError("the states must be those of one sampler, got several: pass the states of one run")
+        raise StateMismatchError("all states must have the same sampler, got several. Pass the states of one run")
     if [process.shard for process in found] != list(range(sampler.shards)):
         raise StateMismatchError(
-            f"the run had {sampler.shards} processes (shard_count), got the states of "
-            f"{', '.join(str(process.shard) for process in found)}: pass the file of each, all of the same step"
+            f"a state of each of the {sampler.shards} processes (shard_count) must be given, got those of "
+            f"the processes {', '.join(str(process.shard) for process in found)}. Pass one file each, all of the "
+            "same step"
         )
     step = whole_steps(sum(sum(process.used) for process in found), batch)
     lengths = sampler.lengths()
     epochs = {process.next_index() // length for process, length in zip(found, lengths, strict=True)}
     if len(epochs) > 1:
         raise StateMismatchError(
-            f"the processes are in the epochs {', '.join(map(str, sorted(epochs)))}: pass states that were saved some "
-            "steps before or after the end of an epoch"
+            f"all processes must be in one epoch, got the epochs {', '.join(map(str, sorted(epochs)))}. Pass states "
+            "that were saved some steps before or after the end of an epoch"
         )
     epoch = epochs.pop()
     if sampler.sequential:
@@ -147,11 +148,11 @@ def _process(path: Path) -> _Process:
 
 
 def _used(path: Path, last: Any, first: int, stride: int) -> int:
-    """Return how many indexes a worker has used, whose first one is `first`."""
+    """Return the number of indexes that a worker has used. `first`: the worker's first index."""
     if type(last) is not int or (last - first) % stride or last < first - stride:
         raise StateCorruptError(
-            f"{path}: last_seen_indices must have an index of each worker's own, got {last!r:.80} where {first} is the "
-            f"first, and {stride} further the next. Pass an older state"
+            f"{path}: last_seen_indices must have, for this worker, {first} plus a multiple of {stride}, got "
+            f"{last!r:.80}. Pass an older state"
         )
     return (last - first) // stride + 1
 

@@ -1,7 +1,7 @@
-"""Position of mosaicml-streaming: one state for all ranks, and the order from its own code.
+"""Position of mosaicml-streaming: one state for all ranks, and the order from mosaicml-streaming's own code.
 
-Its order is elastically deterministic: the first n samples that all ranks deliver together are the first n of one list,
-for any number of nodes, ranks and workers.
+This order is elastically deterministic: the first n samples that all ranks deliver together are the first n of one
+list, for any number of nodes, ranks and workers.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def mosaicml_epoch(
     )
     if delivered > len(order) + batch:
         raise StateMismatchError(
-            f"{path}: sample_in_epoch is {delivered}, but an epoch of these shards has {len(order)} samples: pass the "
-            "--index of each stream, in their order. An epoch with epoch_size, proportion, repeat or choose other than "
-            "each sample once cannot be imported"
+            f"{path}: sample_in_epoch must be at most {len(order)}, the samples of these shards, got {delivered}. Pass "
+            "the --index of each stream, in order. An epoch that does not have each sample once (epoch_size, "
+            "proportion, repeat or choose) cannot be imported"
         )
     delivered = min(delivered, len(order))
     steps = whole_steps(delivered, batch, len(order)) + epoch * -(-len(order) // batch)

@@ -1,7 +1,7 @@
 """Position of torchdata's StatefulDataLoader over a map-style dataset: one state for each rank.
 
-Its state has the generator of a shuffle, or nothing if the order is that of the dataset or of a DistributedSampler. In
-the latter case the order follows from the seed and the epoch, which are no part of the state.
+The state has the generator of a shuffle, or nothing if the order is that of the dataset or of a DistributedSampler. The
+order of a DistributedSampler follows from the seed and the epoch, which the state does not have.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ WITH_WORKERS = {"_snapshot", "_steps_since_snapshot"}
 @dataclass(frozen=True)
 class _Rank:
     batches: int
-    """Batches delivered at the snapshot."""
+    """Number of batches delivered at the snapshot."""
     rows: int
-    """Rows of them."""
+    """Number of rows delivered at the snapshot."""
     after: int
-    """Batches delivered since the snapshot."""
+    """Number of batches delivered since the snapshot."""
     generator: Any
     ended: bool
 
@@ -45,8 +45,8 @@ def torchdata_epoch(
     """Return the epoch of the states of all ranks, in order of rank.
 
     Args:
-        batch: rows of a step, of all ranks; None: as many as the state says, if it has a batch.
-        epoch, shuffle, seed: of a DistributedSampler, because they are not in a state.
+        batch: rows of a step, over all ranks; None: computed from the state, if a batch was delivered.
+        epoch, shuffle, seed: arguments of a DistributedSampler, which the state does not have.
 
     Raises StateMismatchError for a state that has no row numbers, or states of different steps; StateVersionError for
     an unknown version.
@@ -56,13 +56,13 @@ def torchdata_epoch(
     for path, rank in zip(paths, ranks, strict=True):
         if rank.progress() != first.progress():
             raise StateMismatchError(
-                f"the states lie within a step: {paths[0]} has {first.batches + first.after} batches of this epoch, "
-                f"{path} has {rank.batches + rank.after}, or they were saved otherwise. Pass the states that all ranks "
-                "saved at the same step"
+                f"all states must be of the same step, but {paths[0]} has {first.batches + first.after} batches of "
+                f"this epoch, and {path} has {rank.batches + rank.after}, or other snapshots. Pass the states that all "
+                "ranks saved at the same step"
             )
     if not first.batches and batch is None:
         raise InvalidArgumentError(
-            "--from stateful needs --batch-size for a state whose snapshot lies before the first batch"
+            "--batch-size must be given, because the snapshot in the state was made before the first batch"
         )
     own = -(-first.rows // first.batches) if batch is None else -(-batch // len(ranks))
     """Rows of a rank's batch."""
@@ -74,8 +74,8 @@ def torchdata_epoch(
         order = _drawn(first.generator, rows)
     else:
         raise StateMismatchError(
-            f"each of the {len(ranks)} states has a shuffle of its own over all rows, so the ranks repeat each other's "
-            "rows: no position has each row once. Start the next epoch without a state"
+            f"each of the {len(ranks)} ranks shuffled all rows by itself, so the ranks repeat each other's rows, and "
+            "this epoch cannot be imported. Start the next epoch without a state"
         )
     delivered = len(order) if first.ended else min((first.rows + first.after * own) * len(ranks), len(order))
     step = whole_steps(delivered, own * len(ranks), len(order))
@@ -99,8 +99,8 @@ def _rank(path: Path) -> _Rank:
         streams = state.get("fetcher_state") is not None
     if streams:
         raise StateMismatchError(
-            f"{path} is the state of an IterableDataset, which has no row numbers: nothing tells which rows it "
-            "delivered. Return the StatefulDataLoader itself from input_fn (docs/migrate.md), and load the state there"
+            f"{path} must be the state of a map-style dataset, got one of an IterableDataset, which has no row "
+            "numbers. Return the StatefulDataLoader itself from input_fn (docs/migrate.md), and load the state there"
         )
     inner = main.get("_sampler_iter_state") if isinstance(main, Mapping) else None
     if not isinstance(inner, Mapping) or "samples_yielded" not in inner:

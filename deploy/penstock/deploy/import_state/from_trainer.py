@@ -1,8 +1,9 @@
 """Position of the Hugging Face Trainer: its checkpoint has the number of steps, and the order follows from the seed.
 
 The Trainer's sampler is accelerate's SeedableRandomSampler: torch's permutation by a generator whose seed is that of
-the run (data_seed, else seed) plus the epoch. The batches of a step are the next ones of that order, whatever rank
-takes which. A step of Penstock is one batch of each rank: with gradient accumulation the Trainer's has several.
+the run (data_seed, else seed) plus the epoch. A step takes the next batches of that order, and which rank takes which
+does not matter. A step of Penstock is one batch of each rank; with gradient accumulation a step of the Trainer is
+several.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from penstock.proto.errors import InvalidArgumentError, StateCorruptError, State
 __all__ = ["SEED", "trainer_epoch"]
 
 SEED = 42
-"""TrainingArguments' own default."""
+"""Default seed of TrainingArguments."""
 FILE = "trainer_state.json"
 TOLERANCE = 1e-6
-"""Largest difference of two epochs as the Trainer counts them, with a fraction."""
+"""Largest difference between two equal epoch counts of the Trainer, which are fractions."""
 
 
 def trainer_epoch(path: Path, rows: int, *, seed: int, ranks: int, accumulation: int, drop_last: bool) -> BegunEpoch:
     """Return the epoch of a checkpoint. `path`: the checkpoint's folder, or trainer_state.json in it.
 
-    Raises StateMismatchError if the checkpoint's epoch is another one than follows from the other arguments.
+    Raises StateMismatchError if the checkpoint's epoch does not follow from the other arguments.
     """
     import torch
 
@@ -35,7 +36,9 @@ def trainer_epoch(path: Path, rows: int, *, seed: int, ranks: int, accumulation:
     state = foreign_state(file, "the Trainer", {"global_step", "epoch", "train_batch_size"})
     steps, epoch = count(file, state, "global_step"), state["epoch"]
     if state["train_batch_size"] is None:
-        raise StateMismatchError(f"{file}: train_batch_size is null: another version of transformers wrote it")
+        raise StateMismatchError(
+            f"{file}: train_batch_size must be a number, got null. Another version of transformers wrote it"
+        )
     own = count(file, state, "train_batch_size")
     if not isinstance(epoch, int | float):
         raise StateCorruptError(f"{file}: epoch must be a number, got {epoch!r:.100}. Pass an older checkpoint")
@@ -52,9 +55,9 @@ def trainer_epoch(path: Path, rows: int, *, seed: int, ranks: int, accumulation:
     within *= accumulation
     if batches < 1 or abs(number + within / batches - epoch) > TOLERANCE:
         raise StateMismatchError(
-            f"{file}: epoch {epoch:g} at step {steps} does not follow from {rows} rows in batches of {own} on {ranks} "
-            f"ranks, {accumulation} batches a step, which give epoch {number + within / max(1, batches):g}. Pass the "
-            "dataset's --rows, and --ranks, --accumulation and --drop-last of that run"
+            f"{file}: epoch at step {steps} must be {number + within / max(1, batches):g}, for {rows} rows in batches "
+            f"of {own} on {ranks} ranks, {accumulation} batches a step, got {epoch:g}. Pass the dataset's --rows, and "
+            "--ranks, --accumulation and --drop-last of that run"
         )
     generator = torch.Generator()
     generator.manual_seed(seed + number)

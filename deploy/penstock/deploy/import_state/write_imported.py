@@ -1,7 +1,7 @@
-"""`penstock import-state`: read a position of another library, and write it as a state of Penstock.
+"""Implementation of `penstock import-state`: reads a position of another library, and writes a state of Penstock.
 
-Two files come of it: the order of the epoch that the other library began (penstock.data.ordering.order_file), and a
-saved state at a position in it. A loader that is given the order file continues there, on any topology.
+Two files are written: the order of the epoch that the other library began (penstock.data.ordering.order_file), and a
+saved state at a position in this order. A loader that is given the order file continues there, on any topology.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["SOURCES", "Request", "import_state"]
 
 @dataclass(frozen=True)
 class Request:
-    """Request for an import, with what the states do not say."""
+    """Request for an import: the files, and values that the states do not have. None: the option was not given."""
 
     library: str
     states: Sequence[Path]
@@ -56,14 +56,16 @@ class Request:
         """Return the only state. Raises InvalidArgumentError if several are given."""
         if len(self.states) > 1:
             raise InvalidArgumentError(
-                f"--from {self.library} takes one STATE, which is that of all ranks, got {len(self.states)}"
+                f"--from {self.library} must be given one STATE, which is valid for all ranks, got {len(self.states)}"
             )
         return self.states[0]
 
     def needs(self, flag: str, value: Any) -> Any:
         """Return the value of an option. Raises InvalidArgumentError if it is not given."""
         if value is None or value == []:
-            raise InvalidArgumentError(f"--from {self.library} needs {flag}, which its states do not have")
+            raise InvalidArgumentError(
+                f"{flag} must be given with --from {self.library}, because the states do not have this value"
+            )
         return value
 
 
@@ -137,7 +139,7 @@ def import_state(request: Request, as_json: bool) -> None:
     begun, rows = SOURCES[request.library](request)
     if request.rows not in (None, rows):
         raise StateMismatchError(
-            f"the state is of a dataset with {rows} rows, but --rows is {request.rows}: pass the state of this dataset"
+            f"--rows must be {rows}, as in the state, got {request.rows}. Omit --rows, or pass a state of this dataset"
         )
     epoch = imported(begun, rows)
     _write(request, epoch)
@@ -163,7 +165,7 @@ def import_state(request: Request, as_json: bool) -> None:
         ]
     )
     print()
-    print(f"Give the loader order_file={str(request.order_file)!r}, and load the state.")
+    print(f"Pass order_file={str(request.order_file)!r} to the loader, and load the state.")
 
 
 def _write(request: Request, epoch: ImportedEpoch) -> None:

@@ -113,8 +113,8 @@ def _length_in(value: Any) -> int | None:
 
 
 def describe(batch: Any, row: int | None) -> dict[str, Any]:
-    """Return the batch as plain values. `row`: number of a row to show too. Raises InvalidArgumentError if there is no
-    such row."""
+    """Return the batch as plain values. `row`: number of a row to show too. Raises InvalidArgumentError if the batch
+    has no such row."""
     rows = rows_in(batch)
     if row is not None and (rows is None or row >= rows):
         have = "no rows, because it has no tensor with a dimension and no list" if rows is None else _range(rows)
@@ -227,7 +227,7 @@ def _arrays(batch: Any) -> bytes:
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for name, value in leaves(batch):
             if name in names:
-                raise InvalidArgumentError(f"--out: two leaves of the batch are called {name!r}: write it as .pst")
+                raise InvalidArgumentError(f"--out: two leaves of the batch have the name {name!r}. Write it as .pst")
             names.add(name)
             with archive.open(f"{name or 'batch'}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, _array(name, value), allow_pickle=False)

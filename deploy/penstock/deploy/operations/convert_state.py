@@ -67,8 +67,8 @@ def _converted(saved: SavedState, boxes: int, workers: int) -> SavedState:
     rows = _global_batch(saved.aggregated)
     if rows is not None and boxes > rows:
         raise StateMismatchError(
-            f"--boxes must be at most {rows}, the rows of a global batch of {saved.input_fn} in this state, of which "
-            f"each box needs one, got {boxes}"
+            f"--boxes must be at most {rows}, the rows of a global batch of {saved.input_fn}, because each box needs a "
+            f"row, got {boxes}"
         )
     try:
         return saved.new_topology(boxes, workers)

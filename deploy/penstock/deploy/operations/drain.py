@@ -73,17 +73,17 @@ def _wait(
         seen = time.monotonic()
         if left.session != session:
             raise SupersededError(
-                f"worker {worker} was restarted meanwhile, and its new process does not drain: try again"
+                f"worker {worker} was restarted meanwhile, and its new process is not draining. Run the command again"
             )
         if not left.draining:
             raise SupersededError(
-                f"worker {worker} takes slots again: another command ended the draining (--undo) while this one waited"
+                f"worker {worker} takes slots again, because another command ended the drain (--undo)"
             )
     return left
 
 
 def _still(worker: str, left: pb.DrainWorkerReply) -> str:
-    why = f"; no other worker has free capacity for {left.stuck} of them: start workers" if left.stuck else ""
+    why = f"; no other worker has free capacity for {left.stuck} of these slots: start workers" if left.stuck else ""
     if left.failed:
-        why += f"; {left.failed} of them have failed, and stay until their training job ends"
+        why += f"; {left.failed} of these slots have failed, and stay until their training job ends"
     return f"worker {worker} still runs {left.slots} slots{why}"

@@ -49,8 +49,8 @@ class SavedFile:
         self.path = path
         if path.is_dir():
             raise InvalidArgumentError(
-                f"{path} must be a file with the state of a loader, got a directory: give that file, or load this "
-                "checkpoint and save the value of DataLoader.state_dict() by itself"
+                f"{path} must be a file with the state of a loader, got a directory. Load the checkpoint and save the "
+                "value of DataLoader.state_dict() in a file by itself"
             )
         try:
             data = path.read_bytes()
@@ -83,7 +83,7 @@ class SavedFile:
         if not fits:
             raise StateMismatchError(f"{self.path} has no state of {input_fn}, only {have}")
         raise StateMismatchError(
-            f"{self.path} must have one state for this run, got {len(fits)} ({have}): save the right one in a file "
+            f"{self.path} must have one state for this run, got {len(fits)} ({have}). Save the right state in a file "
             "by itself"
         )
 
@@ -111,8 +111,8 @@ def of_torch(path: Path, data: bytes) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InvalidArgumentError(
-            f"{path} has objects that cannot be read without running their code, which this command does not do: save "
-            "the loader's state by itself, by torch.save or encode_state"
+            f"{path} has objects that torch.load(weights_only=True) refuses, because reading them would run code. Save "
+            "the loader's state in a file by itself, by torch.save or encode_state"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise StateCorruptError(f"{path} is damaged: torch cannot read it ({' '.join(str(error).split())})") from error

@@ -15,8 +15,8 @@ __all__ = ["show_dashboard"]
 
 
 def show_dashboard(peer: Peer, *, browser: bool, as_json: bool) -> None:
-    """Print the URL. `browser`: also open it. Raises PenstockError if the coordinator serves no dashboard, or if there
-    is no browser."""
+    """Print the URL. `browser`: also open the URL. Raises PenstockError if the coordinator serves no dashboard, or if
+    no browser can be opened."""
     with peer.client() as client:
         url = client.open_dashboard()
     parts = urlsplit(url)
@@ -26,12 +26,12 @@ def show_dashboard(peer: Peer, *, browser: bool, as_json: bool) -> None:
     if is_local(parts.netloc) and not is_local(peer.address):
         port = parts.port
         print(
-            f"penstock: only its own machine can open it; from here: ssh -L {port}:127.0.0.1:{port} "
-            f"{printable(peer.address.rpartition(':')[0])}",
+            f"penstock: the URL can be opened only on the coordinator's machine. From here: ssh -L "
+            f"{port}:127.0.0.1:{port} {printable(peer.address.rpartition(':')[0])}",
             file=sys.stderr,
         )
     if browser:
         import webbrowser
 
         if not webbrowser.open(url):
-            raise PenstockError(f"no browser can be opened here: open {printable(url)} yourself")
+            raise PenstockError(f"no browser can be opened on this machine. Open {printable(url)} elsewhere")

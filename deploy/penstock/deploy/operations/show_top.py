@@ -94,8 +94,8 @@ class _Watch:
         if not self.away_s:
             return ""
         return (
-            f"the coordinator at {self._address} has not answered for {seconds(self.away_s)}; training goes on from "
-            "its lanes, and this is its last answer"
+            f"the coordinator at {self._address} has not answered for {seconds(self.away_s)}; training continues, and "
+            "the last answer is shown"
         )
 
 

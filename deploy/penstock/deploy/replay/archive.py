@@ -33,8 +33,8 @@ class Archive(Protocol):
 
 def _unknown(run: str, box: int, where: str) -> UnknownRunError:
     return UnknownRunError(
-        f"{where} has no record of box {box} of run {run}: `penstock status` shows the runs and boxes that a running "
-        "coordinator has. A run that has ended and was dropped can be replayed only from a checkpoint (--checkpoint)"
+        f"{where} has no record of box {box} of run {run}. `penstock status` lists the known runs and boxes. A run "
+        "that ended long ago can be replayed only from a checkpoint (--checkpoint)"
     )
 
 
@@ -86,7 +86,7 @@ class StoppedArchive(StoppedCoordinator):
         data = self.find_snapshot(header)
         if data is None:
             raise StateUnavailableError(
-                f"the state directory {self._name} no longer has the snapshot after batch {header.total}: start from a "
+                f"the state directory {self._name} no longer has the snapshot after batch {header.total}. Start from a "
                 "checkpoint (--checkpoint)"
             )
         return data

@@ -4,13 +4,13 @@ The height of a loss is its distance from the running median, in robust standard
 
     height = (loss - median) / max(1.4826 * MAD, 0.001 * |median|)
 
-Median and MAD (median absolute deviation from the median) are those of the BEFORE logged losses before it, without
-losses that are not finite. 1.4826 * MAD is the standard deviation of normally distributed losses, and one spike hardly
-moves either. A loss that is NaN or infinite has an infinite height. Losses with fewer than FEWEST before them are not
-judged.
+Median and MAD (median absolute deviation from the median) are computed from the finite ones of the last BEFORE losses
+before this loss. 1.4826 * MAD is the standard deviation of normally distributed losses, and a single spike hardly
+changes median or MAD. A loss that is NaN or infinite has infinite height. Losses with fewer than FEWEST finite losses
+before them are not judged.
 
-Logged steps in a row with heights above LEAST are one spike. Its step is the highest of them; the first one that is not
-finite, if there is any.
+Consecutive logged steps with heights above LEAST are one spike. The spike's step is the step with the greatest height;
+of several losses that are not finite, the first.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["BEFORE", "LEAST", "Loss", "Spike", "read_losses", "spikes_of"]
 
 BEFORE = 50
-"""Number of logged losses before one from which its median is taken."""
+"""Number of preceding losses from which the median for a loss is computed."""
 FEWEST = 8
-"""Smallest number of losses from which a median is taken."""
+"""Smallest number of losses from which a median is computed."""
 LEAST = 3.0
 """Height above which a loss belongs to a spike."""
 FACTOR, FLOOR = 1.4826, 1e-3
@@ -55,8 +55,9 @@ class Spike:
     median: float
     height: float
     first: int
-    """First of the logged steps in a row that belong to the spike."""
+    """First logged step of the spike."""
     last: int
+    """Last logged step of the spike."""
 
     def plain(self) -> dict[str, Any]:
         """Return the spike as JSON values; numbers that JSON does not have are texts."""
@@ -78,7 +79,7 @@ def read_losses(path: Path) -> list[Loss]:
         raise InvalidArgumentError(f"--loss {path} cannot be read: {error}") from error
     found: dict[int, float] = {}
     if not text.strip():
-        raise InvalidArgumentError(f"--loss {path} has no losses: it is empty")
+        raise InvalidArgumentError(f"--loss {path} must have losses, got an empty file")
     lines = _of_json(path, text) if text.lstrip()[:1] == "{" else _of_csv(path, text)
     for number, step, loss in lines:
         found[_step(path, number, step)] = _loss(path, number, loss)
@@ -131,7 +132,7 @@ def _step(path: Path, number: int, value: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         step = None
     if step is None or step < 1:
-        remedy = "" if step is None else ": if the log counts from 0, add 1 to its steps"
+        remedy = "" if step is None else ". If the log counts from 0, add 1 to its steps"
         raise InvalidArgumentError(
             f"--loss {path}: step in line {number} must be a whole number >= 1, as executor.step counts, got "
             f"{value!r:.80}{remedy}"
@@ -155,7 +156,8 @@ def spikes_of(losses: Sequence[Loss], most: int) -> list[Spike]:
     InvalidArgumentError if there are too few losses to tell."""
     if len(losses) <= FEWEST:
         raise InvalidArgumentError(
-            f"--loss must have at least {FEWEST + 1} losses, so that a spike can be told from them, got {len(losses)}"
+            f"--loss must have at least {FEWEST + 1} losses, because a spike is a loss far above the median of those "
+            f"before it, got {len(losses)}"
         )
     spikes: list[Spike] = []
     begun: list[Spike] = []

@@ -56,20 +56,20 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
     of_number = [history for history in histories if number in (None, history.attempt)]
     if not of_number:
         have = ", ".join(str(history.attempt) for history in histories)
-        raise StateUnavailableError(f"--attempt must be one that the coordinator still has, {have}, got {number}")
+        raise StateUnavailableError(f"--attempt must be one of {have}, which the coordinator still has, got {number}")
     begun = [history for history in of_number if history.opening.start.step < step]
     if not begun:
         first = min(history.opening.start.step for history in of_number) + 1
         raise StateUnavailableError(
-            f"step {step} of box {box} is older than what the coordinator still has, which begins with step {first}: "
-            "give a checkpoint of an earlier step instead of the RUN (--checkpoint)"
+            f"--step must be at least {first}, the oldest step of box {box} that the coordinator still has, got {step}"
+            ". For older steps, pass a checkpoint of an earlier step (--checkpoint) instead of the RUN"
         )
     came = [history for history in begun if _last(history) >= step]
     chosen = (came or begun)[-1]
     if not came and chosen.settled:
         had = [f"{one.opening.start.step + 1} to {_last(one)} of attempt {one.attempt}" for one in of_number]
         raise StateUnavailableError(
-            f"box {box} has not reported that step {step} was delivered: steps {', '.join(had)} can be replayed"
+            f"--step must be a step that was delivered to box {box} (steps {', '.join(had)}), got {step}"
         )
     return chosen
 
@@ -123,7 +123,8 @@ def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Posi
     ours, theirs = (opening.num_boxes, opening.num_workers_per_box), (saved.num_boxes, saved.num_workers_per_box)
     if saved.input_fn != opening.loader.input_fn:
         raise StateMismatchError(
-            f"the checkpoint must be of the run's input_fn, {opening.loader.input_fn}, got one of {saved.input_fn}"
+            f"the checkpoint must be of the run's input_fn, {opening.loader.input_fn}, got a checkpoint of "
+            f"{saved.input_fn}. Pass a checkpoint of this run, or name the RUN that saved it"
         )
     if not saved.positions:
         return None
@@ -137,9 +138,9 @@ def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Posi
         return saved.positions[opening.box]
     if saved.step > begun:
         raise StateMismatchError(
-            f"the checkpoint of step {saved.step} was saved on {theirs[0]} x {theirs[1]} workers, and this attempt of "
-            f"the run, which began at step {begun}, has {ours[0]} x {ours[1]}: leave it out, or name the attempt that "
-            "it is of (--attempt)"
+            f"the checkpoint of step {saved.step} must be of {ours[0]} x {ours[1]} workers (boxes x workers per box), "
+            f"as this attempt of the run, which began at step {begun}, got {theirs[0]} x {theirs[1]}. Omit this "
+            "checkpoint, or name the attempt that saved it (--attempt)"
         )
     return saved.new_topology(*ours).positions[opening.box]
 

@@ -74,15 +74,19 @@ class ReplayRequest:
         from penstock.deploy.operations.batch_tables import FORMATS
 
         if self.run is None and not self.checkpoints:
-            raise InvalidArgumentError("a RUN must be named, as `penstock status` shows it, or a --checkpoint of it")
+            raise InvalidArgumentError(
+                "RUN or --checkpoint must be given, got neither. Name the run as `penstock status` shows it"
+            )
         if self.run is None and (self.state_dir is not None or self.attempt is not None):
-            raise InvalidArgumentError("--state-dir and --attempt need a RUN: name it, as `penstock status` shows it")
+            raise InvalidArgumentError(
+                "--state-dir and --attempt must be given with a RUN. Name the run as `penstock status` shows it"
+            )
         if self.out is not None and self.out.suffix not in FORMATS:
             raise InvalidArgumentError(f"--out must end with one of {', '.join(FORMATS)}, got {self.out}")
         if self.out is not None and not self.out.absolute().parent.is_dir():
             raise InvalidArgumentError(f"--out {self.out}: the directory {self.out.absolute().parent} does not exist")
         if self.out is not None and self.out.is_dir():
-            raise InvalidArgumentError(f"--out {self.out} is a directory: name a file")
+            raise InvalidArgumentError(f"--out must be a file, got the directory {self.out}")
 
 
 def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
@@ -126,16 +130,18 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
     """Return a saved state in the form of an attempt's history. The arguments of input_fn are not in it."""
     if saved.step >= request.step or not saved.positions:
         have = (
-            f"it leads to steps from {saved.step + 1} on"
+            f"only steps from {saved.step + 1} on can be replayed from it"
             if saved.positions
-            else "it was saved before its run had begun, and leads to no step"
+            else "it was saved before its run had begun, so no step can be replayed from it"
         )
         raise StateUnavailableError(
-            f"the checkpoint of step {saved.step} does not lead to step {request.step}: {have}. Give an earlier "
-            "checkpoint, or name the RUN"
+            f"the checkpoint of step {saved.step} cannot be used to replay step {request.step}: {have}. Pass an "
+            "earlier checkpoint, or name the RUN"
         )
     if request.box >= saved.num_boxes:
-        raise BoxOutOfRangeError(f"--box {request.box}: the checkpoint was saved by boxes 0 to {saved.num_boxes - 1}")
+        raise BoxOutOfRangeError(
+            f"--box must be from 0 to {saved.num_boxes - 1}, the boxes of the checkpoint, got {request.box}"
+        )
     history = pb.History(attempt=0)
     opening = history.opening
     opening.box, opening.num_boxes = request.box, saved.num_boxes
@@ -157,21 +163,21 @@ def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None
     if module == MAIN:
         if request.script is None:
             raise InputFnNotFoundError(
-                f"input_fn {opened.input_fn!r} is defined in the main script of its training job: name that file by "
-                '--script FILE. It is imported here, without running what is under `if __name__ == "__main__":`'
+                f"--script must be given, because input_fn {opened.input_fn!r} is defined in the main script of its "
+                'job. The script is imported without running what is under `if __name__ == "__main__":`'
             )
         spec.main_path = str(request.script.absolute())
     elif not under(module, request.allow):
         raise InputFnNotAllowedError(
-            f"the replay would run {opened.input_fn}, the run's input_fn, on this machine: permit it by --allow "
-            f"{module.partition('.')[0]}"
+            f"--allow must permit the run's input_fn, {opened.input_fn}, because the replay runs it on this machine. "
+            f"Pass --allow {module.partition('.')[0]}"
         )
     arguments: Any = {"args": (), "kwargs": {}}
     if archive is not None and (request.args is None or request.kwargs is None):
         data = archive.blob(opened.arguments_blob) if opened.arguments_blob else opened.arguments
         if data is None:
             raise StateUnavailableError(
-                f"the coordinator no longer has the arguments of {opened.input_fn}: give them by --args and --kwargs"
+                f"the coordinator no longer has the arguments of {opened.input_fn}. Pass them by --args and --kwargs"
             )
         arguments = decode_state(data) if data else arguments
     if request.args is not None:
@@ -305,7 +311,7 @@ class BatchReplay:
         if data is None:
             raise StateUnavailableError(
                 f"attempt {self._history.attempt} was resumed from a state of step {self._history.opening.start.step}, "
-                "which the coordinator no longer has: give the file that holds it (--checkpoint)"
+                "which the coordinator no longer has. Pass the file with that state (--checkpoint)"
             )
         return data
 
@@ -318,10 +324,10 @@ class BatchReplay:
         stream.to(check.step)
         if stream.chain() != check.chain or stream.at.total != check.total:
             raise ReplayMismatchError(
-                f"the stream digest of the replayed steps {first} to {check.step} of box {self._request.box} must be "
-                f"that of what was delivered, {check.chain or 0:016x}, got {stream.chain() or 0:016x}: the data or the "
-                f"code have changed, or {self._history.opening.loader.input_fn} is not deterministic (see penstock "
-                "doctor)"
+                f"the stream digest of the replayed steps {first} to {check.step} of box {self._request.box} must "
+                f"equal that of the delivered batches, {check.chain or 0:016x}, got {stream.chain() or 0:016x}. The "
+                f"data or the code has changed, or {self._history.opening.loader.input_fn} is not deterministic: run "
+                "`penstock doctor`"
             )
         return True, f"verified by the stream digest of steps {first} to {check.step}"
 

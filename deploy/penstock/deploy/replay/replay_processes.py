@@ -87,4 +87,4 @@ class ReplayProcesses:
         for slot in slots:
             self._children[slot].show_stack()
         at = ", ".join(f"slot {slot} at batch {self._at[slot]}" for slot in slots)
-        return DeadlineError(f"the replay did not finish in time ({at}; stacks are above): raise --timeout")
+        return DeadlineError(f"the replay did not finish in time ({at}; stacks are above). Raise --timeout")

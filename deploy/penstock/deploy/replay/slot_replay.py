@@ -112,12 +112,12 @@ class _SlotReplay:
         if not source.seek(total, epoch, self._seen):
             raise ReplayMismatchError(
                 f"{source.name}: epoch {epoch} ended after batch {source.position.total} of the worker, but batch "
-                f"{total} had been delivered: its data or its code have changed"
+                f"{total} had been delivered. The data or the code of the loader has changed"
             )
         if replayed and digest and source.digest != digest:
             raise ReplayMismatchError(
-                f"{source.name}: replayed batch {total} of the worker is not the one that was delivered: its data or "
-                "its code have changed, or it is not deterministic (see penstock doctor)"
+                f"{source.name}: replayed batch {total} of the worker differs from the delivered batch. The data or "
+                "the code has changed, or the loader is not deterministic: run `penstock doctor`"
             )
 
     def _seen(self, batch: Any) -> None:

@@ -119,7 +119,7 @@ def _show(found: Sequence[Found], most: int) -> None:
         print(skip)
     elif batches:
         print()
-        print("The loader has no skip=: leave the samples out by a Filtered, or by their restore keys (keys=).")
+        print("This loader has no skip=. Leave the samples out by a Filtered, or by their restore keys (keys=).")
 
 
 def _counted(batch: dict[str, Any], what: str) -> str:

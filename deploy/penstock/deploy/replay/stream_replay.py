@@ -55,8 +55,9 @@ class StreamReplay:
     def _leave(self, epoch: int) -> None:
         if epoch > self.at.epoch:
             raise StateUnavailableError(
-                f"the loop abandoned epoch {epoch} by `break` after step {self.at.step}, before its first batch, so "
-                "later steps cannot be replayed from here: start from a checkpoint of a later step (--checkpoint)"
+                f"later steps cannot be replayed from here, because the loop abandoned epoch {epoch} by `break` after "
+                f"step {self.at.step}, before the epoch's first batch. Start from a checkpoint of a later step "
+                "(--checkpoint)"
             )
         totals = enumerate(self.at.total)
         self._ask({slot: Task("leave", {"epoch": epoch, "total": total}) for slot, total in totals})

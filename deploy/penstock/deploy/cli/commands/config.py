@@ -25,7 +25,8 @@ def config(
     of: Annotated[
         WhoseSettings | None,
         typer.Argument(
-            metavar="[coordinator|worker|client|up]", help="Whose settings; client: a training job's. Default: all."
+            metavar="[coordinator|worker|client|up]",
+            help="Command whose settings to show; client: a training job. Default: all.",
         ),
     ] = None,
     example: Annotated[
@@ -37,8 +38,8 @@ def config(
     """Show the effective settings, and the source of each.
 
     A flag takes precedence over a PENSTOCK_* variable, a variable over the settings file, the file over the default.
-    Shown are the settings of a daemon or a training job that is started here without flags. Secrets are never shown. An
-    invalid setting is shown with the reason, and the exit code is 2; a missing one does not change it.
+    The values are those of a daemon or a training job that is started here without flags. Secrets are never shown. An
+    invalid setting is shown with the reason, and the exit code is 2. A missing setting does not change the exit code.
 
     \b
     Examples:

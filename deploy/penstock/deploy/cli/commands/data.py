@@ -39,14 +39,14 @@ def data_index(
     folder: Folder,
     format: Annotated[
         str | None,
-        typer.Option("--format", metavar="NAME", help="Format of the files. Default: the one whose files are there."),
+        typer.Option("--format", metavar="NAME", help="Format of the files. Default: found from their names."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write the index of files that other libraries wrote, so that StreamingDataset reads them where they lie.
+    """Write an index for files that other libraries wrote, so that StreamingDataset can read the files in place.
 
-    Hidden files, and those whose names begin with `_`, are left out. A call continues one that was killed.
+    Hidden files, and files whose names begin with `_`, are left out. After a kill, the same command continues.
 
     \b
     Examples:
@@ -83,9 +83,9 @@ def data_inspect(
 @data.command("verify")
 @guarded
 def data_verify(folder: Folder, as_json: AsJson = False, debug: Debug = False) -> int:
-    """Read every sample of a dataset, and compare files with the hashes that its index has.
+    """Read every sample of a dataset, and compare files with the hashes in its index.
 
-    Names each file that is damaged or missing. Exit code 28 if there is one.
+    Names each damaged or missing file; the exit code is then 28.
 
     \b
     Examples:
@@ -100,8 +100,10 @@ def data_verify(folder: Folder, as_json: AsJson = False, debug: Debug = False) -
 @guarded
 def data_convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or URL of a dataset with an index.")],
-    dest: Annotated[str, typer.Argument(metavar="DEST", help="Folder or URL of the result; empty, or begun before.")],
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="mds or parquet.")],
+    dest: Annotated[
+        str, typer.Argument(metavar="DEST", help="Folder or URL of the result; empty, or of a killed run.")
+    ],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Format of the result: mds or parquet.")],
     columns: Annotated[
         str | None, typer.Option("--columns", metavar="A,B", help="Columns to convert. Default: all.")
     ] = None,
@@ -119,19 +121,24 @@ def data_convert(
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", metavar="N", min=1, help="Default: one for each processor, or 128 MiB of data."),
+        typer.Option(
+            "--processes",
+            metavar="N",
+            min=1,
+            help="Number of processes. Default: one for each processor, at most one for each 128 MiB of data.",
+        ),
     ] = None,
     own_order: Annotated[
-        bool, typer.Option("--own-order", help="Give the result an order of its own; states do not go on over it.")
+        bool, typer.Option("--own-order", help="Give the result an order of its own; saved states cannot resume on it.")
     ] = False,
     unverified: Annotated[bool, typer.Option("--unverified", help="Do not read the result back.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Convert a dataset of any format that is read to MDS or Parquet. Samples keep their numbers and their order.
+    """Convert a dataset of any readable format to MDS or Parquet. Samples keep their numbers and their order.
 
-    States that were saved over the source go on over the result. A run that was killed is continued by the same
-    command. What is written is read back and compared.
+    A state that was saved with the source can be resumed with the result. After a kill, the same command continues.
+    The result is read back and compared with the source.
 
     \b
     Examples:
@@ -164,19 +171,24 @@ def data_convert(
 @guarded
 def data_plan(
     folder: Folder,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Rows of all boxes' batches together.")],
-    boxes: Annotated[int, typer.Option("--boxes", metavar="N", min=1, help="Number of boxes.")] = 1,
+    batch: Annotated[
+        int, typer.Option("--batch", metavar="N", min=1, help="Global batch size: rows of a step, over all boxes.")
+    ],
+    boxes: Annotated[int, typer.Option("--boxes", metavar="N", min=1, help="Boxes (data-parallel ranks).")] = 1,
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Machines with a cache of their own.")] = 1,
     workers: Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Workers of each box.")] = 1,
     epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, max=100, help="Number of epochs.")] = 1,
     shuffle: Annotated[bool, typer.Option("--shuffle/--in-order", help="Order of the samples.")] = True,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the shuffle.")] = 0,
     shuffle_block: Annotated[
-        str, typer.Option("--shuffle-block", metavar="SAMPLES", help="As in StreamingLoader; all: no blocks.")
+        str,
+        typer.Option("--shuffle-block", metavar="SAMPLES", help="shuffle_block of StreamingLoader; all: no blocks."),
     ] = "262144",
     partitions: Annotated[
         int,
-        typer.Option("--partitions", metavar="N", min=1, help="As in StreamingLoader: the most boxes used."),
+        typer.Option(
+            "--partitions", metavar="N", min=1, help="partitions of StreamingLoader: the largest number of boxes."
+        ),
     ] = 1,
     predownload: Annotated[
         str | None,
@@ -189,13 +201,14 @@ def data_plan(
         str | None, typer.Option("--bandwidth", metavar="BYTES", help="Bytes a second of each node, such as 500mb.")
     ] = None,
     step_s: Annotated[
-        float, typer.Option("--step-seconds", metavar="S", min=0.0, help="A step's time if its data are there.")
+        float,
+        typer.Option("--step-seconds", metavar="S", min=0.0, help="Seconds of a training step that waits for no data."),
     ] = 0.0,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Compute what a run will fetch: shards and bytes of each node, before the first batch and in each epoch, and the
-    space that they take. Nothing is fetched; a folder with only the index is enough.
+    """Compute what each node of a run will download: shards and bytes, before the first batch and in each epoch, and
+    the disk space. Nothing is downloaded; a folder with only the index is enough.
 
     \b
     Examples:
@@ -208,7 +221,9 @@ def data_plan(
     block = None if shuffle_block == "all" else sample_count("--shuffle-block", shuffle_block)
     ahead = sample_count("--predownload", predownload)
     if nodes > boxes:
-        raise InvalidArgumentError(f"--nodes must be at most the number of boxes, which is {boxes}, got {nodes}")
+        raise InvalidArgumentError(
+            f"--nodes must be at most the number of boxes, which is {boxes}, got {nodes}. Set --boxes too"
+        )
     limit, rate = byte_count("--cache-limit", cache_limit), byte_count("--bandwidth", bandwidth)
     order = {"shuffle": shuffle, "seed": seed, "shuffle_block": block, "partitions": partitions, "predownload": ahead}
     run = {"nodes": nodes, "workers": workers, "epochs": epochs, "cache_limit": limit, "bandwidth": rate}

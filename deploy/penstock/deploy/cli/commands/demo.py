@@ -12,7 +12,7 @@ def demo(as_json: AsJson = False, debug: Debug = False) -> int:
     """Show what Penstock does, in under a minute: stream, kill a worker, save, resume elsewhere, compare.
 
     Starts a coordinator and two workers on this machine and ends them again. The exit code is 0 if the stream with
-    the faults equals the one without, batch by batch, else 1.
+    faults equals the stream without faults, batch by batch, else 1.
 
     \b
     Examples:

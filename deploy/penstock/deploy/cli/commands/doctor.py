@@ -45,7 +45,7 @@ def _has_target(args: list[str]) -> bool:
 doctor = subcommands(_DefaultsByTarget)
 
 InputFn = Annotated[
-    str | None, typer.Option("--input-fn", metavar="MODULE:NAME", help="Loader of the job: check that it may run.")
+    str | None, typer.Option("--input-fn", metavar="MODULE:NAME", help="input_fn of the job: check that it may run.")
 ]
 
 
@@ -80,7 +80,7 @@ def doctor_machine(
     input_fn: InputFn = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option("--allow", metavar="PREFIX", help="Prefixes of that worker, for --input-fn; repeatable."),
+        typer.Option("--allow", metavar="PREFIX", help="Allowed module prefix of a worker here; repeatable."),
     ] = None,
     listen: Annotated[
         str | None, typer.Option("--listen", metavar="HOST:PORT", help="Address of a coordinator here.")
@@ -100,8 +100,8 @@ def doctor_machine(
     """Check this machine: versions, kernel, limits, clock, disk, ports, TLS, token, settings.
 
     Checks what the effective settings need (`penstock config` shows them): without --slots and --state-dir, a
-    worker with a slot for each core, and no coordinator. With --input-fn, imports its module in a process of its
-    own. Starts nothing and leaves nothing. Exit code 32 if there is a problem; warnings alone are 0.
+    worker with a slot for each core, and no coordinator. With --input-fn, imports its module in a separate process.
+    Starts nothing and leaves nothing behind. Exit code 32 if there is a problem; warnings alone are 0.
 
     \b
     Examples:
@@ -139,9 +139,9 @@ def doctor_cluster(
 ) -> int:
     """Check a cluster from here: can its coordinator and every worker's lanes be reached?
 
-    Run it where the training job runs. Checks name, connection, TLS, token, versions and clocks; connects to the lanes
-    of each worker; counts the free slots for --boxes and --workers on workers that may run --input-fn. Exit code 32 if
-    there is a problem; warnings alone are 0. Needs a token of the role admin.
+    Run this command where the training job runs. Checks name, connection, TLS, token, versions and clocks; connects to
+    the lanes (batch streams) of each worker; counts the free slots for --boxes and --workers on workers that may run
+    --input-fn. Exit code 32 if there is a problem; warnings alone are 0. Needs a token of the role admin.
 
     \b
     Examples:
@@ -162,7 +162,7 @@ def doctor_loader(
         str,
         typer.Argument(
             metavar="MODULE:NAME|CHECKPOINT",
-            help="An input_fn, importable from here; or the folder of a checkpoint, or one with checkpoints in it.",
+            help="An importable input_fn; or the folder of a checkpoint; or a folder that has checkpoints in it.",
         ),
     ],
     args: Annotated[str, typer.Option("--args", metavar="JSON", help="Positional arguments, a JSON list.")] = "[]",
@@ -187,12 +187,12 @@ def doctor_loader(
 ) -> int:
     """Check whether a loader can be saved and resumed exactly, or whether checkpoints are intact.
 
-    For a loader: streams N batches with a snapshot after each, restores some of them in fresh processes, and compares
-    the next batches: the check that every run makes, and more. Exit code 0: exact. 30: a restored loader yields
-    other batches. 31: it streams, but cannot be saved as it is.
+    For a loader: streams N batches with a snapshot after each, restores some snapshots in fresh processes, and compares
+    the next batches. Every run makes this check too, but of fewer snapshots. Exit code 0: the loader is exact. 30: a
+    restored loader yields other batches. 31: the loader streams, but cannot be saved as it is.
 
-    For checkpoints: reads all files and compares them with what was written. Exit code 24: a file is damaged;
-    its name is shown.
+    For checkpoints: reads all files and compares them with the recorded digests. Exit code 24: a file is damaged; its
+    name is shown.
 
     \b
     Examples:

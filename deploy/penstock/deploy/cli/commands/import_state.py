@@ -29,20 +29,20 @@ def import_state(
         list[Path],
         typer.Argument(
             metavar="STATE...",
-            help="Files with the states of all ranks (stateful, grain, energon), with that of any rank (streaming), "
-            "or the checkpoint's folder (trainer).",
+            help="Files with the states of all ranks (stateful, grain, energon), a file with the state of any rank "
+            "(streaming), or the folder of the checkpoint (trainer).",
         ),
     ],
-    library: Annotated[Library, typer.Option("--from", help="Library that saved it.")],
+    library: Annotated[Library, typer.Option("--from", help="Library that saved the state.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="State to write, by torch.save.")],
-    input_fn: Annotated[str, typer.Option("--input-fn", metavar="MODULE:NAME", help="Loader of the job that goes on.")],
+    input_fn: Annotated[str, typer.Option("--input-fn", metavar="MODULE:NAME", help="input_fn of the resumed job.")],
     order_file: Annotated[
         Path | None,
         typer.Option("--order-file", metavar="FILE", help="Order of the epoch to write. Default: OUT with .order."),
     ] = None,
     rows: Annotated[
         int | None,
-        typer.Option("--rows", metavar="N", min=1, help="Rows of the dataset; stateful and trainer need it."),
+        typer.Option("--rows", metavar="N", min=1, help="Rows of the dataset; required for stateful and trainer."),
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -50,7 +50,7 @@ def import_state(
             "--batch-size",
             metavar="N",
             min=1,
-            help="Rows of a step, of all ranks; streaming, grain and energon need it.",
+            help="Global batch size: rows of a step, over all ranks; required for streaming, grain and energon.",
         ),
     ] = None,
     shuffle: Annotated[
@@ -94,7 +94,7 @@ def import_state(
         ),
     ] = None,
     python: Annotated[
-        str, typer.Option("--python", metavar="PATH", help="Interpreter that has the library. Default: this.")
+        str, typer.Option("--python", metavar="PATH", help="Interpreter that has the library. Default: this one.")
     ] = sys.executable,
     run_seed: Annotated[
         int | None,
@@ -103,16 +103,16 @@ def import_state(
             metavar="N",
             min=0,
             max=LARGEST_SEED,
-            help="Seed of the job that goes on, as in Appliance(seed=). Default: a random one.",
+            help="Seed of the resumed job, as in Appliance(seed=). Default: random.",
         ),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Import a position of another library, so that a run goes on with Penstock in mid-epoch.
+    """Import a position of another library, so that Penstock continues the run in the middle of its epoch.
 
-    Writes a state, and the order of the epoch, which the loader gets as order_file=. Rows that the other library
-    delivered do not come again in this epoch; all others come once.
+    Writes a state, and a file with the order of the epoch; pass the file to the loader as order_file=. In this epoch,
+    rows that the other library delivered are not repeated, and every other row is delivered once.
 
     \b
     Examples:

@@ -32,12 +32,14 @@ def replay(
     ] = None,
     loss: Annotated[
         Path | None,
-        typer.Option("--loss", metavar="FILE", help="Loss log, JSON lines or CSV: replay its highest spikes."),
+        typer.Option("--loss", metavar="FILE", help="Loss log, JSON lines or CSV; replay its largest spikes."),
     ] = None,
     spikes: Annotated[
         int, typer.Option("--spikes", metavar="N", min=1, max=1000, help="With --loss: number of spikes.")
     ] = 5,
-    box: Annotated[int, typer.Option("--box", metavar="B", min=0, max=LARGEST_BOX, help="The box.")] = 0,
+    box: Annotated[
+        int, typer.Option("--box", metavar="B", min=0, max=LARGEST_BOX, help="Box (data-parallel rank).")
+    ] = 0,
     row: Annotated[int | None, typer.Option("--row", metavar="I", min=0, help="Show one row of the batch too.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the batch, to FILE.pst, FILE.npz or FILE.pt.")
@@ -48,7 +50,7 @@ def replay(
     ] = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option("--state-dir", metavar="DIR", help="Read the journal of a coordinator that is stopped."),
+        typer.Option("--state-dir", metavar="DIR", help="State directory of a stopped coordinator; read its journal."),
     ] = None,
     checkpoint: Annotated[
         list[Path] | None,
@@ -65,10 +67,12 @@ def replay(
         ),
     ] = None,
     args: Annotated[
-        str | None, typer.Option("--args", metavar="JSON", help="Positional arguments of input_fn, if not the run's.")
+        str | None,
+        typer.Option("--args", metavar="JSON", help="Positional arguments, a JSON list. Default: the run's."),
     ] = None,
     kwargs: Annotated[
-        str | None, typer.Option("--kwargs", metavar="JSON", help="Keyword arguments, a JSON object.")
+        str | None,
+        typer.Option("--kwargs", metavar="JSON", help="Keyword arguments, a JSON object. Default: the run's."),
     ] = None,
     script: Annotated[
         Path | None, typer.Option("--script", metavar="FILE", help="The training script, if input_fn is in it.")
@@ -83,8 +87,8 @@ def replay(
 ) -> None:
     """Recreate a delivered batch, bit for bit, and show its content.
 
-    Runs the loader here, in child processes, from the nearest restart point: a snapshot, a checkpoint, or the
-    start. Compares the result with the stream digest, where there is one. Needs your data, and --allow.
+    Runs the loader here, in child processes, from the nearest restart point: a snapshot, a checkpoint, or the start.
+    Compares the result with the stream digest, if one was recorded. Needs your data, and --allow.
 
     \b
     Examples:
@@ -97,7 +101,10 @@ def replay(
     from penstock.deploy.replay.replay_report import show_replay
 
     if (step is None) == (loss is None):
-        raise InvalidArgumentError("give either --step S, or --loss FILE for the steps at which the loss jumped")
+        given = "neither" if step is None else "both"
+        raise InvalidArgumentError(
+            f"one of --step and --loss must be given, got {given}. Give --step S, or --loss FILE to replay loss spikes"
+        )
     request = ReplayRequest(
         run, step or 1, box, row, out, attempt, state_dir, checkpoint or (), args, kwargs, allow or (), script, timeout
     )

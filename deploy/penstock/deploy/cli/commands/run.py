@@ -43,10 +43,10 @@ def run_close(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """End a run, or all runs of a job: its workers are free at once, without a wait for the end of its lease.
+    """End a run, or all runs of a job: its workers are free immediately, without a wait for the end of its lease.
 
     A training job that still reads gets an error (SupersededError) that names this command. The next launch opens the
-    run again. A run that is closed already stays so: the exit code is 0 too.
+    run again. For a run that is closed already, nothing happens, and the exit code is 0.
 
     \b
     Examples:

@@ -42,7 +42,7 @@ state = subcommands(_ShowsByDefault, no_args_is_help=True)
 @state.callback()
 def _state() -> None:
     """Show the state of a run at a step (`penstock state RUN`) or in a file (`penstock state FILE`), or convert a saved
-    one to another topology.
+    state to another topology (numbers of boxes and workers).
 
     \b
     Examples:
@@ -99,7 +99,9 @@ def state_show(
         from penstock.deploy.operations.show_state import show_state_file
 
         if step is not None:
-            raise InvalidArgumentError(f"--step is for a RUN, but {run} is a file, whose state is of one step: omit it")
+            raise InvalidArgumentError(
+                f"--step must be given only with a RUN, got the file {run}, whose state has one step. Omit --step"
+            )
         show_state_file(path, as_json)
         return
     from penstock.deploy.operations.show_state import show_state
@@ -119,8 +121,8 @@ def state_convert(
 ) -> None:
     """Convert a saved state to another number of boxes and workers, and report the consequences.
 
-    IN is written by encode_state or torch.save. It may be part of a larger checkpoint; the rest of that is
-    copied. A loader without the four state methods cannot change its topology (exit code 22).
+    IN is written by encode_state or torch.save. The state may be part of a larger checkpoint, whose rest is copied. A
+    loader without the four state methods cannot change its topology (exit code 22).
 
     \b
     Examples:

@@ -27,9 +27,9 @@ def top(
 ) -> None:
     """Watch runs: their rates, their waits, and the workers that hold them up.
 
-    On a terminal it is a screen, refreshed every second, with the most important first: the bottleneck in one sentence,
-    the slots that boxes wait for, faults. Elsewhere, or with -n, it prints one line for each run and each event; with
-    --json one object a line. If the coordinator stops answering, it waits. q or Ctrl-C ends it.
+    On a terminal, shows a screen, refreshed every second: the bottleneck in one sentence, the slots that boxes wait
+    for, faults. Elsewhere, or with -n, prints one line for each run and each event; with --json one object a line. If
+    the coordinator stops answering, the command waits. q or Ctrl-C ends the command.
 
     \b
     Examples:
@@ -44,7 +44,7 @@ def top(
 
 def dashboard(
     peer: Peer,
-    browser: Annotated[bool, typer.Option("--open", help="Open it in a browser, too.")] = False,
+    browser: Annotated[bool, typer.Option("--open", help="Also open the URL in a browser.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:

@@ -30,9 +30,9 @@ def up(
 ) -> None:
     """Start a coordinator and workers, and keep them running: here, or on Ray, Slurm or Kubernetes.
 
-    Once all is ready, prints the variables of a training job: eval "$(penstock up --detach --allow mypackage)". In the
-    foreground Ctrl-C ends it; else `penstock down`. To change the number of workers of a detached local fleet, run the
-    same command with another --workers. To restart workers that have ended, run the very same command.
+    Once all are ready, prints the variables of a training job: eval "$(penstock up --detach --allow mypackage)". In the
+    foreground Ctrl-C ends the fleet; otherwise `penstock down` does. To change the number of workers of a detached
+    local fleet, run the same command with another --workers. To restart workers that have ended, run it again.
 
     \b
     Examples:
@@ -53,7 +53,9 @@ def down(
     dir: Annotated[str | None, option(UpSettings, "dir")] = None,
     timeout: Annotated[
         float,
-        typer.Option("--timeout", metavar="SECONDS", min=1, help="Time for an orderly end before it is killed."),
+        typer.Option(
+            "--timeout", metavar="SECONDS", min=1, help="Time for an orderly end, before processes are killed."
+        ),
     ] = 60.0,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -34,8 +34,8 @@ def _worker(
     """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
 
     Prints its name as one line once the coordinator has registered it. Waits for a coordinator that is not up yet. On
-    SIGTERM or Ctrl-C it migrates its slots, one by one, each when another worker is ready for it, and ends; a second
-    signal ends it at once.
+    SIGTERM or Ctrl-C the daemon migrates its slots, each when another worker is ready for the slot, and ends. A second
+    signal ends the daemon immediately.
 
     \b
     Examples:
@@ -58,7 +58,7 @@ def _refuse_options_of_the_daemon(context: typer.Context) -> None:
         given = context.get_parameter_source(name)
         if given is not None and given.name == "COMMANDLINE" and name not in ("config", "debug"):
             raise typer.BadParameter(
-                f"give it after `{context.invoked_subcommand}`: before it, this is an option of the daemon",
+                f"must come after `{context.invoked_subcommand}`; before the subcommand it is an option of the daemon",
                 param_hint=parameter.opts[0],
             )
 
@@ -73,7 +73,9 @@ def drain_worker(
     undo: Annotated[bool, typer.Option("--undo", help="Let the worker take slots again.")] = False,
     timeout: Annotated[
         float,
-        typer.Option("--timeout", metavar="SECONDS", min=0, help="Time to wait until it has no slots; 0: do not wait."),
+        typer.Option(
+            "--timeout", metavar="SECONDS", min=0, help="Time to wait until the worker has no slots; 0: none."
+        ),
     ] = 120.0,
     *,
     peer: Peer,
@@ -82,9 +84,9 @@ def drain_worker(
 ) -> None:
     """Migrate a worker's slots to other workers, so that it can be stopped without a pause in training.
 
-    The worker gets no new slots. Each of its slots keeps running until another worker is ready for it. A slot for which
-    there is no free capacity stays until workers join. The daemon keeps running: stop it once this command has
-    succeeded.
+    The worker gets no new slots. Each of its slots keeps running until another worker is ready to take the slot. If no
+    other worker has free capacity, the slot stays until workers join. The daemon keeps running: stop it once this
+    command has succeeded.
 
     \b
     Examples:
