@@ -66,9 +66,7 @@ def test_other_files_are_no_array_records(tmp_path: Path) -> None:
     path = written(tmp_path / "a.array_record", [b"x"])
     for data in (b"", b"x", bytes(1 << 17), path.read_bytes()[:-1]):
         path.write_bytes(data)
-        with pytest.raises(
-            ShardCorruptError, match=r"a.array_record must be an ArrayRecord file: .* close its writer"
-        ):
+        with pytest.raises(ShardCorruptError, match=r"a.array_record must be an ArrayRecord file: .* close its writer"):
             index_folder(tmp_path)
 
 
