@@ -168,10 +168,10 @@ class FleetFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
-            raise CommandError(f"{path} cannot be read ({error}). Delete it if no fleet runs", USAGE) from error
+            raise CommandError(f"{path} cannot be read ({error}). Move it away if no fleet runs", USAGE) from error
         except (TypeError, KeyError, AttributeError) as error:
             raise CommandError(
-                f"{path} was written by another release, or is damaged ({error}). Delete it if no fleet runs",
+                f"{path} was written by another release, or is damaged ({error}). Move it away if no fleet runs",
                 USAGE,
             ) from error
 
