@@ -89,8 +89,8 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
     whole global batch.
 
     Args:
-        effective_batch_size: rows of all boxes' batches of a step together, at least one for each box. global_rank:
-        global_worker_id of the worker; None: this worker.
+        effective_batch_size: rows of all boxes' batches of a step together, at least one for each box.
+        global_rank: global_worker_id of the worker; None: this worker.
 
     Raises:
         TypeError: effective_batch_size is not an integer.

@@ -97,7 +97,7 @@ class TransferBroken(Exception):
 
 
 class FileChanged(Exception):
-    """Error: the file the file was changed while it was read, so it has to be read again from its beginning."""
+    """Error for a file that was changed while it was read, so it has to be read again from its beginning."""
 
 
 def scrubbed(text: str) -> str:

@@ -41,8 +41,8 @@ def index_folder(folder: str | os.PathLike[str], format: str | None = None) -> l
             fields. Beside each file of lines, rows, tar members or TFRecords a file .penstock-index is written.
         format: "parquet", "arrow", "json_lines", "csv_rows", "webdataset", "tfrecord", "array_record" or "megatron";
             None: the format of the files in the folder. "-example" or "-bytes" after "tfrecord" or "array_record" gives
-                the kind of the records; without it, records are read as examples (tf.train.Example) if the first record
-                of each file is one.
+            the kind of the records; without it, records are read as examples (tf.train.Example) if the first record of
+            each file is one.
 
     Returns the shards. Raises InvalidArgumentError, DatasetError, ShardCorruptError.
     """
