@@ -49,8 +49,6 @@ NAMES = {
         "Mapped",
         "MegatronDocuments",
         "Mixture",
-        "Ramp",
-        "Schedule",
         "Packed",
         "Repeated",
         "ShardedSource",

@@ -169,14 +169,6 @@ class Tally:
             row[:] = map(add, row, counted)  # a batch has no shares
             self._changed.add(group)
 
-    def want(self, shares: Shares) -> None:
-        """Change the shares that the mixture wants; see the class."""
-        if shares != self._shares:
-            self._shares = shares
-            for group, row in self.rows.items():
-                row[SHARE_OF_SAMPLES:FIELDS] = shares.get(group[0], (0, 0))
-            self._changed.update(self.rows)
-
     def take(self) -> bytes:
         """Return the counts for a BATCH frame: all rows if they take less than ALL_BELOW, else the rows that have
         changed since the last call; b"" if none has changed. After a start or a loaded state all rows have changed."""

@@ -266,12 +266,6 @@ class LoaderCounts:
         self._shares = shares or {}
         self.tally = None if counts is None else Tally(shares=self._shares)
 
-    def want(self, shares: Mapping[str, tuple[int, int]]) -> None:
-        """Change the shares that the mixture wants; see Tally."""
-        self._shares = shares
-        if self.tally is not None:
-            self.tally.want(shares)
-
     def handed_out(self, counted: Mapping[Group, Row]) -> None:
         """Add the counts of a batch that the loader returns."""
         if self.tally is not None:

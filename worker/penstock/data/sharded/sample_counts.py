@@ -11,7 +11,7 @@ from penstock.data.sharded.protocol import ShardedSource, summed
 from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.proto.state.counts import Group, Row, cut_name, merged_rows
 
-__all__ = ["counted_samples", "is_scheduled", "wanted_shares"]
+__all__ = ["counted_samples", "wanted_shares"]
 
 
 def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> dict[Group, Row]:
@@ -29,26 +29,16 @@ def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> di
     return merged_rows([counted, skipped_rows(skipped)]) if skipped else counted
 
 
-def is_scheduled(source: object) -> bool:
-    """Return True if a stack has a mixture whose weights change."""
-    if isinstance(source, Mixture) and source.scheduled:
-        return True
-    below = source.sources if isinstance(source, Mixture) else [getattr(source, "source", None)]
-    return any(each is not None and is_scheduled(each) for each in below)
-
-
-def wanted_shares(source: ShardedSource, position: int = 0) -> dict[str, tuple[int, int]]:
+def wanted_shares(source: ShardedSource) -> dict[str, tuple[int, int]]:
     """Return, for each source of the mixtures in a stack, its share in millionths of (samples, tokens), as the weights
-    want it at a position of the loader; one of the two is 0. Nested mixtures with different units have no shares. The
-    position of a nested mixture whose weights change is estimated from its present share."""
+    want it; one of the two is 0. Nested mixtures with different units have no shares."""
     units: set[str] = set()
 
     def walk(source: object, name: str, share: float) -> dict[str, float]:
         if isinstance(source, Mixture):
             units.add(source.by)
             found: dict[str, float] = {}
-            wanted = source.wanted(int(position * share))
-            for own, below, part in zip(source.names, source.sources, wanted, strict=True):
+            for own, below, part in zip(source.names, source.sources, source.wanted(), strict=True):
                 found.update(walk(below, f"{name}/{own}" if name else own, share * part))
             return found
         inner = getattr(source, "source", None)

@@ -24,7 +24,7 @@ from penstock.data.ordering.partition import APART, Partition
 from penstock.data.sharded.layers.layer import checked, is_keyed
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.round_robin import Tail
-from penstock.data.sharded.sample_counts import counted_samples, is_scheduled, wanted_shares
+from penstock.data.sharded.sample_counts import counted_samples, wanted_shares
 from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.data.sharded.shard_keys import SampleKey, digest_of
 from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition, check_order
@@ -149,7 +149,6 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """Share of this worker in the epoch in progress. An iterator over another share has ended."""
         lengths = None if source.endless else source.lengths(0)
         self._counts = LoaderCounts(counts, wanted_shares(source))
-        self._scheduled = counts is not None and is_scheduled(source)
         countable = counts is None  # with counts the samples between two states must be read
         if not (countable and is_keyed(self._order["source"])) or (lengths is None and not source.endless):
             self.advance_state = None  # type: ignore[method-assign, assignment]
@@ -272,7 +271,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             StateMismatchError: the state belongs to another order, or to one of several workers of another topology.
             StateCorruptError, StateVersionError: the state cannot be read.
         """
-        check_order(state_dict, self._order, self._fixed_order, strict=strict)
+        check_order(state_dict, self._order, strict=strict)
         counts: Mapping[str, Any] = state_dict
         if "others" in state_dict:
             position, counts = self._part(state_dict), {**state_dict, **self._counts_part(state_dict)}
@@ -298,7 +297,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
         """Return this worker's part of an aggregated state: one that `aggregate_state_dict` returned."""
-        check_order(aggregated, self._order, self._fixed_order, strict=strict)
+        check_order(aggregated, self._order, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(
                 "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one "
@@ -415,8 +414,6 @@ class _Epoch:
     def __next__(self) -> Any:
         samples = self._next(read=True)
         batch, counted = self._loader._make(samples)
-        if self._loader._scheduled and self._share is not None:
-            self._loader._counts.want(wanted_shares(self._loader.source, self._share.start))
         self._loader._counts.handed_out(counted)
         self._done()
         return batch

@@ -17,7 +17,6 @@ from typing import Any
 from penstock.data.ordering.order_states import FORMAT, OrderProgress, Topology, check_format, others_of
 from penstock.data.ordering.partition import Partition
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.changed_weights import first_change
 from penstock.data.sharded.endless_order import EndlessOrder
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.round_robin import RoundRobin, Tail
@@ -132,18 +131,6 @@ class FixedOrder:
             raise StateCorruptError(f"the ShardLoader's state is damaged: {error!r}. Load an older state") from error
         return ShardedPosition(progress, cursors, ended, endless_order)
 
-    def delivered(self, state: Mapping[str, Any]) -> int:
-        """Return a position of an endless source's stream up to which a state's samples may have been delivered; of an
-        aggregated state the very position. Raises the errors of `read`."""
-        others = [self.read(other).progress for other in others_of(state).values()]
-        progress = self.read(state).progress
-        batches = progress.done * (1 if "others" in state else progress.topology.workers)
-        return max(
-            progress.start + batches * progress.topology.batch,
-            *(other.start + other.done * other.topology.workers * other.topology.batch for other in others),
-            0,
-        )
-
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Merge the states of all workers, in order of global_worker_id, into one state. The topology is taken from the
         states, because any process may call this."""
@@ -241,9 +228,8 @@ def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def check_order(state: Any, order: Mapping[str, Any], fixed_order: FixedOrder, *, strict: bool) -> None:
-    """Raise StateMismatchError if the state is a position in another order, except one in which only the weights of a
-    mixture differ, and only after the position. Without `strict` only warn, if the position
+def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise StateMismatchError if the state is a position in another order. Without `strict` only warn, if the position
     also exists in this order because its shards and rows are arranged in the same way. If `state` is not a state, raise
     the errors that `FixedOrder.read` raises."""
     check_format(state, *KIND)
@@ -251,16 +237,6 @@ def check_order(state: Any, order: Mapping[str, Any], fixed_order: FixedOrder, *
     if not found:
         return
     message = f"the state was saved with another order of samples: {', '.join(found.values())}"
-    change = first_change(state["order"]["source"], order["source"]) if _only_in(found, "source") else None
-    if change is not None:
-        delivered = fixed_order.delivered(state)
-        if delivered <= change:
-            return
-        message = (
-            f"the weights of the mixture change at position {change}, but samples up to position {delivered} were "
-            f"delivered before the state was saved: {', '.join(found.values())}. Let the weights change at position "
-            f"{delivered} or later"
-        )
     fixed = [name for name in ("shards", "partitions", "endless") if name in found]
     if strict:
         raise StateMismatchError(f"{message}. Use the settings of the saved run, or load with strict=False to continue")
@@ -292,11 +268,6 @@ def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
     if _is_list(was) and _is_list(now):
         was, now = list(was), list(now)
     return {} if was == now else {path: f"{path} was {was!r:.200} and is {now!r:.200} now"}
-
-
-def _only_in(found: Mapping[str, str], name: str) -> bool:
-    """Return True if all differences lie in one entry. `found`: see `differences`."""
-    return all(path == name or path.startswith((f"{name}.", f"{name}[")) for path in found)
 
 
 def _is_list(value: Any) -> bool:

@@ -104,8 +104,6 @@ class WorkerShare:
         batch."""
         self.rows = 0
         """Number of this box's rows in the batch that `next` returned or skipped last."""
-        self.start = begun.progress.start
-        """Position of the first row of all boxes in the batch that `next` returned or skipped last."""
         self._between = True
         """True if the position is between two batches; False while a batch is made, or if making it failed."""
 
@@ -120,7 +118,6 @@ class WorkerShare:
             self._readers.begin()
             self._between = False
         number, progress = self._turn.batch(self._done), self._begun.progress
-        batch, begin = progress.topology.batch, progress.start + number * progress.topology.batch
         if self._stream is not None:
             rows = self._stream.rows(number, read=read)
             if rows is None:
@@ -130,11 +127,12 @@ class WorkerShare:
                 return None
         else:
             assert self._begun.endless_order is not None
+            batch, begin = progress.topology.batch, progress.start + number * progress.topology.batch
             shards, indices = self._begun.endless_order.at(
                 np.arange(begin + self._plan.box, begin + batch, progress.topology.boxes)
             )
             rows = [(shard, index, False) for shard, index in zip(shards.tolist(), indices.tolist(), strict=True)]
-        self._first, self.rows, self.start = None if not rows else rows[0][:2], len(rows), begin
+        self._first, self.rows = None if not rows else rows[0][:2], len(rows)
         return [self._readers.get(shard, index, again=again) for shard, index, again in rows] if read else []
 
     def template(self) -> Any:

@@ -11,7 +11,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence, Sized
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -19,10 +19,9 @@ import numpy as np
 from penstock.data.arguments import one_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import checked, entered, placed
-from penstock.data.sharded.layers.mixture_by_tokens import ByTokens
+from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, given_of
 from penstock.data.sharded.layers.mixture_members import MixtureMembers, members_of
-from penstock.data.sharded.layers.mixture_shares import order_of
-from penstock.data.sharded.layers.mixture_weights import Order, Schedule, ScheduledOrder, Segment, Weights, segments_of
+from penstock.data.sharded.layers.mixture_shares import MixtureSchedule, Weight, parts_of, schedule_of
 from penstock.data.sharded.layers.repeated import Repeated
 from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, cursor_origin
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -54,8 +53,8 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Sequence[ShardedSource] | Mapping[str, ShardedSource],
-        weights: Weights | Schedule,
+        sources: Sequence[ShardedSource],
+        weights: Sequence[Weight],
         *,
         stop: Stop = "never",
         by: By = "samples",
@@ -63,11 +62,11 @@ class Mixture:
     ) -> None:
         """
         Args:
-            sources: sources with the same number of shards; a dict gives them names.
-            weights: one weight for each source, at least 0, in any unit, as a list or by name; a source of weight 0 is
-                not read. A Schedule has weights that change at positions in the mixture's order. Weights are converted
-                to whole numbers (parts) in the same ratio: exactly as in their decimal text (0.1 is a tenth) if that
-                makes at most 65,536 parts in all, and otherwise rounded to that many. A saved state contains the parts.
+            sources: sources with the same number of shards.
+            weights: one weight for each source, at least 0, in any unit; a source of weight 0 is never read. Weights
+                are converted to whole numbers (parts) in the same ratio: exactly as in their decimal text (0.1 is a
+                tenth) if that makes at most 65,536 parts in all, and otherwise rounded to that many. A saved state
+                contains the parts.
             stop: what happens when a source has no more samples in a shard. "never": finite sources are repeated, each
                 by itself. "first": the shard of the mixture ends at that source's next turn. "last": the other sources
                 get its turns in this shard, by their weights, until all have ended.
@@ -75,17 +74,21 @@ class Mixture:
                 be documents (tensors, arrays or lists of integers with one dimension), which are yielded whole. In
                 every prefix of a shard, each source's number of tokens then deviates from its share by at most the
                 longest document. One document of each source is read ahead.
-            names: name of each source in counts (see `Counts`); None: the keys of `sources`, or the sources' numbers. A
-                name decides nothing else.
+            names: name of each source in counts (see `Counts`); None: their numbers. A name decides nothing else.
 
         Raises InvalidArgumentError for invalid arguments.
         """
         one_of("stop", stop, get_args(Stop))
         one_of("by", by, get_args(By))
-        if isinstance(sources, Mapping):
-            names, sources = tuple(sources) if names is None else names, list(sources.values())
-        if not isinstance(sources, Sized) or not sources:
-            raise InvalidArgumentError(f"Mixture needs a list or dict of sources, got {sources!r:.200}")
+        if not isinstance(sources, Sized) or not isinstance(weights, Sized):
+            raise InvalidArgumentError(
+                f"Mixture needs a list of sources and a list of weights, got a {type(sources).__name__} and a "
+                f"{type(weights).__name__}"
+            )
+        if len(sources) != len(weights) or not sources:
+            raise InvalidArgumentError(
+                f"Mixture needs one weight for each source, got {len(sources)} sources and {len(weights)} weights"
+            )
         shards = [checked(source, "Mixture").num_shards for source in sources]
         if len(set(shards)) > 1:
             other = next(number for number, count in enumerate(shards) if count != shards[0])
@@ -99,18 +102,12 @@ class Mixture:
                 f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends: use stop='never', or mix "
                 "the sources inside Repeated"
             )
-        if isinstance(weights, Schedule) and stop != "never":
-            raise InvalidArgumentError(
-                f"a Schedule needs sources that are repeated, stop='never', got stop={stop!r}: positions in the "
-                "mixture's order do not begin again with an epoch"
-            )
+        self._parts, self._stop, self._by = parts_of(weights), stop, by
         self.names = _checked_names(names, len(sources))
-        self._segments, self._stop, self._by = segments_of(weights, self.names), stop, by
         self.sources = [Repeated(source) if stop == "never" and not source.endless else source for source in sources]
 
     def __repr__(self) -> str:
-        weights = ", ".join(f"{name}={value}" for name, value in self._described_weights().items())
-        return f"Mixture({self.sources!r}, {weights}, stop={self._stop!r}, by={self._by!r})"
+        return f"Mixture({self.sources!r}, parts={list(self._parts)}, stop={self._stop!r}, by={self._by!r})"
 
     @property
     def num_shards(self) -> int:
@@ -123,16 +120,11 @@ class Mixture:
     def described(self) -> dict[str, Any]:
         return {
             "kind": "Mixture",
-            **self._described_weights(),
+            "parts": list(self._parts),
             "stop": self._stop,
             **({"by": self._by} if self._by != "samples" else {}),
             "sources": [source.described() for source in self.sources],
         }
-
-    def _described_weights(self) -> dict[str, Any]:
-        if not self.scheduled:
-            return {"parts": list(self._segments[0].parts)}
-        return {"segments": [[begin, list(parts)] for begin, parts in self._segments]}
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
         """Return, for each shard, the sum of all sources' lengths, if all sources are read to their end; None
@@ -140,7 +132,7 @@ class Mixture:
         if self._stop != "last":
             return None
         total = np.zeros(self.num_shards, np.int64)
-        for source, part in zip(self.sources, self._segments[0].parts, strict=True):
+        for source, part in zip(self.sources, self._parts, strict=True):
             lengths = source.lengths(epoch) if part else np.zeros(self.num_shards, np.int64)
             if lengths is None:
                 return None
@@ -157,21 +149,16 @@ class Mixture:
             return self.sources[number].open(shard, epoch, own, token)
 
         members = MixtureMembers(opened, tokens)
-        places = _Places(place, shard, self.num_shards)
         if self._by == "tokens":
             where = f"shard {shard} in epoch {epoch}"
-            return ByTokens(members, self._segments, ended, self._stop, index, places.at, token, where, self.names)
-        return _Cursor(members, self._segments, ended, self._stop, index, places, self.names)
+            given = given_of(token, len(tokens))
+            return ByTokens(members, self._parts, ended, self._stop, index, given, where, self.names)
+        places = _Places(place, shard, self.num_shards)
+        return _Cursor(members, self._parts, ended, self._stop, index, places, self.names)
 
-    def wanted(self, position: int = 0) -> list[float]:
-        """Return the share of each source at a position in the mixture's order, of samples or tokens as `by` says."""
-        parts = self._segments[ScheduledOrder(self._segments).number_at(position)].parts
-        return [part / sum(parts) for part in parts]
-
-    @property
-    def scheduled(self) -> bool:
-        """True if the weights change."""
-        return len(self._segments) > 1
+    def wanted(self) -> list[float]:
+        """Return the share of each source, of samples or tokens as `by` says."""
+        return [part / sum(self._parts) for part in self._parts]
 
     @property
     def by(self) -> By:
@@ -208,25 +195,25 @@ class _Cursor:
     def __init__(
         self,
         members: MixtureMembers,
-        segments: Sequence[Segment],
+        parts: tuple[int, ...],
         ended: set[int],
         stop: Stop,
         index: int,
         places: _Places,
         names: tuple[str, ...],
     ) -> None:
-        self._members, self._segments, self._ended, self._stop = members, segments, ended, stop
+        self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
         self._index, self._places, self._names = index, places, names
         self._last = 0
         """Number of the source of the last yielded sample."""
-        self._order = self._live_order()
+        self._schedule = self._live_schedule()
 
     def __iter__(self) -> _Cursor:
         return self
 
     def __next__(self) -> Any:
-        while self._order is not None:
-            number = self._order.at(self._places.at(self._index))
+        while self._schedule is not None:
+            number = self._schedule.at(self._places.at(self._index))
             for sample in self._members.moving(number):
                 self._index += 1
                 self._last = number
@@ -242,8 +229,8 @@ class _Cursor:
 
     def skip(self, count: int) -> int:
         left = count
-        while left and self._order is not None:
-            left -= self._skip_some(1 if left <= FEW else min(left, AT_ONCE), self._order)
+        while left and self._schedule is not None:
+            left -= self._skip_some(1 if left <= FEW else min(left, AT_ONCE), self._schedule)
         return count - left
 
     def token(self) -> Token:
@@ -252,37 +239,37 @@ class _Cursor:
     def close(self) -> None:
         self._members.close()
 
-    def _skip_some(self, count: int, order: Order) -> int:
+    def _skip_some(self, count: int, schedule: MixtureSchedule) -> int:
         """Skip `count` samples, but stop at the first turn of a source that has no sample left, and mark that source as
         ended. Returns the number of skipped samples."""
         if count == 1:
-            number = order.at(self._places.at(self._index))
+            number = schedule.at(self._places.at(self._index))
             passed = self._members.moving(number).skip(1)
             if not passed:
                 self._end(number)
             self._index += passed
             return passed
-        numbers = order.many(self._places.many(self._index, count))
+        order = schedule.many(self._places.many(self._index, count))
         before = self._members.tokens() if self._stop != "never" else []
-        passed, ending = self._skip_each(numbers), None
+        passed, ending = self._skip_each(order), None
         if passed < count and self._stop == "never":
-            self._end(int(numbers[passed]))
-        if passed < count:  # other sources have skipped samples after the position where the order changes: go back
-            ending = int(numbers[passed])
+            self._end(int(order[passed]))
+        if passed < count:  # other sources have skipped samples after the position where the schedule changes: go back
+            ending = int(order[passed])
             self._members.restore(before)
-            self._skip_each(numbers[:passed])
+            self._skip_each(order[:passed])
         self._index += passed
         if ending is not None:
             self._end(ending)
         return passed
 
-    def _skip_each(self, numbers: Ints) -> int:
-        """Skip one sample of each source in `numbers`, in this order. Returns the number of samples skipped before the
-        first source that had none left."""
-        whole = len(numbers)
-        for number, turns in enumerate(np.bincount(numbers).tolist()):
+    def _skip_each(self, order: Ints) -> int:
+        """Skip one sample of each source named in `order`, in this order. Returns the number of samples skipped before
+        the first source that had none left."""
+        whole = len(order)
+        for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):
             if turns and (passed := self._members.moving(number).skip(turns)) < turns:
-                whole = min(whole, int(np.flatnonzero(numbers == number)[passed]))
+                whole = min(whole, int(np.flatnonzero(order == number)[passed]))
         return whole
 
     def _end(self, number: int) -> None:
@@ -290,11 +277,9 @@ class _Cursor:
             raise DatasetError(f"sources[{number}] of a Mixture must be endless, as it declares, but has ended")
         self._ended.add(number)
         self._members.drop(number)
-        self._order = self._live_order()
+        self._schedule = self._live_schedule()
 
-    def _live_order(self) -> Order | None:
-        """Return the order of the sources that have not ended; None if the mixture has ended."""
-        if len(self._segments) > 1:
-            return ScheduledOrder(self._segments)
-        live = tuple(0 if number in self._ended else part for number, part in enumerate(self._segments[0].parts))
-        return order_of(live) if any(live) and not (self._stop == "first" and self._ended) else None
+    def _live_schedule(self) -> MixtureSchedule | None:
+        """Return the schedule of the sources that have not ended; None if the mixture has ended."""
+        live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))
+        return schedule_of(live) if any(live) and not (self._stop == "first" and self._ended) else None

@@ -13,7 +13,6 @@ All counts are integers, and each shard has its own. A shard moves between worke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,24 @@ import torch
 
 from penstock.data.sharded.layers.layer import NUMBER_LIMIT
 from penstock.data.sharded.layers.mixture_members import MixtureMembers
-from penstock.data.sharded.layers.mixture_weights import ScheduledOrder, Segment
-from penstock.data.sharded.protocol import NOWHERE, Origin, Place, Token, cursor_origin
+from penstock.data.sharded.protocol import NOWHERE, Origin, Token, cursor_origin
 from penstock.proto.errors import DatasetError, StateCorruptError
 
-__all__ = ["ByTokens"]
+__all__ = ["ByTokens", "given_of"]
+
+
+def given_of(token: Token | None, count: int) -> list[int]:
+    """Return the number of text tokens that each of `count` sources has given, from `token`, the mixture's saved
+    position in a shard. Raises StateCorruptError for an invalid one."""
+    if token is None:
+        return [0] * count
+    given = token.get("given")
+    if isinstance(given, list) and len(given) == count and all(type(n) is int and 0 <= n < NUMBER_LIMIT for n in given):
+        return list(given)
+    raise StateCorruptError(
+        f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {token!r:.200}. "
+        "Load an older state"
+    )
 
 
 class ByTokens:
@@ -34,22 +46,16 @@ class ByTokens:
     def __init__(
         self,
         members: MixtureMembers,
-        segments: Sequence[Segment],
+        parts: tuple[int, ...],
         ended: set[int],
         stop: str,
         index: int,
-        place: Place,
-        token: Token | None,
+        given: list[int],
         where: str,
         names: tuple[str, ...],
     ) -> None:
-        self._members, self._segments, self._ended, self._stop = members, segments, ended, stop
-        self._index, self._place, self._where, self._names = index, place, where, names
-        self._order = ScheduledOrder(segments)
-        self._segment = self._order.number_at(place(index))
-        since, self._parts = segments[self._segment]
-        self._given = _given_of(token, len(names), since)
-        """Number of text tokens that each source has given in the present segment."""
+        self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
+        self._index, self._given, self._where, self._names = index, given, where, names
         self._next: dict[int, tuple[int, Any, Token, Origin]] = {}
         """Next document of each source, by the source's number: (number of text tokens, document, the source's token
         (position) before it, its origin in the source)."""
@@ -79,13 +85,7 @@ class ByTokens:
         tokens = self._members.tokens()
         for number, (_, _, before, _) in self._next.items():
             tokens[number] = before
-        return {
-            "index": self._index,
-            "ended": sorted(self._ended),
-            "given": self._given.copy(),
-            "since": self._segments[self._segment].begin,
-            "sources": tokens,
-        }
+        return {"index": self._index, "ended": sorted(self._ended), "given": self._given.copy(), "sources": tokens}
 
     def close(self) -> None:
         self._next.clear()
@@ -97,15 +97,7 @@ class ByTokens:
         self.origin = origin.within(self._names[number])
         self._given[number] += length
         self._index += 1
-        if len(self._segments) > 1:
-            self._enter(self._order.number_at(self._place(self._index)))
         return document
-
-    def _enter(self, segment: int) -> None:
-        """Take the parts of a segment. Shares are counted from zero in each segment."""
-        if segment != self._segment:
-            self._segment, self._parts = segment, self._segments[segment].parts
-            self._given = [0] * len(self._given)
 
     def _due(self) -> int | None:
         """Return the number of the source that gives the next document; None if the shard has ended."""
@@ -160,26 +152,3 @@ class ByTokens:
             f"list of token ids with one dimension, got {type(document).__name__}. Tokenize them by Mapped, or use "
             "by='samples'"
         )
-
-
-def _given_of(token: Token | None, count: int, since: int) -> list[int]:
-    """Return the number of text tokens that each of `count` sources has given since the present segment's beginning.
-
-    Args:
-        token: the mixture's saved position in a shard.
-        since: position at which the present segment begins. The saved position may be of a mixture whose weights do not
-            change there.
-
-    Raises StateCorruptError for an invalid saved position.
-    """
-    if token is None:
-        return [0] * count
-    given = token.get("given")
-    known = isinstance(given, list) and 0 < len(given) <= count
-    if known and all(type(number) is int and 0 <= number < NUMBER_LIMIT for number in given):
-        counted = given if token.get("since") == since else []
-        return [*counted, *[0] * (count - len(counted))]  # a source that was added since has given nothing
-    raise StateCorruptError(
-        f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {token!r:.200}. "
-        "Load an older state"
-    )
