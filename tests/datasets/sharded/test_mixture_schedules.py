@@ -18,7 +18,7 @@ from tests.datasets.sharded.test_mixture_tokens import within_one_document
 from penstock.data import Counts, Mapped, Mixture, Packed, Ramp, Schedule, ShardLoader
 from penstock.data.sharded.layers.mixture_order import order_of
 from penstock.data.sharded.layers.mixture_schedule import segments_of
-from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 from penstock.proto.state.counts import by_source
 
 WEIGHTS = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
@@ -192,6 +192,52 @@ def test_a_cursor_is_at_its_token(begin: list[int], changes: Any, by: Any, at: i
     cursor = again(source, cursor)
     assert cursor.skip(more) == more
     assert next(cursor) == samples[at + more]
+
+
+# ---- other weights after a resume
+
+
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_run_resumes_with_later_weights(by: Any, nested: bool) -> None:
+    """Weights that change where the run has not been, and a source that is added there, continue the same order."""
+
+    def made(weights: Any, more: int = 0) -> ShardLoader:
+        sources = [Given([[[n, shard, at, 0] for at in range(30 + n)] for shard in range(4)]) for n in range(2 + more)]
+        source: Any = Mixture(sources, weights, by=by)
+        if nested:
+            source = Mixture([source, mixed([1, 1, 1], shards=4)], [2, 1], by=by)
+        return ShardLoader(Mapped(source, list), global_batch_size=8, block=8, partitions=2, seed=3, collate_fn=list)
+
+    later = Schedule({0: [2, 1], 48: [1, 3]})
+    latest = Schedule({0: [2, 1, 0], 48: {"0": 1, "1": 3}, 96: Ramp({"0": 1, "2": 3}, 20), 200: {"2": 1}})
+    first_leg = AllWorkers(lambda: made([2, 1]), (1, 2))
+    got = first_leg.take(6)
+    second_leg = AllWorkers(lambda: made(later), (2, 1), first_leg)
+    got += second_leg.take(6)
+    got += AllWorkers(lambda: made(latest, 1), (2, 2), second_leg).take(30)
+    assert got == AllWorkers(lambda: made(latest, 1), (1, 1)).take(42)
+    for weights, more in (
+        (Schedule({0: [2, 1], 40: [1, 3]}), 0),
+        ([1, 1, 1], 1),
+        (Schedule({0: [1, 1], 96: [1, 3]}), 0),
+    ):
+        loader = made(weights, more)
+        with pytest.raises(StateMismatchError, match=r"saved with another order of samples.*(schedule|parts|sources)"):
+            loader.load_state_dict(second_leg.state())
+        assert next(iter(loader)) == next(iter(made(weights, more)))
+
+
+def test_weights_below_packing_cannot_change() -> None:
+    """Positions of the mixture are unknown there."""
+
+    def made(weights: Any) -> ShardLoader:
+        return ShardLoader(Packed(mixed(weights, "tokens"), length=16), batch_size=4, block=4, collate_fn=list)
+
+    loader = made([1, 1, 1])
+    next(iter(loader))
+    with pytest.raises(StateMismatchError, match=r"source\.schedule was absent and is"):
+        made(Schedule({0: [1, 1, 1], 10**6: [1, 0, 0]})).load_state_dict(loader.state_dict())
 
 
 # ---- counts

@@ -268,7 +268,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             StateMismatchError: the state is of another order, or of one of several workers of another topology.
             StateCorruptError, StateVersionError: the state cannot be read.
         """
-        check_order(state_dict, self._order, strict=strict)
+        check_order(self._fixed_order.with_later_weights(state_dict, self._order), self._order, strict=strict)
         counts: Mapping[str, Any] = state_dict
         if "others" in state_dict:
             position, counts = self._part(state_dict), {**state_dict, **self._counts_part(state_dict)}
@@ -294,7 +294,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
         """Return this worker's part of an aggregated state: one that `aggregate_state_dict` returned."""
-        check_order(aggregated, self._order, strict=strict)
+        check_order(self._fixed_order.with_later_weights(aggregated, self._order), self._order, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(
                 "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one worker"

@@ -54,12 +54,14 @@ def _given_of(token: Token | None, count: int, piece: Piece) -> list[int]:
     least = -NUMBER_LIMIT if "piece" in token else -1
     if (
         isinstance(given, list)
-        and len(given) == count
+        and len(given) <= count
         and all(type(n) is int and least < n < NUMBER_LIMIT for n in given)
         and isinstance(begun, list)
     ):
         # The counts are those of another piece if the Schedule was changed after the token was taken.
-        return list(given) if begun == [piece.segment, piece.start] else [0] * count
+        # Sources that were added since have given nothing.
+        kept = given if begun == [piece.segment, piece.start] else []
+        return [*kept, *([0] * (count - len(kept)))]
     raise StateCorruptError(
         f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {token!r:.200}. "
         "Load an older state"
