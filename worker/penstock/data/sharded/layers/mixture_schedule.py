@@ -6,7 +6,7 @@ function of the order alone, and no number of boxes or workers changes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -69,7 +69,7 @@ class Schedule:
         unit, before = at_least_one("rows_per_step", rows_per_step), -1
         found: dict[int, Weights | Ramp] = {}
         for given, weights in changes.items():
-            position = _position(given)
+            position = _position(given, unit)
             if before < 0 and position:
                 raise InvalidArgumentError(
                     f"the first position of a Schedule must be 0, got {position}: give the weights from the beginning"
@@ -155,8 +155,10 @@ def _parts(weights: Any, names: Sequence[str], where: str) -> tuple[int, ...]:
                 f"{where} must name sources of the Mixture ({', '.join(names)}), got {unknown[0]!r}"
             )
         weights = [weights.get(name, 0) for name in names]
-    elif isinstance(weights, str) or not isinstance(weights, Sequence) or len(weights) != len(names):
-        count = f"{len(weights)} weights" if isinstance(weights, Sequence) else f"a {type(weights).__name__}"
+    elif isinstance(weights, str) or not isinstance(weights, Sized) or len(weights) != len(names):
+        count = f"a {type(weights).__name__}"
+        if isinstance(weights, Sized) and not isinstance(weights, str):
+            count = f"{len(weights)} weights"
         raise InvalidArgumentError(f"{where} must be one weight for each of {len(names)} sources, got {count}")
     try:
         return parts_of(weights)
@@ -166,8 +168,10 @@ def _parts(weights: Any, names: Sequence[str], where: str) -> tuple[int, ...]:
         raise InvalidArgumentError(f"{where}: {error}") from None
 
 
-def _position(given: Any) -> int:
+def _position(given: Any, unit: int) -> int:
     position: int | None = whole("a position of a Schedule", given)
-    if isinstance(given, bool) or position is None or not 0 <= position < NUMBER_LIMIT:
-        raise InvalidArgumentError(f"a position of a Schedule must be a whole number >= 0, got {given!r}")
+    if isinstance(given, bool) or position is None or not 0 <= position * unit < NUMBER_LIMIT:
+        raise InvalidArgumentError(
+            f"a position of a Schedule must be a whole number >= 0, at most {(NUMBER_LIMIT - 1) // unit}, got {given!r}"
+        )
     return position
