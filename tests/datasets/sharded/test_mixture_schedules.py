@@ -145,6 +145,13 @@ def test_token_shares_follow_a_ramp() -> None:
     assert abs(tokens[1] / tokens.sum() - 0.9) < 0.01
 
 
+def test_ramps_of_many_sources_meet_deadlines() -> None:
+    """A step that took the sources in their order could not end with each share rounded up or down."""
+    begin = [30, 30, 1, 30, 0, 1, 1, 1, 30, 30, 0, 2, 1, 0, 0, 1, 0, 30, 0, 0, 2, 0, 0, 1, 1, 30, 2, 1, 0, 2]
+    end = [1, 1, 1, 0, 2, 2, 30, 1, 30, 1, 2, 1, 0, 1, 1, 0, 0, 0, 1, 30, 1, 2, 2, 1, 2, 0, 0, 1, 30, 2]
+    assert deviation(begin, end, 20, order(Schedule({0: Ramp(end, 20, start=begin)}), 20, 30)) < 2.25
+
+
 # ---- topologies and resumes
 
 
