@@ -295,11 +295,11 @@ def test_wanted_shares_under_packing() -> None:
     ("made", "says"),
     [
         (lambda: Schedule({}), r"needs a dict from positions to weights"),
-        (lambda: Schedule([1]), r"needs a dict from positions to weights"),
+        (lambda: Schedule([1]), r"needs a dict from positions to weights"),  # type: ignore[arg-type]
         (lambda: Schedule({5: [1]}), r"first position of a Schedule must be 0, got 5"),
         (lambda: Schedule({0: [1], 9: [1], 4: [1]}), r"must ascend, got 4 after 9"),
         (lambda: Schedule({-3: [1]}), r"a position of a Schedule must be a whole number >= 0, .* got -3"),
-        (lambda: Schedule({0.5: [1]}), r"a position of a Schedule must be a whole number, got 0.5"),
+        (lambda: Schedule({0.5: [1]}), r"a position of a Schedule must be a whole number, got 0.5"),  # type: ignore[dict-item]
         (
             lambda: Schedule({0: [1], 1 << 50: [1]}, rows_per_step=1 << 13),
             r"at most 562949953421311, got 1125899906842624",
@@ -323,7 +323,7 @@ def test_wanted_shares_under_packing() -> None:
             lambda: mixed(Schedule({0: {"a": 1}, 4: [1, 2]})),
             r"position 4 must be one weight for each of 3 .* 2 weights",
         ),
-        (lambda: mixed(Schedule({0: {"a": 1}, 4: 7})), r"position 4 must be one weight for each of 3 .* got a int"),
+        (lambda: mixed(Schedule({0: {"a": 1}, 4: 7})), r"position 4 must be one weight for each of 3 .* got a int"),  # type: ignore[dict-item]
         (lambda: mixed(Schedule({0: Ramp([1, 1, 1], 5)})), r"Ramp at position 0 .* give Ramp\(..., start=\)"),
         (
             lambda: mixed(Schedule({0: [1, 1, 1], 5: Ramp([1, 0, 0], 6), 10: [1, 1, 1]}, rows_per_step=3)),
