@@ -44,6 +44,11 @@ class TokenWeights(NamedTuple):
         """Return the piece of the order in which the shard's sample `index` lies."""
         return self.order.piece(self.place(index) if self.changes else 0)
 
+    def last(self, index: int, token: Token | None) -> Piece:
+        """Return the piece of the last document before a token (the mixture's saved position) at sample `index`; before
+        the first document, that of the first."""
+        return self.piece(index - 1 if token is not None and index else index)
+
 
 def _given_of(token: Token | None, count: int, piece: Piece) -> list[int]:
     """Return the number of text tokens that each of `count` sources has given in a piece of the order, from `token`,
@@ -90,7 +95,8 @@ class ByTokens:
     ) -> None:
         self._members, self._weights, self._ended, self._stop = members, weights, ended, stop
         self._index, self._where, self._names = index, where, names
-        self._piece = weights.piece(index)
+        self._piece = weights.last(index, token)
+        """Piece of the order in which the last document lay, so that a token does not depend on weights after it."""
         self._parts, self._given = self._piece.parts, _given_of(token, len(names), self._piece)
         self._next: dict[int, tuple[int, Any, Token, Origin]] = {}
         """Next document of each source, by the source's number: (number of text tokens, document, the source's token
@@ -135,8 +141,6 @@ class ByTokens:
         self.origin = origin.within(self._names[number])
         self._given[number] += length
         self._index += 1
-        if self._weights.changes:
-            self._enter(self._weights.piece(self._index))
         return document
 
     def _enter(self, piece: Piece) -> None:
@@ -149,6 +153,8 @@ class ByTokens:
 
     def _due(self) -> int | None:
         """Return the number of the source that gives the next document; None if the shard has ended."""
+        if self._weights.changes:
+            self._enter(self._weights.piece(self._index))
         while not self._over:
             live = [number for number, part in enumerate(self._parts) if part and number not in self._ended]
             missing = [number for number in live if number not in self._next and not self._read(number)]
