@@ -50,10 +50,12 @@ NAMES = {
         "MegatronDocuments",
         "Mixture",
         "Packed",
+        "Ramp",
         "Repeated",
         "ShardedSource",
         "SkipSample",
         "Savable",
+        "Schedule",
         "ShardLoader",
         "MapLoader",
         "Stream",
@@ -173,6 +175,8 @@ KEYWORDS = {
     "penstock.data:Grouped": "source key size window drop_rest name",
     "penstock.data:Mapped": "source fn random name skip_failures",
     "penstock.data:Mixture": "sources weights stop by",
+    "penstock.data:Ramp": "to over start",
+    "penstock.data:Schedule": "changes rows_per_step",
     "penstock.data:Packed": (
         "source length pad bos eos split long window dtype tokens labels positions segments cu_seqlens loss_mask "
         "ignore_index payload attached"

@@ -17,8 +17,10 @@ from penstock.data import (
     Mapped,
     Mixture,
     Packed,
+    Ramp,
     Repeated,
     Savable,
+    Schedule,
     ShardedSource,
     SkipSample,
     WindowShuffled,
@@ -105,6 +107,9 @@ STACKS: dict[str, Callable[[], ShardedSource]] = {
     "mixture to the first end": lambda: Mixture([documents(9, 0), documents(3, 4, first=5)], [2, 1], stop="first"),
     "mixture to the last end": lambda: Mixture([documents(9, 0), documents(3, 4, first=5)], [2, 1], stop="last"),
     "mixture by tokens": lambda: Mixture([documents(9, 2), documents(3, 4, first=5)], [2, 1], stop="last", by="tokens"),
+    "mixture by tokens, scheduled": lambda: Mixture(
+        [documents(9, 2), documents(3, 4, first=5)], Schedule({0: [2, 1], 7: Ramp([1, 5], 9), 20: [0, 1]}), by="tokens"
+    ),
     "language model": _language_model,
     "generators packed": lambda: Packed(Chunked(_generators(3), length=4, eos=-2), length=4),
     "streams in windows": lambda: WindowShuffled(_streams(2), 5),

@@ -10,6 +10,7 @@ from penstock.data.ordering.balancing.balanced_order import Balance
 from penstock.data.sharded.layers.documents import Chunked
 from penstock.data.sharded.layers.mapped import Filtered, Mapped, SkipSample
 from penstock.data.sharded.layers.mixture import Mixture
+from penstock.data.sharded.layers.mixture_schedule import Ramp, Schedule
 from penstock.data.sharded.layers.packed import Packed
 from penstock.data.sharded.layers.packed_rows import collate_packed
 from penstock.data.sharded.layers.repeated import Repeated
@@ -48,8 +49,10 @@ __all__ = [
     "MegatronDocuments",
     "Mixture",
     "Packed",
+    "Ramp",
     "Repeated",
     "Savable",
+    "Schedule",
     "ShardLoader",
     "ShardedSource",
     "SkipSample",

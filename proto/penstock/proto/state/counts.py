@@ -169,6 +169,15 @@ class Tally:
             row[:] = map(add, row, counted)  # a batch has no shares
             self._changed.add(group)
 
+    def want(self, shares: Shares) -> None:
+        """Change the shares that the mixture wants. Rows whose share is another one now have changed."""
+        self._shares = shares
+        for group, row in self.rows.items():
+            wanted = [*shares.get(group[0], (0, 0))]
+            if row[SHARE_OF_SAMPLES:FIELDS] != wanted:
+                row[SHARE_OF_SAMPLES:FIELDS] = wanted
+                self._changed.add(group)
+
     def take(self) -> bytes:
         """Return the counts for a BATCH frame: all rows if they take less than ALL_BELOW, else the rows that have
         changed since the last call; b"" if none has changed. After a start or a loaded state all rows have changed."""

@@ -271,6 +271,12 @@ class LoaderCounts:
         if self.tally is not None:
             self.tally.add(counted)
 
+    def want(self, shares: Mapping[str, tuple[int, int]]) -> None:
+        """Change the shares that the mixture wants; see Tally."""
+        self._shares = shares
+        if self.tally is not None:
+            self.tally.want(shares)
+
     def saved(self) -> dict[str, Any]:
         """Return the entry of a worker's state with the counts; an empty dict if the loader does not count."""
         if self.tally is None:

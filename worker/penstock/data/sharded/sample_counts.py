@@ -3,15 +3,17 @@ leave out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock.data.loading.counting import SampleCounter, skipped_rows
+from penstock.data.sharded.layers.layer import placed
+from penstock.data.sharded.layers.mapped import Mapped
 from penstock.data.sharded.layers.mixture import Mixture
-from penstock.data.sharded.protocol import ShardedSource, summed
+from penstock.data.sharded.protocol import Place, ShardedSource, Token, summed
 from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.proto.state.counts import Group, Row, cut_name, merged_rows
 
-__all__ = ["counted_samples", "wanted_shares"]
+__all__ = ["changes_shares", "counted_samples", "wanted_shares"]
 
 
 def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> dict[Group, Row]:
@@ -29,22 +31,41 @@ def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> di
     return merged_rows([counted, skipped_rows(skipped)]) if skipped else counted
 
 
-def wanted_shares(source: ShardedSource) -> dict[str, tuple[int, int]]:
+def changes_shares(source: ShardedSource) -> bool:
+    """Return True if the weights of a mixture in a stack change with the position."""
+    if isinstance(source, Mixture):
+        return source.changes or any(map(changes_shares, source.sources))
+    inner = getattr(source, "source", None)
+    return inner is not None and changes_shares(inner)
+
+
+def wanted_shares(
+    source: ShardedSource, shard: int = 0, token: Token | None = None, place: Place | None = None
+) -> dict[str, tuple[int, int]]:
     """Return, for each source of the mixtures in a stack, its share in millionths of (samples, tokens), as the weights
-    want it; one of the two is 0. Nested mixtures with different units have no shares."""
+    want it; one of the two is 0. Nested mixtures with different units have no shares.
+
+    `token`: position of a cursor of `shard`, from which the position of each mixture is taken; None: the beginning.
+    `place`: function from the shard's samples to their positions, as the source was opened with it.
+    """
     units: set[str] = set()
 
-    def walk(source: object, name: str, share: float) -> dict[str, float]:
-        if isinstance(source, Mixture):
-            units.add(source.by)
-            found: dict[str, float] = {}
-            for own, below, part in zip(source.names, source.sources, source.wanted(), strict=True):
-                found.update(walk(below, f"{name}/{own}" if name else own, share * part))
-            return found
+    def walk(source: object, name: str, share: float, token: object, place: Place | None) -> dict[str, float]:
         inner = getattr(source, "source", None)
-        return {name: share} if inner is None else walk(inner, name, share)
+        if not isinstance(source, Mixture):
+            kept = place if isinstance(source, Mapped) and source.one_to_one else None
+            return {name: share} if inner is None else walk(inner, name, share, _entry(token, "source"), kept)
+        units.add(source.by)
+        index, tokens = _entry(token, "index"), _entry(token, "sources")
+        position = placed(place, shard, source.num_shards)(index) if isinstance(index, int) else 0
+        below = tokens if isinstance(tokens, list) else []
+        found: dict[str, float] = {}
+        for number, part in enumerate(source.wanted(position)):
+            own, at = source.names[number], below[number] if number < len(below) else None
+            found.update(walk(source.sources[number], f"{name}/{own}" if name else own, share * part, at, None))
+        return found
 
-    shares = walk(source, "", 1.0)
+    shares = walk(source, "", 1.0, token, place)
     if len(units) != 1:
         return {}
     of_tokens = units == {"tokens"}
@@ -52,3 +73,7 @@ def wanted_shares(source: ShardedSource) -> dict[str, tuple[int, int]]:
         cut_name(name): (0, round(1e6 * share)) if of_tokens else (round(1e6 * share), 0)
         for name, share in shares.items()
     }
+
+
+def _entry(token: object, name: str) -> object:
+    return token.get(name) if isinstance(token, Mapping) else None

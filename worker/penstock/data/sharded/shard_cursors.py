@@ -78,6 +78,8 @@ class ShardReaders:
         self._cursors: dict[int, Cursor] = {}
         self._at: dict[int, int] = {}
         """Index of the next sample of each shard's cursor."""
+        self._latest = -1
+        """Number of the shard that was read last; -1: none."""
         self._states = states.copy()
         self._touched: set[int] = set()
         """Numbers of shards that were read since their cursor states in `_states` were taken."""
@@ -159,6 +161,11 @@ class ShardReaders:
             self._touched.clear()
         return self._states.copy()
 
+    def latest(self) -> tuple[int, Token] | None:
+        """Return the shard that was read last, and its token; None if none was read."""
+        cursor = self._cursors.get(self._latest)
+        return None if cursor is None else (self._latest, cursor.token())
+
     def close(self) -> None:
         for cursor in [*self._cursors.values(), *(cursor for cursor, _ in self._second.values())]:
             cursor.close()
@@ -191,7 +198,7 @@ class ShardReaders:
         except BaseException:
             self._drop(shard)
             raise
-        self._at[shard] = index + 1
+        self._at[shard], self._latest = index + 1, shard
         self._held[shard, index] = HeldSample(sample, key, cursor_origin(cursor))
         return True
 

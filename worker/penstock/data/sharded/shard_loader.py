@@ -24,7 +24,7 @@ from penstock.data.ordering.partition import APART, Partition
 from penstock.data.sharded.layers.layer import checked, is_keyed
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.round_robin import Tail
-from penstock.data.sharded.sample_counts import counted_samples, wanted_shares
+from penstock.data.sharded.sample_counts import changes_shares, counted_samples, wanted_shares
 from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.data.sharded.shard_keys import SampleKey, digest_of
 from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition, check_order
@@ -149,6 +149,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """Share of this worker in the epoch in progress. An iterator over another share has ended."""
         lengths = None if source.endless else source.lengths(0)
         self._counts = LoaderCounts(counts, wanted_shares(source))
+        self._wants_change = counts is not None and changes_shares(source)
         countable = counts is None  # with counts the samples between two states must be read
         if not (countable and is_keyed(self._order["source"])) or (lengths is None and not source.endless):
             self.advance_state = None  # type: ignore[method-assign, assignment]
@@ -271,7 +272,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             StateMismatchError: the state belongs to another order, or to one of several workers of another topology.
             StateCorruptError, StateVersionError: the state cannot be read.
         """
-        check_order(state_dict, self._order, strict=strict)
+        check_order(self._fixed_order.with_later_weights(state_dict, self._order), self._order, strict=strict)
         counts: Mapping[str, Any] = state_dict
         if "others" in state_dict:
             position, counts = self._part(state_dict), {**state_dict, **self._counts_part(state_dict)}
@@ -297,7 +298,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
         """Return this worker's part of an aggregated state: one that `aggregate_state_dict` returned."""
-        check_order(aggregated, self._order, strict=strict)
+        check_order(self._fixed_order.with_later_weights(aggregated, self._order), self._order, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(
                 "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one "
@@ -370,7 +371,16 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 )
             self._begun = self._fixed_order.repartitioned(self._begun, topology, first=0)
         self._share = WorkerShare(self._plan, self._begun, self._identity.turn(self._begun.progress.first))
+        self._want()
         return self._share
+
+    def _want(self) -> None:
+        """Set the shares that mixtures want at the present position, if they change."""
+        latest = self._share.latest() if self._wants_change and self._share is not None else None
+        if latest is not None:
+            shard, token = latest
+            order = self._begun.endless_order
+            self._counts.want(wanted_shares(self.source, shard, token, None if order is None else order.place(shard)))
 
     def _make(self, samples: list[HeldSample]) -> tuple[Any, dict[Group, Row]]:
         """Return the batch of samples, and their counts."""
@@ -415,6 +425,7 @@ class _Epoch:
         samples = self._next(read=True)
         batch, counted = self._loader._make(samples)
         self._loader._counts.handed_out(counted)
+        self._loader._want()
         self._done()
         return batch
 

@@ -18,6 +18,7 @@ from penstock.data.ordering.order_states import FORMAT, OrderProgress, Topology,
 from penstock.data.ordering.partition import Partition
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.endless_order import EndlessOrder
+from penstock.data.sharded.later_weights import with_later_weights
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.round_robin import RoundRobin, Tail
 from penstock.data.sharded.shard_cursors import CursorStates
@@ -180,6 +181,32 @@ class FixedOrder:
         if (epoch, start, self.block) == (0, 0, None):
             endless_order = self.endless_order(topology.batch)
         return replace(whole, progress=OrderProgress(epoch, start, 0, topology, first), endless_order=endless_order)
+
+    def with_later_weights(self, state: Mapping[str, Any], order: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state of an endless source with the weights of mixtures in `order`, as far as they do not change
+        what comes before the state's position."""
+        check_format(state, *KIND)
+        was = state["order"]
+        if not self.source.endless or was.get("source") == order["source"] or "shards" not in was:
+            return state
+        if was["shards"] != order["shards"] or was.get("partitions") != order["partitions"]:
+            return state
+        reached = [self._reached(self.read(each), each) for each in (state, *others_of(state, {}).values())]
+        position, endless_order = max(reached), self.read(state).endless_order
+        assert endless_order is not None
+        inner = int(endless_order.counts(position).max()) * self.source.num_shards
+        try:
+            source = with_later_weights(was["source"], order["source"], position, inner)
+        except (AttributeError, KeyError, TypeError):
+            return state
+        return {**state, "order": {**was, "source": source}}
+
+    @staticmethod
+    def _reached(position: ShardedPosition, state: Mapping[str, Any]) -> int:
+        """Return a position that no worker has passed. A single worker's state counts only its own batches."""
+        progress = position.progress
+        workers = 1 if "others" in state else progress.topology.workers
+        return progress.start + progress.done * progress.topology.batch * workers
 
     def _partition(self, position: ShardedPosition) -> Partition | None:
         """Return the partition of the epoch in which a position lies; None for an endless source, and while lengths are

@@ -164,6 +164,12 @@ class WorkerShare:
         progress = OrderProgress(begun.epoch, begun.start, self._done, begun.topology, begun.first)
         return ShardedPosition(progress, cursors, ended, self._begun.endless_order)
 
+    def latest(self) -> tuple[int, Token] | None:
+        """Return one of the shards that were read furthest, and its token; None at the beginning."""
+        states = self._begun.cursors
+        furthest = max(states.indices, key=lambda shard: (states.indices[shard], shard), default=None)
+        return self._readers.latest() or (None if furthest is None else (furthest, states.tokens[furthest]))
+
     @property
     def begun_at_end(self) -> bool:
         """True if the worker has made no batch in this share. If no batch is left either, all batches of the epoch were

@@ -101,6 +101,11 @@ class Mapped(_PerSample):
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "skip_failures": self._skip_failures}
 
+    @property
+    def one_to_one(self) -> bool:
+        """True if there is one sample for each of the source."""
+        return not self._skip_failures
+
     def lengths(self, epoch: int) -> Sequence[int] | None:
         return None if self._skip_failures else self.source.lengths(epoch)
 

@@ -1,9 +1,9 @@
 """Mixture of several sources. Every prefix of the order has each source's share of samples.
 
-Which source a sample comes from is a function of the sample's position among those of all shards (mixture_shares.py).
-So there is no counter that a change of topology could reset. How many samples a source has given in a shard is part of
-that source's token (saved position). If the weights are shares of tokens, they depend on the documents' lengths, so
-each shard counts the tokens (mixture_by_tokens.py).
+Which source a sample comes from is a function of the sample's position among those of all shards (mixture_shares.py;
+for weights that change, mixture_order.py). So there is no counter that a change of topology could reset. How many
+samples a source has given in a shard is part of that source's token (saved position). If the weights are shares of
+tokens, they depend on the documents' lengths, so each shard counts the tokens (mixture_by_tokens.py).
 
 Two sources may read the same data. Each gets a seed of its own; otherwise both would give the same samples in the same
 order.
@@ -11,7 +11,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -19,9 +19,11 @@ import numpy as np
 from penstock.data.arguments import one_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import checked, entered, placed
-from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, given_of
+from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, TokenWeights
 from penstock.data.sharded.layers.mixture_members import MixtureMembers, members_of
-from penstock.data.sharded.layers.mixture_shares import MixtureSchedule, Weight, parts_of, schedule_of
+from penstock.data.sharded.layers.mixture_order import SegmentedOrder, order_of
+from penstock.data.sharded.layers.mixture_schedule import Schedule, Weights, segments_of
+from penstock.data.sharded.layers.mixture_shares import MixtureSchedule, schedule_of
 from penstock.data.sharded.layers.repeated import Repeated
 from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, cursor_origin
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -42,19 +44,22 @@ number."""
 class Mixture:
     """Layer that mixes the samples of several sources by weight.
 
-        Mixture([code, text], [0.3, 0.7])
+        Mixture({"code": code, "text": text}, {"code": 0.3, "text": 0.7})
 
     In every prefix of a ShardLoader's order, each source's number of samples deviates from its share by less than one.
     This holds only approximately if the mixture is the source of another mixture, or of a layer that yields more or
     fewer samples than it takes, or that reads ahead. So apply Packed and WindowShuffled to the sources of a mixture and
     not to the mixture, and make one mixture with products of weights instead of nested mixtures. If a mixture is the
     source of Packed, use `by="tokens"`; otherwise sources of long documents get more of the lines than their share.
+
+    Weights that change in the course of a run are a Schedule, with ramps. Then the shares hold from each of its
+    positions on, and in a ramp to within three samples of the straight line.
     """
 
     def __init__(
         self,
-        sources: Sequence[ShardedSource],
-        weights: Sequence[Weight],
+        sources: Sequence[ShardedSource] | Mapping[str, ShardedSource],
+        weights: Weights | Schedule,
         *,
         stop: Stop = "never",
         by: By = "samples",
@@ -62,11 +67,12 @@ class Mixture:
     ) -> None:
         """
         Args:
-            sources: sources with the same number of shards.
-            weights: one weight for each source, at least 0, in any unit; a source of weight 0 is never read. Weights
-                are converted to whole numbers (parts) in the same ratio: exactly as in their decimal text (0.1 is a
-                tenth) if that makes at most 65,536 parts in all, and otherwise rounded to that many. A saved state
-                contains the parts.
+            sources: sources with the same number of shards: a list, or a dict from names to sources.
+            weights: one weight for each source, at least 0, in any unit; a source of weight 0 is never read. With
+                names, a dict from names to weights, where a name that is left out has weight 0. A Schedule gives
+                weights by position, and needs stop="never". Weights are converted to whole numbers (parts) in the same
+                ratio: exactly as in their decimal text (0.1 is a tenth) if that makes at most 65,536 parts in all, and
+                otherwise rounded to that many. A saved state contains the parts.
             stop: what happens when a source has no more samples in a shard. "never": finite sources are repeated, each
                 by itself. "first": the shard of the mixture ends at that source's next turn. "last": the other sources
                 get its turns in this shard, by their weights, until all have ended.
@@ -74,20 +80,26 @@ class Mixture:
                 be documents (tensors, arrays or lists of integers with one dimension), which are yielded whole. In
                 every prefix of a shard, each source's number of tokens then deviates from its share by at most the
                 longest document. One document of each source is read ahead.
-            names: name of each source in counts (see `Counts`); None: their numbers. A name decides nothing else.
+            names: name of each source in counts (see `Counts`) and in weights; None: the names in `sources` if it is a
+                dict, otherwise their numbers. A name decides nothing else.
 
         Raises InvalidArgumentError for invalid arguments.
         """
         one_of("stop", stop, get_args(Stop))
         one_of("by", by, get_args(By))
-        if not isinstance(sources, Sized) or not isinstance(weights, Sized):
+        if isinstance(sources, Mapping):
+            if names is not None:
+                raise InvalidArgumentError("names must be left out if the sources of a Mixture are a dict: it has them")
+            names, sources = [*sources], [*sources.values()]
+        if not isinstance(sources, Sized) or not isinstance(weights, Sized | Schedule):
             raise InvalidArgumentError(
                 f"Mixture needs a list of sources and a list of weights, got a {type(sources).__name__} and a "
                 f"{type(weights).__name__}"
             )
-        if len(sources) != len(weights) or not sources:
+        count = len(sources) if isinstance(weights, Mapping | Schedule) else len(weights)
+        if not sources or count != len(sources):
             raise InvalidArgumentError(
-                f"Mixture needs one weight for each source, got {len(sources)} sources and {len(weights)} weights"
+                f"Mixture needs one weight for each source, got {len(sources)} sources and {count} weights"
             )
         shards = [checked(source, "Mixture").num_shards for source in sources]
         if len(set(shards)) > 1:
@@ -102,12 +114,20 @@ class Mixture:
                 f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends: use stop='never', or mix "
                 "the sources inside Repeated"
             )
-        self._parts, self._stop, self._by = parts_of(weights), stop, by
+        self._stop, self._by = stop, by
         self.names = _checked_names(names, len(sources))
+        self._segments = segments_of(weights, self.names)
+        if self.changes and stop != "never":
+            raise InvalidArgumentError(
+                f"a Schedule needs stop='never', got {stop!r}: each epoch of a finite mixture begins at position 0, "
+                "so its weights cannot depend on the position in the run"
+            )
+        self._parts = self._segments[0].parts
         self.sources = [Repeated(source) if stop == "never" and not source.endless else source for source in sources]
 
     def __repr__(self) -> str:
-        return f"Mixture({self.sources!r}, parts={list(self._parts)}, stop={self._stop!r}, by={self._by!r})"
+        given = ", ".join(f"{name}={value!r}" for name, value in self._weights().items())
+        return f"Mixture({self.sources!r}, {given}, stop={self._stop!r}, by={self._by!r})"
 
     @property
     def num_shards(self) -> int:
@@ -120,11 +140,17 @@ class Mixture:
     def described(self) -> dict[str, Any]:
         return {
             "kind": "Mixture",
-            "parts": list(self._parts),
+            **self._weights(),
             "stop": self._stop,
             **({"by": self._by} if self._by != "samples" else {}),
             "sources": [source.described() for source in self.sources],
         }
+
+    def _weights(self) -> dict[str, Any]:
+        """Return the weights as a JSON value."""
+        if self.changes:
+            return {"schedule": [segment.described() for segment in self._segments]}
+        return {"parts": list(self._parts)}
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
         """Return, for each shard, the sum of all sources' lengths, if all sources are read to their end; None
@@ -148,17 +174,23 @@ class Mixture:
             own = derive_seed(seed, "mixture", number)
             return self.sources[number].open(shard, epoch, own, token)
 
-        members = MixtureMembers(opened, tokens)
+        members, places = MixtureMembers(opened, tokens), _Places(place, shard, self.num_shards)
         if self._by == "tokens":
             where = f"shard {shard} in epoch {epoch}"
-            given = given_of(token, len(tokens))
-            return ByTokens(members, self._parts, ended, self._stop, index, given, where, self.names)
-        places = _Places(place, shard, self.num_shards)
-        return _Cursor(members, self._parts, ended, self._stop, index, places, self.names)
+            weights = TokenWeights(order_of(self._segments), places.at, self.changes)
+            return ByTokens(members, weights, ended, self._stop, index, token, where, self.names)
+        order = order_of(self._segments) if self.changes else schedule_of(self._parts)
+        return _Cursor(members, order, self._parts, ended, self._stop, index, places, self.names)
 
-    def wanted(self) -> list[float]:
-        """Return the share of each source, of samples or tokens as `by` says."""
-        return [part / sum(self._parts) for part in self._parts]
+    def wanted(self, position: int = 0) -> list[float]:
+        """Return the share of each source, of samples or tokens as `by` says, at a position: a number of samples that
+        the mixture has given before."""
+        return order_of(self._segments).shares(position)
+
+    @property
+    def changes(self) -> bool:
+        """True if the weights change with the position."""
+        return len(self._segments) > 1
 
     @property
     def by(self) -> By:
@@ -195,6 +227,7 @@ class _Cursor:
     def __init__(
         self,
         members: MixtureMembers,
+        order: MixtureSchedule | SegmentedOrder,
         parts: tuple[int, ...],
         ended: set[int],
         stop: Stop,
@@ -202,7 +235,7 @@ class _Cursor:
         places: _Places,
         names: tuple[str, ...],
     ) -> None:
-        self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
+        self._members, self._order, self._parts, self._ended, self._stop = members, order, parts, ended, stop
         self._index, self._places, self._names = index, places, names
         self._last = 0
         """Number of the source of the last yielded sample."""
@@ -239,7 +272,7 @@ class _Cursor:
     def close(self) -> None:
         self._members.close()
 
-    def _skip_some(self, count: int, schedule: MixtureSchedule) -> int:
+    def _skip_some(self, count: int, schedule: MixtureSchedule | SegmentedOrder) -> int:
         """Skip `count` samples, but stop at the first turn of a source that has no sample left, and mark that source as
         ended. Returns the number of skipped samples."""
         if count == 1:
@@ -279,7 +312,9 @@ class _Cursor:
         self._members.drop(number)
         self._schedule = self._live_schedule()
 
-    def _live_schedule(self) -> MixtureSchedule | None:
+    def _live_schedule(self) -> MixtureSchedule | SegmentedOrder | None:
         """Return the schedule of the sources that have not ended; None if the mixture has ended."""
+        if not self._ended:
+            return self._order
         live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))
-        return schedule_of(live) if any(live) and not (self._stop == "first" and self._ended) else None
+        return schedule_of(live) if any(live) and self._stop != "first" else None

@@ -9,35 +9,74 @@ length must be known before the choice, so one document of each source is read a
 that document, so no document is lost.
 
 All counts are integers, and each shard has its own. A shard moves between workers together with its counts.
+
+If the weights change with the position of documents, counts begin at zero with each segment of constant weights, and
+with each ramp. From one step of a ramp to the next they continue: each count becomes what the source has given beyond
+its share, so that what it still lacks of one step is made up for in the next.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from penstock.data.sharded.layers.layer import NUMBER_LIMIT
 from penstock.data.sharded.layers.mixture_members import MixtureMembers
-from penstock.data.sharded.protocol import NOWHERE, Origin, Token, cursor_origin
+from penstock.data.sharded.layers.mixture_order import Piece, SegmentedOrder
+from penstock.data.sharded.protocol import NOWHERE, Origin, Place, Token, cursor_origin
 from penstock.proto.errors import DatasetError, StateCorruptError
 
-__all__ = ["ByTokens", "given_of"]
+__all__ = ["ByTokens", "TokenWeights"]
 
 
-def given_of(token: Token | None, count: int) -> list[int]:
-    """Return the number of text tokens that each of `count` sources has given, from `token`, the mixture's saved
-    position in a shard. Raises StateCorruptError for an invalid one."""
+class TokenWeights(NamedTuple):
+    """Weights of a mixture by tokens in one shard."""
+
+    order: SegmentedOrder
+    place: Place
+    changes: bool
+    """True if the weights change with the position."""
+
+    def piece(self, index: int) -> Piece:
+        """Return the piece of the order in which the shard's sample `index` lies."""
+        return self.order.piece(self.place(index) if self.changes else 0)
+
+    def last(self, index: int, token: Token | None) -> Piece:
+        """Return the piece of the last document before a token (the mixture's saved position) at sample `index`; before
+        the first document, that of the first."""
+        return self.piece(index - 1 if token is not None and index else index)
+
+
+def _given_of(token: Token | None, count: int, piece: Piece) -> list[int]:
+    """Return the number of text tokens that each of `count` sources has given in a piece of the order, from `token`,
+    the mixture's saved position in a shard. Raises StateCorruptError for an invalid one."""
     if token is None:
         return [0] * count
-    given = token.get("given")
-    if isinstance(given, list) and len(given) == count and all(type(n) is int and 0 <= n < NUMBER_LIMIT for n in given):
-        return list(given)
+    given, begun = token.get("given"), token.get("piece", [0, 0])
+    least = -NUMBER_LIMIT if "piece" in token else -1
+    if (
+        isinstance(given, list)
+        and len(given) <= count
+        and all(type(n) is int and least < n < NUMBER_LIMIT for n in given)
+        and isinstance(begun, list)
+    ):
+        # The counts are those of another piece if the Schedule was changed after the token was taken.
+        # Sources that were added since have given nothing.
+        kept = given if begun == [piece.segment, piece.start] else []
+        return [*kept, *([0] * (count - len(kept)))]
     raise StateCorruptError(
         f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {token!r:.200}. "
         "Load an older state"
     )
+
+
+def _carried(given: Sequence[int], parts: Sequence[int]) -> list[int]:
+    """Return what each source has given beyond its share, in text tokens, rounded down."""
+    total, whole = sum(given), sum(parts)
+    return [had - part * total // whole for had, part in zip(given, parts, strict=True)]
 
 
 class ByTokens:
@@ -46,16 +85,19 @@ class ByTokens:
     def __init__(
         self,
         members: MixtureMembers,
-        parts: tuple[int, ...],
+        weights: TokenWeights,
         ended: set[int],
         stop: str,
         index: int,
-        given: list[int],
+        token: Token | None,
         where: str,
         names: tuple[str, ...],
     ) -> None:
-        self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
-        self._index, self._given, self._where, self._names = index, given, where, names
+        self._members, self._weights, self._ended, self._stop = members, weights, ended, stop
+        self._index, self._where, self._names = index, where, names
+        self._piece = weights.last(index, token)
+        """Piece of the order in which the last document lay, so that a token does not depend on weights after it."""
+        self._parts, self._given = self._piece.parts, _given_of(token, len(names), self._piece)
         self._next: dict[int, tuple[int, Any, Token, Origin]] = {}
         """Next document of each source, by the source's number: (number of text tokens, document, the source's token
         (position) before it, its origin in the source)."""
@@ -85,7 +127,9 @@ class ByTokens:
         tokens = self._members.tokens()
         for number, (_, _, before, _) in self._next.items():
             tokens[number] = before
-        return {"index": self._index, "ended": sorted(self._ended), "given": self._given.copy(), "sources": tokens}
+        piece = {"piece": [self._piece.segment, self._piece.start]} if self._weights.changes else {}
+        found = {"index": self._index, "ended": sorted(self._ended), "given": self._given.copy(), "sources": tokens}
+        return {**found, **piece}
 
     def close(self) -> None:
         self._next.clear()
@@ -99,8 +143,18 @@ class ByTokens:
         self._index += 1
         return document
 
+    def _enter(self, piece: Piece) -> None:
+        """Change to the weights of the piece in which the next document lies."""
+        if piece == self._piece:
+            return
+        joined = piece.segment == self._piece.segment
+        self._given = _carried(self._given, self._parts) if joined else [0] * len(self._given)
+        self._piece, self._parts = piece, piece.parts
+
     def _due(self) -> int | None:
         """Return the number of the source that gives the next document; None if the shard has ended."""
+        if self._weights.changes:
+            self._enter(self._weights.piece(self._index))
         while not self._over:
             live = [number for number, part in enumerate(self._parts) if part and number not in self._ended]
             missing = [number for number in live if number not in self._next and not self._read(number)]

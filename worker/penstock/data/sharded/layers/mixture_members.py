@@ -12,14 +12,15 @@ __all__ = ["MixtureMembers", "members_of"]
 
 def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set[int]]:
     """Return the tokens (positions) of a mixture's `count` sources, and the numbers of the sources that have ended,
-    from the mixture's token. Raises StateCorruptError for another number of sources."""
+    from the mixture's token. Sources that were added since it was saved are at their beginning. Raises
+    StateCorruptError for more sources."""
     if token is None:
         return [None] * count, set()
     tokens, ended = token.get("sources"), token.get("ended")
-    if isinstance(tokens, list) and len(tokens) == count and isinstance(ended, list):
+    if isinstance(tokens, list) and len(tokens) <= count and isinstance(ended, list):
         numbers = {number for number in ended if type(number) is int and 0 <= number < count}
         if len(numbers) == len(ended):
-            return tokens, numbers
+            return [*tokens, *([None] * (count - len(tokens)))], numbers
     raise StateCorruptError(
         f"the saved position of a Mixture of {count} sources is damaged: {token!r:.200}. Load an older state"
     )

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from penstock.data.ordering.permutation import Ints, mix
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["MAX_PARTS", "MixtureSchedule", "parts_of", "schedule_of"]
+__all__ = ["MAX_PARTS", "MixtureSchedule", "parts_of", "schedule_of", "table_of"]
 
 MAX_PARTS = 1 << 16
 """Largest sum of the whole numbers that weights are converted to."""
@@ -136,7 +136,7 @@ class MixtureSchedule:
     def _table(self, number: int) -> npt.NDArray[np.uint16]:
         table = self._tables.get(number)
         if table is None:
-            table = self._tables[number] = _table(self._parts, self._positions, number)
+            table = self._tables[number] = table_of(self._parts, self._positions, number)
         return table
 
 
@@ -166,7 +166,7 @@ class _Line:
         )
 
 
-def _table(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray[np.uint16]:
+def table_of(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray[np.uint16]:
     """Return table `number`: the source of each of its `positions` positions, a multiple of the sum of `parts`."""
     period = sum(parts)
     lines = [_Line.of(source, part, period, positions // period, number) for source, part in enumerate(parts) if part]

@@ -1,0 +1,64 @@
+"""Changes of a mixture's weights from a saved position on: whether two descriptions of a source agree before it.
+
+A state records the order of samples, and is refused by a loader with another order. But orders that differ only from
+the state's position on are the same as far as the state goes: a position in one is that position in the other. So a run
+may be resumed with other weights, or with more sources, from any position that it has not reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["with_later_weights"]
+
+
+def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
+    """Return the description `was` of a source with the weights of `now`, for each mixture for which both give the same
+    samples before a position. What differs otherwise stays.
+
+    Descriptions in a damaged state raise KeyError, TypeError or AttributeError.
+
+    Args:
+        position: first position that was not reached, of a mixture whose samples are those of the loader.
+        inner: the same for a mixture inside another one.
+    """
+    if not isinstance(was, Mapping) or not isinstance(now, Mapping) or was.get("kind") != now.get("kind"):
+        return was
+    if was["kind"] == "Mapped" and was.get("skip_failures") == 0:
+        return {**was, "source": with_later_weights(was.get("source"), now.get("source"), position, inner)}
+    if was["kind"] != "Mixture":
+        return was
+    sources, added = _pairs(was, now)
+    if added is None:
+        return was
+    found = {**was, "sources": [with_later_weights(one, other, inner, inner) for one, other in sources]}
+    count = len(sources) + len(added)
+    if _before(was, position, count) != _before(now, position, count):
+        return found
+    changed = {name: value for name, value in found.items() if name not in ("parts", "schedule")}
+    weights = {name: now[name] for name in ("parts", "schedule") if name in now}
+    return {**changed, **weights, "sources": [*found["sources"], *added]}
+
+
+def _pairs(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], list[Any] | None]:
+    """Return the sources that both mixtures have, in pairs, and the descriptions of those that were added; None if some
+    are missing."""
+    first, second = was["sources"], now["sources"]
+    if len(first) > len(second):
+        return [], None
+    return list(zip(first, second, strict=False)), list(second[len(first) :])
+
+
+def _before(described: Mapping[str, Any], position: int, count: int) -> list[Any]:
+    """Return the segments that begin before a position, with weights for `count` sources; those that were added later
+    have weight 0."""
+    segments = described.get("schedule") or [{"start": 0, "parts": described.get("parts") or []}]
+    return [
+        {
+            name: [*value, *([0] * (count - len(value)))] if name in ("parts", "begin") else value
+            for name, value in segment.items()
+        }
+        for segment in segments
+        if segment["start"] < position
+    ]
