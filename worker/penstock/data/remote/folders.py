@@ -18,7 +18,6 @@ import io
 import logging
 import math
 import os
-import random
 import threading
 import time
 import weakref
@@ -31,6 +30,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from penstock.data.remote.blocking_filesystems import PlainFilesystems
 from penstock.data.remote.remote_loop import RemoteLoop
+from penstock.data.remote.retries import LAST_PAUSE_S, pause_before_retry, tries_text
 from penstock.data.remote.transfer import (
     LARGEST_COPY,
     PARALLEL,
@@ -66,10 +66,6 @@ RANGE_BYTES = 16 << 20
 """Largest number of bytes that one request for a range asks for."""
 PAST_END = 416
 """HTTP status for a range that begins after the file's end."""
-FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 10.0
-LAST_PAUSE_S = 0.2
-"""Seconds before a deadline in which no new attempt begins."""
 QUIET_TRIES = 5
 """Failed attempts in a row, about two seconds' worth, before the first warning is logged."""
 MIN_PROGRESS_BYTES = 1 << 16
@@ -396,11 +392,11 @@ class RemoteFolder:
                 )
             failures += 1
             left = until - time.monotonic()
-            pause = _pause(failures, left, failure_kind)
+            pause = pause_before_retry(failures, left, failure_kind)
             if failure_kind.final or failures == self._tries:
                 raise ShardUnavailableError(
-                    f"{self.url_of(name)} could not be {done} after {_tries(failures)}: {failure_kind.reason}. Check "
-                    "the address and storage_options"
+                    f"{self.url_of(name)} could not be {done} after {tries_text(failures)}: {failure_kind.reason}. "
+                    "Check the address and storage_options"
                 ) from self._absent(name, failure_kind)
             if pause >= left or left < LAST_PAUSE_S:
                 raise self._too_late(name, done, deadline_s, failures, failure_kind)
@@ -452,11 +448,11 @@ class RemoteFolder:
             if failure_kind.final or mistyped or failures == self._tries:
                 # The cause is left out, because its text may contain credentials.
                 raise ShardUnavailableError(
-                    f"{source} could not be fetched after {_tries(failures)}: {failure_kind.reason}. Check the address "
-                    "and storage_options"
+                    f"{source} could not be fetched after {tries_text(failures)}: {failure_kind.reason}. Check the "
+                    "address and storage_options"
                 ) from self._absent(name, failure_kind)
             left = until - time.monotonic()
-            pause = _pause(failures, left, failure_kind)
+            pause = pause_before_retry(failures, left, failure_kind)
             if pause >= left or left < LAST_PAUSE_S:
                 raise self._too_late(name, "fetched", deadline_s, failures, failure_kind)
             if failures == QUIET_TRIES:
@@ -479,7 +475,7 @@ class RemoteFolder:
     ) -> ShardUnavailableError:
         """Return the error for an operation on a file that did not succeed before the deadline."""
         return ShardUnavailableError(
-            f"{self.url_of(name)} could not be {done} within {deadline_s:.3g} s, {_tries(failures)}: "
+            f"{self.url_of(name)} could not be {done} within {deadline_s:.3g} s, {tries_text(failures)}: "
             f"{failure_kind.reason}. Check that the server answers and that storage_options are right, or raise "
             "timeout_s"
         )
@@ -589,16 +585,6 @@ class RemoteFolder:
             loop.close()
         fs, root = loop.opening.result()
         return loop, fs, root
-
-
-def _tries(count: int) -> str:
-    return "1 try" if count == 1 else f"{count} tries"
-
-
-def _pause(failures: int, left: float, failure_kind: FailureKind) -> float:
-    """Return the seconds to wait before the next attempt. `left`: seconds until the deadline."""
-    pause: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
-    return max(min(pause, left / 2), failure_kind.again_after_s)
 
 
 _remotes: weakref.WeakSet[RemoteFolder] = weakref.WeakSet()

@@ -1,0 +1,30 @@
+"""Pauses between the attempts of a transfer that failed; `RemoteFolder._retry` (folders.py) makes the attempts."""
+
+from __future__ import annotations
+
+import random
+
+from penstock.data.remote.transfer import FailureKind
+
+__all__ = ["LAST_PAUSE_S", "pause_before_retry", "tries_text"]
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 10.0
+LAST_PAUSE_S = 0.2
+"""Seconds before a deadline in which no new attempt begins."""
+
+
+def pause_before_retry(failures: int, left: float, failure_kind: FailureKind) -> float:
+    """Return the seconds to wait before the next attempt.
+
+    Args:
+        failures: number of failed attempts in a row.
+        left: seconds until the deadline.
+    """
+    pause: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+    return max(min(pause, left / 2), failure_kind.again_after_s)
+
+
+def tries_text(count: int) -> str:
+    """Return the number of attempts as an error says it."""
+    return "1 try" if count == 1 else f"{count} tries"
