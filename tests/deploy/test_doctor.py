@@ -150,7 +150,7 @@ def test_counts_of_former_launches_are_kept(examine: Examine, input_fn: str, arg
     assert (found.code, saved_by(found.question, found.loaders)) == (0, METHODS)
     assert max(check.generation for check in found.loaders[1].checks if check.exact) >= 2
     (warning,) = found.warnings
-    assert "the others one batch behind, batch 3 differs: a state at a step where workers have " in warning
+    assert "the others one batch behind, batch 3 differs. A state at a step where workers have " in warning
 
 
 @pytest.mark.parametrize("input_fn", ["streams:shuffled", "streams:generator"])
@@ -169,7 +169,7 @@ def test_without_methods_only_by_replay(examine: Examine, input_fn: str) -> None
 def test_not_repeatable_at_all(examine: Examine) -> None:
     found = examine("patients:unrepeatable", replay=True)
     assert (found.code, wrong(found)) == (30, {"from the start, by replay": 1})
-    assert "started again, it yields other batches" in found.verdict
+    assert "after a new start it yields other batches" in found.verdict
 
 
 def test_wrong_aggregation_of_right_states(examine: Examine) -> None:
