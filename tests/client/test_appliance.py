@@ -154,7 +154,7 @@ def test_failed_daemon_is_explained_by_its_output(
     monkeypatch.setattr("sys.executable", str(broken))
     with (
         Appliance(timeout_s=SOON_S) as appliance,
-        pytest.raises(PenstockError, match=r"exited with status 3:\nno module named penstock, say"),
+        pytest.raises(PenstockError, match=r"exited with status 3\. .*:\nno module named penstock, say"),
     ):
         iter(DataExecutor(DataLoader(streams.counter), appliance=appliance))
 

@@ -519,7 +519,7 @@ def test_thread_without_one_takes_the_only_one(two: Any, appliances: Any) -> Non
         scope.enter(other)
         try:
             assert current_appliance(loader) is other, "the innermost"
-            with pytest.raises(AmbiguousContextError, match=r"2 appliances.*DataExecutor\(loader, appliance=...\)"):
+            with pytest.raises(AmbiguousContextError, match=r"got 2 in .*DataExecutor\(loader, appliance=...\)"):
                 in_a_thread(lambda: current_appliance(loader))
             other.close()
             assert in_a_thread(lambda: current_appliance(loader)) is two, "one that is closed is not meant"

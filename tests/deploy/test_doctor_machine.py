@@ -49,7 +49,7 @@ GIB = 1 << 30
         (
             machine_findings.check_groups("it is not its own"),
             "ok",
-            "is checked once a second, --runner-processes only with",
+            "is checked once a second; --runner-processes needs --runner-user",
         ),
         (
             machine_findings.check_sandbox("the kernel has no Landlock"),

@@ -24,7 +24,7 @@ def drain(appliance: Appliance, loader: DataLoader, steps: int | None = None) ->
 
 
 def test_not_callable() -> None:
-    with pytest.raises(TypeError, match="input_fn must be callable"):
+    with pytest.raises(TypeError, match="input_fn must be a callable or a dataset, got a int"):
         DataLoader(3)  # type: ignore[call-overload]
 
 

@@ -100,7 +100,7 @@ def test_box_with_an_early_epoch_end_is_announced(cluster: Cluster) -> None:
                 ended.set()
             return taken
 
-    with pytest.warns(UserWarning, match="the epoch of box 0 ended at step 3, and box 1 continues"):
+    with pytest.warns(UserWarning, match="the epoch of box 0 ended at step 3, but box 1 continues"):
         assert together(2, train) == [3, 9]
 
 

@@ -79,7 +79,7 @@ def test_job_without_the_package_fails_first(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "zstandard", None)  # what an import then meets is an ImportError
     compression.require.cache_clear()
     try:
-        with pytest.raises(errors.InvalidArgumentError, match=r"pip install penstock\[compression\]"):
+        with pytest.raises(errors.InvalidArgumentError, match=r"pip install 'penstock\[compression\]'"):
             Appliance(compression="zstd")
     finally:
         compression.require.cache_clear()

@@ -134,6 +134,6 @@ def test_a_state_says_how_its_digests_were_made(appliance: Appliance) -> None:
     again.load_state_dict(state)
     with (
         beside(appliance, num_workers_per_box=2, digest="sample") as sampling,
-        pytest.raises(errors.StateMismatchError, match="digest='full'"),
+        pytest.raises(errors.StateMismatchError, match="digest must be 'full'"),
     ):
         iter(DataExecutor(again, appliance=sampling))

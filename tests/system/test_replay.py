@@ -229,7 +229,7 @@ def test_an_input_fn_of_a_main_script(stage: Stage) -> None:
 
 
 def test_replay_that_is_late_or_dies(stage: Stage) -> None:
-    with stage.archive() as archive, pytest.raises(errors.DeadlineError, match="raise --timeout"):
+    with stage.archive() as archive, pytest.raises(errors.DeadlineError, match="Raise --timeout"):
         replay(ReplayRequest("none", 24, allow=["streams"], timeout_s=0.001), archive, stage.forker)
     assignment = records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1)
     assignment.loader.input_fn = "streams:dies_at"
@@ -267,7 +267,7 @@ def test_a_file_that_cannot_be_written_is_said(stage: Stage) -> None:
     folder.mkdir()
     request = ReplayRequest("two", 4, out=folder / "taken.pst", allow=["streams"])
     (folder / "taken.pst").mkdir()
-    with pytest.raises(errors.InvalidArgumentError, match=r"taken.pst is a directory"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"--out must be a file, got the directory .*taken.pst"):
         replace(request)
     with (
         stage.archive() as archive,
@@ -324,7 +324,7 @@ def test_command_shows_the_batch_and_a_row(stage: Stage) -> None:
         (
             ["two", "--step", "25"],
             20,
-            "delivered to box 0 (steps 1 to 24 of attempt 1), got 25",
+            "delivered to box 0 (steps 1 to 24 of attempt 1",
         ),
         (["two", "--step", "1", "--attempt", "4"], 20, "which the coordinator still has, got 4"),
         (["two", "--step", "1"], 25, "Pass --allow streams"),

@@ -166,14 +166,16 @@ def test_a_user_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InvalidArgumentError, match="must be a user other than root"):
         find_user("0")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(InvalidArgumentError, match=r"as user 1000 it cannot become nobody; start it as nobody, or as"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"this worker runs as user 1000. Start the worker as root, or as nobody"
+    ):
         find_user(NOBODY)
 
 
 def test_capabilities_that_lack_are_named(container: Sequence[str]) -> None:
     few = [*container, *with_capabilities(*(name for name in CONTAINER if name not in ("kill", "setuid")))]
     said = refused(few, "--runner-user", NOBODY)
-    assert "lacks CAP_KILL, CAP_SETUID" in said
+    assert "although it runs as root: CAP_KILL, CAP_SETUID" in said
     assert "docker run --cap-add" in said
 
 

@@ -418,7 +418,8 @@ def test_killed_helper_process_is_replaced_once(cluster: Cluster, tmp_path: Path
                     (tmp_path / f"kill {number}").touch()
                 if times == 2:
                     with pytest.raises(
-                        errors.WorkerLostError, match=r"SIGKILL.* during the task state; the stream continues"
+                        errors.WorkerLostError,
+                        match=r"SIGKILL.* during the task state; the stream of batches continues",
                     ):
                         loader.state_dict()
                 state = loader.state_dict()

@@ -328,13 +328,7 @@ class LaneLostError(PenstockError, ConnectionError):
 
 
 class ProtocolError(PenstockError):
-    """Error for invalid bytes from another process. The message ends with the remedy, which is the same for all of
-    them."""
-
-    def __init__(self, message: str = "", *, remote_traceback: str = "") -> None:
-        if "release" not in message:
-            message += ". Install one release of Penstock on both ends; if they have the same one, report a bug"
-        super().__init__(message, remote_traceback=remote_traceback)
+    """Error for invalid bytes from another process."""
 
 
 @dataclass(frozen=True)
