@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import sqlite3
+import warnings
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,8 @@ def test_large_resumed_state_is_kept_once(tmp_path: Path, appliance: Appliance) 
             assert _kept(tmp_path / "state") < 2.2 * size, "the states of two workers, and little besides"
             for pid in runners(worker.pid):
                 os.kill(pid, signal.SIGKILL)
-            with pytest.warns(UserWarning, match="was recovered"):
+            with warnings.catch_warnings():  # none comes if all batches were made before the runners were killed
+                warnings.filterwarnings("ignore", ".*was recovered", UserWarning)
                 got += [[next(executor)["number"] for _ in range(40)] for executor in executors]
         assert got == [numbers[6:10]] * 2 + [numbers[10:]] * 2
 

@@ -118,7 +118,8 @@ def test_nothing_but_time(cluster: Cluster) -> None:
 def test_stopped_helper_fails_only_the_save(cluster: Cluster, tmp_path: Path) -> None:
     (daemon,) = cluster.workers
     with cluster.box("scratch", num_workers_per_box=1, timeout_s=10) as appliance:
-        (tmp_path / "load_state_dict released").touch()
+        released = tmp_path / "load_state_dict released"
+        released.touch()
         loader = DataLoader(traps.waits_to_load, str(tmp_path))
         executor = DataExecutor(loader, num_steps=200, appliance=appliance)
         got = []
@@ -130,8 +131,10 @@ def test_stopped_helper_fails_only_the_save(cluster: Cluster, tmp_path: Path) ->
                 until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
                 runner += runners(daemon.pid)
             if executor.step == 150:
+                released.unlink()  # or the helper might be done before it is seen and stopped
                 with stopping_scratch(daemon.pid, runner[0]), pytest.raises(errors.DeadlineError, match="step 150"):
                     loader.state_dict()
+                released.touch()
             if executor.step == 190:
                 assert loader.state_dict(), "the restart points whose verification was stopped are of no use any more"
         assert got == [number for _ in range(20) for number in range(1, 13)][:200]
