@@ -236,6 +236,22 @@ def test_run_resumes_with_later_weights(by: Any, nested: bool) -> None:
         assert next(iter(loader)) == next(iter(made(weights, more)))
 
 
+def test_deeper_source_would_change_what_is_drawn() -> None:
+    """What a random function draws depends on the depth of its stack: an added source must not change it unnoticed."""
+
+    def made(weights: Any, *more: Any) -> ShardLoader:
+        source = Mixture([Given([range(50)] * 4), *more], weights)
+        drawing = Mapped(source, lambda sample, generator: (sample, int(generator.integers(1 << 30))), random=True)
+        return ShardLoader(drawing, global_batch_size=4, seed=1, collate_fn=list)
+
+    before = AllWorkers(lambda: made([1]), (1, 1))
+    got, later = before.take(10), Schedule({0: [1, 0], 60: [1, 1]})
+    got += AllWorkers(lambda: made(later, Given([range(50)] * 4)), (1, 1), before).take(10)
+    assert got == AllWorkers(lambda: made(later, Given([range(50)] * 4)), (1, 1)).take(20)
+    with pytest.raises(StateMismatchError, match="saved with another order of samples"):
+        AllWorkers(lambda: made(later, Mapped(Given([range(50)] * 4), list)), (1, 1), before)
+
+
 def test_tokens_do_not_depend_on_later_weights() -> None:
     """A change that a run had ahead of it may be taken back: counts of tokens go on as if it had never been there."""
     plain, ahead = mixed([5, 2, 1], "tokens"), mixed(Schedule({0: [5, 2, 1], 60: [1, 1, 1]}), "tokens")

@@ -46,7 +46,7 @@ _COLUMNS = {"sizes": "<i8", "starts": "<i8", "begins": "<i8", "lengths": "<i8", 
 
 @dataclass
 class Facts:
-    """What is known of all shards together."""
+    """Values that hold for all shards of an index together."""
 
     shards: int = 0
     units: int = 0

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.data.sharded.layers.layer import depth_of
+
 __all__ = ["with_later_weights"]
 
 
@@ -26,6 +28,8 @@ def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
     if not isinstance(was, Mapping) or not isinstance(now, Mapping) or was.get("kind") != now.get("kind"):
         return was
     if was["kind"] == "Mapped" and was.get("skip_failures") == 0:
+        if was.get("random") and depth_of(was) != depth_of(now):  # what the function draws depends on the depth
+            return was
         return {**was, "source": with_later_weights(was.get("source"), now.get("source"), position, inner)}
     if was["kind"] != "Mixture":
         return was

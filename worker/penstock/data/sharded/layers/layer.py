@@ -15,7 +15,7 @@ from typing import Any
 from penstock.data.sharded.protocol import Place, ShardedSource, Token
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 
-__all__ = ["Layer", "SearchLimit", "checked", "entered", "is_keyed", "placed", "title"]
+__all__ = ["Layer", "SearchLimit", "checked", "depth_of", "entered", "is_keyed", "placed", "title"]
 
 SEARCHED_SAMPLES = 1_000_000
 """Largest number of samples in a row of an endless source for which a layer may yield nothing. A filter whose predicate
@@ -33,7 +33,7 @@ class Layer:
 
     def __init__(self, source: ShardedSource) -> None:
         self.source = checked(source, type(self).__name__)
-        self.depth = _depth(source.described()) + 1
+        self.depth = depth_of(source.described()) + 1
         """Number of sources stacked on each other, from the innermost one to this layer."""
 
     def __repr__(self) -> str:
@@ -148,6 +148,7 @@ def title(function: Callable[..., Any], name: str | None) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def _depth(described: Mapping[str, Any]) -> int:
+def depth_of(described: Mapping[str, Any]) -> int:
+    """Return the number of sources stacked on each other in a source with this description."""
     below = [described["source"]] if "source" in described else described.get("sources", [])
-    return 1 + max((_depth(source) for source in below), default=0)
+    return 1 + max((depth_of(source) for source in below), default=0)

@@ -53,7 +53,7 @@ class Mixture:
     source of Packed, use `by="tokens"`; otherwise sources of long documents get more of the lines than their share.
 
     Weights that change in the course of a run are a Schedule, with ramps. Then the shares hold from each of its
-    positions on, and in a ramp to within three samples of the straight line.
+    positions on, and in a ramp to within 9/4 samples of the straight line.
     """
 
     def __init__(
