@@ -3,7 +3,8 @@ rename.
 
 A file gets its name only when it is complete, verified and synced to the disk. A file that fails verification is
 removed before it can be read; otherwise the next run would read it without an error. Only the process that holds the
-shard's fetch lock runs this code.
+shard's fetch lock runs this code. A transfer that fails is repeated by the remote folder
+(data/remote/folders.py and retries.py).
 """
 
 from __future__ import annotations
