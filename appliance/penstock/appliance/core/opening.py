@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, Run, client_of
+from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, Run, attempt_over, client_of
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.proto.errors import (
@@ -85,8 +85,8 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
     live = len(request.start.live)
     if given not in (0, count) or live > given:
         raise InvalidArgumentError(
-            f"the start position must have one entry for each of the box's {count} workers, got {given} entries, "
-            f"{live} of them live: load a state that was saved with {count} workers per box"
+            f"the start position must have one entry for each of the box's {count} workers, got {given} entries "
+            f"and {live} workers whose epoch goes on: load a state that was saved with {count} workers per box"
         )
     return start_of(request)
 
@@ -181,7 +181,7 @@ def decide(
         return OpenAttempt()
     for past in run.past.values():
         if past.clients.get(request.box) == client:
-            raise SupersededError(past.why)  # a delayed duplicate of an old request
+            raise attempt_over(past)  # a delayed duplicate of an old request
     current = run.current
     if current is None:
         return _next(run, request)

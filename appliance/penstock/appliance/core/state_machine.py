@@ -420,7 +420,9 @@ class Registry:
         attempt = self.cluster.attempt(key.run, key.attempt)
         slot = self.cluster.slot(key)
         if slot is None:
-            raise UnknownRunError(f"run {key.run} (attempt {attempt.number}) has no box {key.box} slot {key.slot}")
+            raise UnknownRunError(
+                f"run {key.run} (attempt {attempt.number}) has no box {key.box} slot {key.slot}: restart this worker"
+            )
         if slot.generation != generation or not slot.worker:
             raise SupersededError(
                 f"generation of {slot} of run {key.run} must be {slot.generation}, got {generation}: a newer runner "

@@ -3,10 +3,10 @@ maps, and the ring entries that views still use.
 
 A `SlotLane` belongs to one generation of a slot; a slot begins a new generation when it gets another runner. A lane
 survives a broken connection: the Hello of the next connection contains the lane's state. A new generation has a new
-lane. Freed views of the old lane then release nothing, because their tokens go to a deque that is not read any more.
+lane. Freed views of the old lane then release nothing, because their numbers go to a deque that is not read any more.
 
-Tokens are ints, ring << 16 | entry. Finalizers of views only append them to a deque, because a finalizer may do nothing
-else (see penstock.proto.batch.assemble).
+The number of a view's memory is ring << 16 | entry. Finalizers of views only append it to a deque, because a finalizer
+may do nothing else (see penstock.proto.batch.assemble).
 
 **A delivered batch equals the one that the runner made.** Before delivery the batch's bytes are compared with the
 digest that the runner computed when it wrote these bytes: all bytes of a batch of up to 64 KiB, a sample of a larger
@@ -25,7 +25,7 @@ from typing import Any
 from penstock.proto.batch.digest import DigestCover, Layouts, region_digest, rows_digest
 from penstock.proto.batch.flatten import Assembler, wrap_buffer
 from penstock.proto.batch.structure import Structure
-from penstock.proto.errors import BatchCorruptError, ProtocolError
+from penstock.proto.errors import BatchCorruptError, malformed
 from penstock.proto.lane.endpoints import Consumer, dims_of
 from penstock.proto.lane.frames import COUNTED, COVER, Frame
 from penstock.proto.lane.ring import Ring
@@ -282,9 +282,8 @@ class SlotLane:
         nbytes = frame.nbytes
         dims = frame.rest if not (frame.size or frame.flags & COUNTED) else dims_of(frame, ring.ring)
         if len(dims) & 7:
-            raise ProtocolError(
-                f"{self.name}: the encoded shapes of a batch must have a multiple of 8 bytes, got {len(dims)}. Use one "
-                "release of Penstock on all machines"
+            raise malformed(
+                f"{self.name}: the encoded shapes of a batch must have a multiple of 8 bytes, got {len(dims)}"
             )
         shapes, seed = layouts.find(nbytes, dims)
         view, offset, cover = ring.ring.view, frame.entry * ring.entry_bytes, frame.flags & COVER
@@ -292,7 +291,7 @@ class SlotLane:
             try:
                 digest = rows_digest(assembler.structure, shapes, view, offset, nbytes)
             except ValueError as error:
-                raise ProtocolError(f"{self.name}: {error}") from None
+                raise malformed(f"{self.name}: {error}") from None
         else:
             digest = region_digest(seed, view, offset, nbytes, cover == DigestCover.FULL)
         if digest != frame.digest:
@@ -308,11 +307,11 @@ class SlotLane:
         self.freed += (frame.ring, frame.entry)
 
     def drain(self) -> None:
-        """Take the tokens of freed views, and count the entries of these tokens as released."""
+        """Take the numbers of freed views, and count their ring entries as released."""
         release, rings, freed = self.release, self.rings, self.freed
         while release:
-            token = release.popleft()
-            ring_id, entry = token >> 16, token & 0xFFFF
+            number = release.popleft()
+            ring_id, entry = number >> 16, number & 0xFFFF
             ring = rings.get(ring_id)
             if ring is not None:
                 ring.held.discard(entry)
