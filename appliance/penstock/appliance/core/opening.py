@@ -134,7 +134,8 @@ def check_limits(
     ):
         if blob and not snapshot_index.has_blob(blob):
             raise InvalidArgumentError(
-                f"the coordinator does not have the {what} (blob {blob}): send the data by PutBlob first"
+                f"the coordinator does not have the {what} (blob {blob}): start the job again (gRPC clients: send "
+                "the data by PutBlob first)"
             )
     if request.num_workers_per_box > limits.box_slots_max:
         raise InvalidArgumentError(
@@ -145,7 +146,7 @@ def check_limits(
     if size > limits.opening_max:
         raise InvalidArgumentError(
             f"a request to open a run must have at most {limits.opening_max} bytes, got {size}: give input_fn shorter "
-            "arguments, or send them by PutBlob first"
+            "arguments, or keep large data in files (gRPC clients: send them by PutBlob first)"
         )
 
 

@@ -3,10 +3,10 @@ maps, and the ring entries that views still use.
 
 A `SlotLane` belongs to one generation of a slot; a slot begins a new generation when it gets another runner. A lane
 survives a broken connection: the Hello of the next connection contains the lane's state. A new generation has a new
-lane. Freed views of the old lane then release nothing, because their numbers go to a deque that is not read any more.
+lane. Freed views of the old lane then release nothing, because their tokens go to a deque that is not read any more.
 
-The number of a view's memory is ring << 16 | entry. Finalizers of views only append it to a deque, because a finalizer
-may do nothing else (see penstock.proto.batch.assemble).
+Tokens are ints, ring << 16 | entry. Finalizers of views only append them to a deque, because a finalizer may do nothing
+else (see penstock.proto.batch.assemble).
 
 **A delivered batch equals the one that the runner made.** Before delivery the batch's bytes are compared with the
 digest that the runner computed when it wrote these bytes: all bytes of a batch of up to 64 KiB, a sample of a larger
@@ -307,11 +307,11 @@ class SlotLane:
         self.freed += (frame.ring, frame.entry)
 
     def drain(self) -> None:
-        """Take the numbers of freed views, and count their ring entries as released."""
+        """Take the tokens of freed views, and count the entries of these tokens as released."""
         release, rings, freed = self.release, self.rings, self.freed
         while release:
-            number = release.popleft()
-            ring_id, entry = number >> 16, number & 0xFFFF
+            token = release.popleft()
+            ring_id, entry = token >> 16, token & 0xFFFF
             ring = rings.get(ring_id)
             if ring is not None:
                 ring.held.discard(entry)
