@@ -435,7 +435,8 @@ def locked(
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
-        raise CheckpointError(f"{folder / LOCK} cannot be locked: {error.strerror}") from error
+        remedy = ": move it away" if error.errno == errno.ENXIO else ""  # the text of ELOOP has its own
+        raise CheckpointError(f"{folder / LOCK} cannot be locked: {error.strerror}{remedy}") from error
     ended = threading.Event()
     try:
         _take(handle, folder, timeout_s, silence_s)

@@ -38,9 +38,7 @@ def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tu
                 below = os.open(folder, _HELD | os.O_NOFOLLOW, dir_fd=held)
             except NotADirectoryError:
                 where = os.path.join(root, *folders[:number])
-                raise OSError(
-                    errno.ENOTDIR, "the path must be a folder, got a link or a file: move it away", where
-                ) from None
+                raise OSError(errno.ENOTDIR, "the path must be a folder, got a link or a file", where) from None
             os.close(held)
             held = below
         yield held, last
@@ -78,6 +76,6 @@ def refuse_strange_links(path: Path) -> None:
             raise OSError(
                 errno.EACCES,
                 f"the path must not contain a link of another user, got one of user {os.lstat(part).st_uid}: remove "
-                "the link, or name another folder",
+                "the link",
                 str(part),
             )

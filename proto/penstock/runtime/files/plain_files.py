@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = ["is_ours", "open_plain", "read_plain"]
 
-_IRREGULAR = "the path must be a regular file, got a folder, pipe, socket or device: move it away"
+_IRREGULAR = "the path must be a regular file, got a folder, pipe, socket or device"
 
 
 def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, folder: int | None = None) -> int:
