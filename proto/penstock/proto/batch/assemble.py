@@ -2,9 +2,9 @@
 
 Each tensor and array of an assembled batch wraps its own slice of the ring, so that `torch.save` of one leaf saves only
 that leaf. All leaves of a batch have one `_Region` as their base object. When the last leaf and the last view of a leaf
-are gone, the region is deleted and appends the batch's token to `release`. Its deletion takes no lock (the garbage
-collector may run while a lock is held), uses no socket, and does nothing in a forked child. A weakref.finalize would
-cost 1.2 us more.
+are gone, the region is deleted and appends `token`, the caller's number of the batch, to `release`. Its deletion takes
+no lock (the garbage collector may run while a lock is held), uses no socket, and does nothing in a forked child. A
+weakref.finalize would cost 1.2 us more.
 
 If the base of a base has the same type as a new array, numpy skips the base in between. So region and ring are two
 different subclasses of ndarray. If the ring were a plain array, it would become the base of every leaf, and the region
