@@ -18,8 +18,11 @@ import torch
 
 from penstock.data import Counts, LogicalShards, Mapped, Mixture, Packed, Schedule, ShardLoader
 
-__all__ = ["LENGTH", "PAD", "SOURCES", "VOCABULARY", "digests", "input_fn"]
+__all__ = ["LENGTH", "PAD", "SOURCES", "VOCABULARY", "WEIGHTS", "Weights", "digests", "input_fn"]
 
+Weights = dict[int, dict[str, float]]
+"""Step -> weights of the sources from then on."""
+WEIGHTS: Weights = {0: {"code": 0.7, "help": 0.2, "licences": 0.1}}
 LENGTH = 256
 """Number of tokens in a line."""
 PAD, VOCABULARY = 256, 257
@@ -29,7 +32,7 @@ SHARDS = 8
 """Number of shards of each source: at least the number of workers on all boxes, now and at any later resume."""
 
 
-def input_fn(global_batch: int, weights: dict[int, dict[str, float]]) -> ShardLoader:
+def input_fn(global_batch: int, weights: Weights) -> ShardLoader:
     """Return the loader; Penstock calls this in each worker.
 
     Batches are dicts of tensors with the rows of one box: tokens, labels, positions (int64) and segments (int32), each

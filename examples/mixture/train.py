@@ -13,15 +13,14 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from mixture.data import LENGTH, VOCABULARY, digests, input_fn
+from mixture.data import LENGTH, VOCABULARY, WEIGHTS, Weights, digests, input_fn
 from torch import nn
 
 from penstock.client import Appliance, DataExecutor, DataLoader, checkpoint_closure
 from penstock.client.checkpoint import AsyncCheckpointer
 
-GLOBAL_BATCH = 32
-WEIGHTS = {0: {"code": 0.7, "help": 0.2, "licences": 0.1}}
-WIDTH, HEADS, LAYERS = 96, 4, 2
+GLOBAL_BATCH = 20
+WIDTH, HEADS, LAYERS = 64, 4, 2
 
 
 class Block(nn.Module):
@@ -37,7 +36,8 @@ class Block(nn.Module):
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return float32, [rows, LENGTH, WIDTH], as `hidden`. mask: bool, [rows, 1, LENGTH, LENGTH]."""
         parts = self.heads(self.norms[0](hidden)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = nn.functional.scaled_dot_product_attention(*parts.unbind(), attn_mask=mask)
+        query, key, value = parts.unbind()
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         hidden = hidden + self.out(seen.transpose(1, 2).flatten(2))
         updated: torch.Tensor = hidden + self.mlp(self.norms[1](hidden))
         return updated
@@ -63,12 +63,15 @@ class ByteModel(nn.Module):
         return logits
 
 
-def train(steps: int, checkpoint_every: int, out: Path) -> None:
-    """Train up to step `steps`, from the newest checkpoint if there is one."""
+def train(steps: int, checkpoint_every: int, out: Path, weights: Weights) -> None:
+    """Train up to step `steps`, from the newest checkpoint if there is one.
+
+    weights: weights of the sources by step. A resumed run may have other weights from a later step on.
+    """
     torch.manual_seed(0)
     model = ByteModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = DataLoader(input_fn, global_batch=GLOBAL_BATCH, weights=WEIGHTS)
+    loader = DataLoader(input_fn, global_batch=GLOBAL_BATCH, weights=weights)
     state = {"model": model, "optimizer": optimizer, "loader": loader}
 
     @checkpoint_closure
@@ -116,11 +119,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--checkpoint-every", type=int, default=40, metavar="STEPS")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and logs")
+    parser.add_argument(
+        "--then",
+        metavar="STEP:NAME=WEIGHT,...",
+        help="weights of the sources after this step, such as 60:code=1,help=2",
+    )
     options = parser.parse_args()
+    weights = dict(WEIGHTS)
+    if options.then:
+        step, _, parts = options.then.partition(":")
+        weights[int(step)] = {name: float(weight) for name, weight in (part.split("=") for part in parts.split(","))}
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # one core a box
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    train(options.steps, options.checkpoint_every, options.out)
+    train(options.steps, options.checkpoint_every, options.out, weights)
     dist.destroy_process_group()
 
 
