@@ -117,9 +117,7 @@ def plot(a: Run, c: Run, path: Path) -> str:
         (line,) = shares.plot([end - WINDOW / 2 for end in ends], delivered, "o", label=source)
         wanted = [WEIGHTS[0][source], CHANGED[source]]
         shares.stairs(wanted, [0, CHANGE_AT, STEPS], baseline=None, color=line.get_color())
-    shares.set(
-        ylabel="share of the lines", title=f"penstock mix --from-step {CHANGE_AT}: wanted (line), delivered (dots)"
-    )
+    shares.set(ylabel="share of the lines", title="The mixture: wanted (lines) and delivered (dots)")
     losses.plot(range(1, STEPS + 1), a.losses, lw=4, alpha=0.4, label="(a) uninterrupted, 2 boxes with 2 workers each")
     losses.plot(range(SAVE_AT + 1, STEPS + 1), c.losses, lw=1, label="(c) killed and resumed, 1 box with 3 workers")
     losses.axvline(SAVE_AT + 0.5, color="gray", linestyle=":", label=f"checkpoint of step {SAVE_AT}")
