@@ -49,7 +49,7 @@ $(BIN)/python -m grpc_tools.protoc \
 endef
 
 .PHONY: help setup lock dist proto proto-check proto-baseline manifests lint format format-check types docs collect pytest test simulate chaos fuzz demo
-.PHONY: soak demo-streaming signals slurm loaders frameworks node helm bench bench-peers gpu storm peers pythons clean
+.PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers gpu storm peers pythons clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -178,6 +178,9 @@ demo: $(STAMP) ## train a small model through Penstock on this machine
 
 demo-streaming: $(STAMP) ## train from shards on an HTTP server, and resume on other boxes and workers
 	PYTHONPATH=examples $(BIN)/python -m streaming.demo
+
+demo-mixture: $(STAMP) ## change a mixture of three texts at a resume on another topology
+	PYTHONPATH=examples $(BIN)/python -m mixture.demo
 
 bench: $(STAMP) ## measure the whole path beside its peers, 10 minutes; BENCH_ARGS="--quick" for a try
 	$(BIN)/python -m benchmarks.full_path --peers $(PEERS) $(BENCH_ARGS)
