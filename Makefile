@@ -48,7 +48,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup lock dist proto proto-check proto-baseline manifests lint format format-check types docs collect pytest test simulate chaos fuzz demo
+.PHONY: help setup lock dist proto proto-check proto-baseline manifests lint format format-check types docs collect pytest slow test simulate chaos fuzz demo
 .PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers gpu storm peers pythons clean
 
 help: ## list the targets
@@ -110,10 +110,13 @@ collect: $(STAMP) ## the tests can be imported; on a fresh clone this compiles t
 	@said=$$(PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only -qq 2>&1) || { echo "$$said" >&2; exit 1; }
 
 # Hundreds of processes are started: without bytecode on disk each one would compile our modules anew.
-pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 5 --dist loadfile --no-loadscope-reorder"
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(PYTEST_ARGS)
+pytest: $(STAMP) ## the tests alone, without the slow suites; PYTEST_ARGS replaces "-n 5 --dist loadfile --no-loadscope-reorder"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
 
-test: $(STAMP) ## all checks and tests: what CI runs
+slow: $(STAMP) ## the slow suites: whole trainings, programs and pages, faults at many moments (SLOW_SUITES of tests/conftest.py)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m slow $(PYTEST_ARGS)
+
+test: $(STAMP) ## all checks, and the tests without the slow suites; CI runs `make slow` too
 	$(MAKE) --no-print-directory -j 2 lint format-check proto-check collect
 	$(MAKE) --no-print-directory -j 3 types docs pytest  # the tests wait now and then, and leave room for the other two
 
