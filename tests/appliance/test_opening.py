@@ -175,7 +175,7 @@ def test_forget_leaves_nothing(world: FakeCluster) -> None:
         (
             {"start": records_pb2.BoxPosition(step=1, slots=[records_pb2.SlotPosition()] * 2)},
             InvalidArgumentError,
-            "must be rising numbers",
+            "must be ascending numbers",
         ),
     ],
 )

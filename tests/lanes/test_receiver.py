@@ -297,7 +297,7 @@ def test_what_is_no_hello_is_not_answered(receiver: Receiver, data: bytes) -> No
         (stream(a_frame(total=5)), "frames of known kinds"),
         (
             stream(ONE, a_frame(kind=STRUCTURE, structure=1, inline=b"two", size=3)),
-            "must be announced with the same contents each time",
+            "must be announced with equal contents each time",
         ),
     ],
 )

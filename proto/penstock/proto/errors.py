@@ -283,7 +283,7 @@ class VersionSkewError(PenstockError):
 
 
 class AuthenticationError(PenstockError):
-    """Error for a missing or wrong token."""
+    """Error for a missing or wrong token (credential)."""
 
 
 class NotPermittedError(PenstockError):
