@@ -77,7 +77,7 @@ def _look_at_worker(file: str, ready: bool, within_s: float | None) -> None:
         )
     if liveness.turned_s_ago > (within_s or LIVE_S):
         raise DeadlineError(
-            f"the worker has made no progress for {liveness.turned_s_ago:.0f} s: it hangs or is stopped"
+            f"the worker has made no progress for {liveness.turned_s_ago:.0f} s, so it hangs or is stopped: restart it"
         )
 
 
@@ -96,7 +96,9 @@ def _ask_coordinator(listen: str, ready: bool) -> None:
         reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=answer_s)
     if ready and reply.status != health_pb2.HealthCheckResponse.SERVING:
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
-        raise DeadlineError(f"the coordinator at {address} is not ready: its health service reports {name}")
+        raise DeadlineError(
+            f"the coordinator at {address} is not ready: its health service reports {name}. See its log"
+        )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ Stages = Literal["ends", "all"]
 
 @dataclass(frozen=True)
 class RankGroups:
-    """Place of a rank among the ranks that share a model. Numbers of ranks are those of the whole job."""
+    """Position of a rank among the ranks that share a model. Numbers of ranks are those of the whole job."""
 
     rank: int
     box: int
