@@ -210,7 +210,7 @@ def test_a_state_holds_no_text() -> None:
     source = Packed(Chunked(Given([[list(range(100_000))] * 3]), length=70_000), length=1000)
     cursor = source.open(0, 0, 1)
     cursor.skip(150)
-    assert len(encode_state(cursor.token())) < 300
+    assert len(encode_state(cursor.saved_position())) < 300
 
 
 def test_writing_to_a_line_changes_no_other() -> None:
@@ -232,7 +232,7 @@ def test_writing_to_a_line_changes_no_other() -> None:
 def test_a_document_that_has_become_shorter(layer: Any, message: str) -> None:
     cursor = layer(Given([[list(range(10))]])).open(0, 0, 1)
     cursor.skip(2)
-    cursor = layer(Given([[[0, 1]]])).open(0, 0, 1, cursor.token())
+    cursor = layer(Given([[[0, 1]]])).open(0, 0, 1, cursor.saved_position())
     with pytest.raises(DatasetError, match=message):
         next(cursor)
 

@@ -13,7 +13,15 @@ from penstock.data.arguments import at_least_one, whole
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
 from penstock.data.sharded.layers.packed_rows import Document, RowFields
-from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, Place, ShardedSource, Token, cursor_origin
+from penstock.data.sharded.protocol import (
+    NOWHERE,
+    Cursor,
+    Origin,
+    PositionOf,
+    SavedPosition,
+    ShardedSource,
+    cursor_origin,
+)
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Chunked", "DocumentParser", "Documents", "located", "token_of"]
@@ -76,8 +84,15 @@ class Chunked(Layer):
             settings["min_length"] = self._least
         return settings
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
-        (index, piece), inner = entered(token, "Chunked", "index", "piece")
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
+        (index, piece), inner = entered(saved, "Chunked", "index", "piece")
         cursor = self.source.open(shard, epoch, seed, inner)
         parser = DocumentParser("Chunked", shard, epoch, strip=self._strip)
         documents = Documents(self, cursor, shard, index, parser, least=self._least)
@@ -215,7 +230,7 @@ class DocumentParser:
 
 
 class Documents:
-    """Reader of a shard's documents, with the source's tokens (positions) from which they can be read again."""
+    """Reader of a shard's documents, with the source's saved positions from which they can be read again."""
 
     def __init__(
         self, layer: Layer, inner: Cursor, shard: int, index: int, parser: DocumentParser, *, least: int = 1
@@ -230,9 +245,9 @@ class Documents:
         self._next = index
         self._index = index
         """Index of the document that was read last."""
-        self._present: tuple[int, Token] = index, None
-        """Place from which that document is read again: its index, and the source's token (position) before it. If
-        documents were left out just before it, the place is that of the first of them: they are counted again."""
+        self._present: tuple[int, SavedPosition] = index, None
+        """Position from which that document is read again: its index, and the source's saved position before it. If
+        documents were left out just before it, that of the first of them: they are counted again."""
 
     @property
     def where(self) -> str:
@@ -242,7 +257,7 @@ class Documents:
     def read(self) -> Document | None:
         """Return the next document that has enough tokens; None if there is none left."""
         left_out: dict[str, int] = {}
-        place = self.following()
+        begin = self.following()
         while True:
             try:
                 sample = next(self._inner)
@@ -253,19 +268,19 @@ class Documents:
             origin = cursor_origin(self._inner)
             if len(document.tokens) >= self._least:
                 self._limit.found()
-                self._present = place
+                self._present = begin
                 return located(document, origin, left_out)
             self._limit.nothing()
             left_out = origin.leaving_out(left_out)
 
-    def present(self) -> tuple[int, Token]:
-        """Return the place from which the document that was read last is read again: an index, and the source's token
-        (position) before it."""
+    def present(self) -> tuple[int, SavedPosition]:
+        """Return the position from which the document that was read last is read again: an index, and the source's
+        saved position before it."""
         return self._present
 
-    def following(self) -> tuple[int, Token]:
-        """Return the index of the next document, and the source's token (position) before it."""
-        return self._next, self._inner.token()
+    def following(self) -> tuple[int, SavedPosition]:
+        """Return the index of the next document, and the source's saved position before it."""
+        return self._next, self._inner.saved_position()
 
     def expect(self, what: str, there: int, at: int) -> None:
         """Raise DatasetError unless the document that was read last has an item with index `at`. `there`: number of its
@@ -321,7 +336,7 @@ class _ChunkedCursor:
             left -= passed
         return count - left
 
-    def token(self) -> Token:
+    def saved_position(self) -> SavedPosition:
         index, before = self._documents.following() if self._document is None else self._documents.present()
         return {"index": index, "piece": self._piece, "source": before}
 

@@ -250,7 +250,7 @@ def row_origin(parts: Sequence[Part]) -> Origin:
 
 
 def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:
-    """Return each part with the place of its last token in the row."""
+    """Return each part with the index of its last token in the row."""
     at, found = -1, []
     for part in parts:
         at += part.end - part.begin
