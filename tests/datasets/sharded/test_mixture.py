@@ -258,7 +258,7 @@ def test_much_is_passed_over_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         ([marked("a", [1])], 1, "never", "and a list of weights"),
         ([marked("a", [1])], [1], "soon", "stop must be one of never, first, last, got 'soon'"),
         ([marked("a", [1]), marked("b", [1, 1])], [1, 2], "never", r"sources\[0\] has 1, sources\[1\] has 2"),
-        ([marked("a", [1]), Repeated(marked("b", [1]))], [1, 2], "first", r"sources\[1\] never ends: use stop='never'"),
+        ([marked("a", [1]), Repeated(marked("b", [1]))], [1, 2], "first", r"sources\[1\] never ends. Use stop='never'"),
     ],
 )
 def test_settings_that_cannot_be_meant(sources: Any, weights: Any, stop: Any, message: str) -> None:
@@ -282,9 +282,7 @@ def test_a_source_that_ends_though_it_never_does() -> None:
         endless = True
 
     for cursor in (Mixture([Liar([[1, 2]])], [1]).open(0, 0, 1) for _ in range(2)):
-        with pytest.raises(
-            DatasetError, match=r"sources\[0\] of a Mixture must be endless, as it declares, but has ended"
-        ):
+        with pytest.raises(DatasetError, match=r"sources\[0\] of a Mixture must be endless, .* but has ended"):
             cursor.skip(3)
         with pytest.raises(DatasetError, match=r"sources\[0\] of a Mixture"):
             next(cursor)

@@ -409,7 +409,7 @@ def test_other_batches_are_refused_by_numbers(old: int | None, new: int | None) 
     def source(rows: int | None) -> Savable:
         return Savable(lambda shard: rows_of(rows or 1), shards=1, batch_rows=rows)
 
-    with pytest.raises(StateMismatchError, match=rf"batch_rows must be {old}, as in the saved state, .* got {new}"):
+    with pytest.raises(StateMismatchError, match=rf"batch_rows must be {old}, as in the saved state.*, got {new}"):
         source(new).open(0, 0, SEED, position_after(source(old), 2))
 
 

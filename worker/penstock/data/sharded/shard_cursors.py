@@ -111,8 +111,8 @@ class ShardReaders:
         reached = self.reach(shard, index)
         if reached > index:
             raise StateCorruptError(
-                f"the state is damaged: the cursor state of shard {shard} must lie at or before its next sample, "
-                f"{index}, got {reached}. Load an older state"
+                f"the state is damaged: the saved position of shard {shard} must be at most its next sample, {index}, "
+                f"got {reached}. Load an older state"
             )
         return reached == index and self._read(shard, index, self._cursors[shard])
 

@@ -124,7 +124,9 @@ class FixedOrder:
             numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*cursors.indices, *ended))]
             numbers += [*cursors.indices, *ended]
             if any(type(number) is not int or not 0 <= number < NUMBER_LIMIT for number in numbers):
-                raise ValueError(f"values out of range: {progress}, {ended}, cursors at {state['indices']}"[:400])
+                raise ValueError(
+                    f"values out of range: {progress}, {ended}, positions in shards: {state['indices']}"[:400]
+                )
             length = None if endless_order is not None else self.round_robin(progress.epoch, ended).length
             if length is not None and progress.start > length:
                 raise ValueError(f"{progress} is beyond the {length} samples of the epoch")

@@ -173,7 +173,7 @@ class DocumentParser:
                     return column
                 raise DatasetError(
                     f"{self.where(index)}: {name!r} must have one value for each of the {size} tokens, got "
-                    f"{len(column)}. Mend it by Mapped"
+                    f"{len(column)}. Correct the field by a Mapped"
                 )
             kind = f"{column.dtype} of shape {column.shape}"
         except (ValueError, TypeError):  # a list of lists of different lengths; a dtype that numpy does not have
@@ -217,7 +217,7 @@ class DocumentParser:
         """Return tokens that fit the dtype of the lines. Narrower tokens are widened where they are written."""
         if array.dtype == np.uint64:
             if array.max() > MAX_TOKEN:
-                raise DatasetError(f"{self.where(index)}: tokens must fit int64, got {array.max()}")
+                raise DatasetError(f"{self.where(index)}: tokens must fit int64, got {array.max()}. Use smaller ids")
             array = array.astype(np.int64)
         if self._narrow and not np.can_cast(array.dtype, np.int32):
             least, most = int(array.min()), int(array.max())
@@ -287,8 +287,8 @@ class Documents:
         items; `what`: word for the items in the error ("pieces" or "tokens")."""
         if at >= there:
             raise DatasetError(
-                f"{self.where} has {there} {what}, but the state says that {at} of them were read: the data have "
-                "changed since the state was saved"
+                f"{self.where} must have more than the {at} {what} that the saved run read of it, got {there}. Use the "
+                "data of that run"
             )
 
     def close(self) -> None:
@@ -384,13 +384,13 @@ def token_of(name: str, value: int | None) -> int | None:
     """Return a token id that was given as an argument. Raises InvalidArgumentError unless it is an int64."""
     number = whole(name, value)
     if number is not None and not -MAX_TOKEN - 1 <= number <= MAX_TOKEN:
-        raise InvalidArgumentError(f"{name} must be a token, which is an int64, got {number}")
+        raise InvalidArgumentError(f"{name} must be a token id, an int64, got {number}")
     return number
 
 
 def _tokens_of(name: str, values: Iterable[int]) -> frozenset[int]:
     if isinstance(values, int) or not isinstance(values, Iterable):
-        raise InvalidArgumentError(f"{name} must be a list of tokens, got {values!r}")
+        raise InvalidArgumentError(f"{name} must be a list of token ids, got {values!r}")
     return frozenset(number for value in values if (number := token_of(name, value)) is not None)
 
 

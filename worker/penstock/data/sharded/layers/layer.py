@@ -78,8 +78,8 @@ class SearchLimit:
         if self._left < 0:
             raise DatasetError(
                 f"{self._what} left out {SEARCHED_SAMPLES:,} samples of shard {self._shard} in a row, and its source "
-                "never ends: check its condition. With Repeated on top of it, not below it, an epoch without samples "
-                "is an error at once"
+                "never ends. Check its function and settings, or put Repeated on top of it and not below it, so that "
+                "an epoch without samples is an error at once"
             )
 
 
@@ -88,7 +88,7 @@ def checked(source: ShardedSource, layer: str) -> ShardedSource:
     for the error."""
     if not isinstance(source, ShardedSource):
         raise InvalidArgumentError(
-            f"{layer} needs a source in logical shards, got {type(source).__name__}: wrap it in LogicalShards or "
+            f"{layer} needs a source in logical shards, got {type(source).__name__}. Wrap it in LogicalShards or "
             "Savable first"
         )
     return source
@@ -104,7 +104,7 @@ def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[
         return [0] * len(names), None
     if not isinstance(saved, Mapping):
         raise StateCorruptError(
-            f"the saved position of {layer} must be a dict of integers, got {saved!r:.200}: load an older state"
+            f"the saved position of {layer} must be a dict of integers, got {saved!r:.200}. Load an older state"
         )
     found = [saved.get(name) for name in names]
     numbers = [number for number in found if type(number) is int and 0 <= number < NUMBER_LIMIT]
@@ -112,7 +112,7 @@ def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[
         damaged = dict(zip(names, found, strict=True))
         raise StateCorruptError(
             f"each value of the saved position of {layer} must be an integer from 0 to {NUMBER_LIMIT - 1}, got "
-            f"{damaged}: load an older state"
+            f"{damaged}. Load an older state"
         )
     return numbers, saved.get("source")
 

@@ -220,7 +220,7 @@ class _EachCursor:
         except SkipSample as error:
             raise InvalidArgumentError(
                 f"{self._call.where} {self._index - 1} raised SkipSample, but a Mapped with skip_failures=0 must yield "
-                "one sample for each input: set skip_failures to 1 or more, or use Filtered"
+                "one sample for each input. Set skip_failures to 1 or more, or use Filtered"
             ) from error
 
     @property

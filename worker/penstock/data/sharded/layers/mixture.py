@@ -20,13 +20,13 @@ from penstock.data.arguments import one_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import checked, entered, position_function
 from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, TokenWeights
-from penstock.data.sharded.layers.mixture_members import MixtureMembers, members_of
+from penstock.data.sharded.layers.mixture_members import MixtureMembers, ended_early, members_of
 from penstock.data.sharded.layers.mixture_order import SegmentedOrder, order_of
 from penstock.data.sharded.layers.mixture_schedule import Schedule, Weights, segments_of
 from penstock.data.sharded.layers.mixture_shares import MixtureSchedule, schedule_of
 from penstock.data.sharded.layers.repeated import Repeated
 from penstock.data.sharded.protocol import Cursor, Origin, PositionOf, SavedPosition, ShardedSource, cursor_origin
-from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
 __all__ = ["By", "Mixture", "Stop"]
@@ -89,7 +89,9 @@ class Mixture:
         one_of("by", by, get_args(By))
         if isinstance(sources, Mapping):
             if names is not None:
-                raise InvalidArgumentError("names must be left out if the sources of a Mixture are a dict: it has them")
+                raise InvalidArgumentError(
+                    "names must be left out if the sources of a Mixture are a dict. Use its keys as names"
+                )
             names, sources = [*sources], [*sources.values()]
         if not isinstance(sources, Sized) or not isinstance(weights, Sized | Schedule):
             raise InvalidArgumentError(
@@ -106,12 +108,12 @@ class Mixture:
             other = next(number for number, count in enumerate(shards) if count != shards[0])
             raise InvalidArgumentError(
                 f"the sources of a Mixture must have the same number of shards: sources[0] has {shards[0]}, "
-                f"sources[{other}] has {shards[other]}"
+                f"sources[{other}] has {shards[other]}. Make all with the same shards="
             )
         endless = [number for number, source in enumerate(sources) if source.endless]
         if endless and stop != "never":
             raise InvalidArgumentError(
-                f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends: use stop='never', or mix "
+                f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends. Use stop='never', or mix "
                 "the sources inside Repeated"
             )
         self._stop, self._by = stop, by
@@ -120,7 +122,7 @@ class Mixture:
         if self.changes and stop != "never":
             raise InvalidArgumentError(
                 f"a Schedule needs stop='never', got {stop!r}: each epoch of a finite mixture begins at position 0, "
-                "so its weights cannot depend on the position in the run"
+                "so its weights cannot depend on the position in the run. Leave stop out, or give constant weights"
             )
         self._parts = self._segments[0].parts
         self.sources = [Repeated(source) if stop == "never" and not source.endless else source for source in sources]
@@ -314,7 +316,7 @@ class _Cursor:
 
     def _end(self, number: int) -> None:
         if self._stop == "never":
-            raise DatasetError(f"sources[{number}] of a Mixture must be endless, as it declares, but has ended")
+            raise ended_early(number)
         self._ended.add(number)
         self._members.drop(number)
         self._schedule = self._live_schedule()

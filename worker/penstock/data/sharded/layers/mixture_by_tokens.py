@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from penstock.data.sharded.layers.layer import NUMBER_LIMIT
-from penstock.data.sharded.layers.mixture_members import MixtureMembers
+from penstock.data.sharded.layers.mixture_members import MixtureMembers, ended_early
 from penstock.data.sharded.layers.mixture_order import Piece, SegmentedOrder
 from penstock.data.sharded.protocol import NOWHERE, Origin, PositionOf, SavedPosition, cursor_origin
 from penstock.proto.errors import DatasetError, StateCorruptError
@@ -187,7 +187,7 @@ class ByTokens:
             self._next[number] = (self._length(document, number), document, before, cursor_origin(cursor))
             return True
         if self._stop == "never":
-            raise DatasetError(f"sources[{number}] of a Mixture must be endless, as it declares, but has ended")
+            raise ended_early(number)
         return False
 
     def _end(self, numbers: list[int]) -> None:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.data.sharded.protocol import Cursor, SavedPosition
-from penstock.proto.errors import StateCorruptError
+from penstock.proto.errors import DatasetError, StateCorruptError
 
-__all__ = ["MixtureMembers", "members_of"]
+__all__ = ["MixtureMembers", "ended_early", "members_of"]
+
+
+def ended_early(number: int) -> DatasetError:
+    """Return the error for a source of a mixture that calls itself endless, and has ended."""
+    return DatasetError(
+        f"sources[{number}] of a Mixture must be endless, as its attribute `endless` says, but has ended. Set the "
+        "attribute to False, so that the Mixture repeats the source"
+    )
 
 
 def members_of(saved: SavedPosition | None, count: int) -> tuple[list[SavedPosition | None], set[int]]:

@@ -178,22 +178,25 @@ class Packed(Layer):
         separators = (self._bos is not None) + (self._eos is not None)
         if self._length <= separators:
             raise InvalidArgumentError(
-                f"length must leave a token beside a line's BOS and EOS, got {self._length}; make it longer"
+                f"length must leave a token beside a line's BOS and EOS, got {self._length}. Make it longer"
             )
         if not self._split and self._pad is None:
-            raise InvalidArgumentError("split=False needs the pad token that fills up lines; give pad")
+            raise InvalidArgumentError("split=False needs a token that fills up lines. Give pad")
         if self._long not in ("split", "truncate", "refuse"):
             raise InvalidArgumentError(f"long must be 'split', 'truncate' or 'refuse', got {self._long!r}")
         if self._split and (self._long != "split" or self._window is not None):
-            raise InvalidArgumentError("long and window are for whole documents; give split=False")
+            raise InvalidArgumentError(
+                "long and window must be left out with split=True, because they are for whole documents. Give "
+                "split=False"
+            )
         if separators and (not self._fields.plain or self._long != "split" or self._window is not None):
             raise InvalidArgumentError(
-                "bos and eos of lines must be left out with fields, long and window; put them into documents by "
+                "bos and eos of lines must be left out with fields, long and window. Put them into documents by "
                 "Chunked or Mapped"
             )
         if self._fields.attached and (self._split or self._long != "refuse"):
             raise InvalidArgumentError(
-                "attached belongs to whole documents; give split=False and long='refuse', and leave longer documents "
+                "attached must be left out unless split=False and long='refuse'. Give both, and leave longer documents "
                 "out by Filtered"
             )
 
@@ -402,5 +405,7 @@ def _flag(name: str, value: bool, otherwise: str = "") -> bool:
 
 def _names(name: str, values: Iterable[str]) -> tuple[str, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise InvalidArgumentError(f"{name} must be a list of names of columns, got {values!r}; give [{values!r}]")
+        raise InvalidArgumentError(
+            f"{name} must be a list of names of columns, got {values!r}. Give a list, such as [{values!r}]"
+        )
     return tuple(values)

@@ -37,7 +37,9 @@ class Repeated(Layer):
         """
         super().__init__(source)
         if source.endless:
-            raise InvalidArgumentError("Repeated needs a finite source, got one that is endless already: leave it out")
+            raise InvalidArgumentError(
+                "Repeated needs a finite source, got one that is endless already. Leave Repeated out"
+            )
         few = _fewer(source.described())
         if few:
             raise InvalidArgumentError(
@@ -129,7 +131,7 @@ class _Cursor:
             raise DatasetError(
                 f"shard {self._shard} of the {self._source.num_shards} shards of "
                 f"{self._source.described().get('kind')} "
-                f"has no sample in epoch {self._epoch}, so Repeated would read it for ever: use fewer shards, so that "
+                f"has no sample in epoch {self._epoch}, so Repeated would read it for ever. Use fewer shards, so that "
                 "each has a sample"
             )
         self._inner.close()

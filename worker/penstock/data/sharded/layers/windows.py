@@ -241,8 +241,8 @@ class WindowCursor:
             held, self._origins = self._arrange(read, origins, self._number)
             if self._done and self._done >= len(held):
                 raise DatasetError(
-                    f"{self._where}: window {self._number} has {len(held)} samples, but the state says that "
-                    f"{self._done} of them were read: the data have changed since the state was saved"
+                    f"{self._where}: window {self._number} must have more than the {self._done} samples that the saved "
+                    f"run read of it, got {len(held)}. Use the data of that run"
                 )
             if held or len(read) < self._window or self._limit is None:
                 self._held = held

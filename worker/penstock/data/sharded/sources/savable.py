@@ -147,8 +147,9 @@ class Savable:
                 raise StateCorruptError(
                     f"the saved position of {name} is damaged: batch_rows is {rows!r}. Load an older state"
                 )
+            divisor = "" if rows is None else ", or a divisor of it"
             raise StateMismatchError(
-                f"{name}: batch_rows must be {rows}, as in the saved state, or a divisor of it, got {self._rows}"
+                f"{name}: batch_rows must be {rows}, as in the saved state{divisor}, got {self._rows}"
             )
         if rows % self._rows:
             raise StateMismatchError(

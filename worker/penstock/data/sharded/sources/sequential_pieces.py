@@ -236,12 +236,14 @@ class RunCursor(Iterator[Any]):
         """Raise DatasetError if the stream of a piece has more records than the piece's count."""
         count = self._count()
         if stream.passed != count or (stream.is_open and stream.skip(1)):
-            raise DatasetError(f"{self._name} must have {count} records, as counts says, got more")
+            raise DatasetError(f"{self._name} must have {count} records, as counts says, got more. Correct counts")
 
     def _check_end(self, stream: OpaqueStream) -> None:
         count = self._count()
         if count is not None and stream.passed != count:
-            raise DatasetError(f"{self._name} must have {count} records, as counts says, got {stream.passed}")
+            raise DatasetError(
+                f"{self._name} must have {count} records, as counts says, got {stream.passed}. Correct counts"
+            )
 
     # ---- saved positions
 
