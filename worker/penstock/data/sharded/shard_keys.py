@@ -73,7 +73,7 @@ class SampleKey:
             return SampleKey(epoch, shard, index, parts[3], index if "saved" in more else 0, more.get("saved"), block)
         except (AttributeError, TypeError, ValueError, binascii.Error, StateCorruptError) as error:
             raise StateCorruptError(
-                f"the restore key must be the unchanged text from a batch, got {text!r:.200} ({error})"
+                f"the restore key must be the unchanged text from a batch, got {text!r:.200}"
             ) from error
 
 
