@@ -213,7 +213,7 @@ def test_arguments_that_cannot_be_meant(hundred: Path) -> None:
 def test_what_is_no_dataset_is_named(tmp_path: Path) -> None:
     with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/nothing must be a dataset"):
         StreamingDataset(local=tmp_path / "nothing")
-    for content, says in (("{", "is not JSON"), ('{"version": 2, "shards": []}', "lists no samples")):
+    for content, says in (("{", "the index must be JSON"), ('{"version": 2, "shards": []}', "lists no samples")):
         (tmp_path / "index.json").write_text(content)
         with pytest.raises(DatasetError, match=f"{tmp_path}.*{says}"):
             StreamingDataset(local=tmp_path)

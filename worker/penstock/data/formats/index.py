@@ -29,6 +29,7 @@ __all__ = [
     "file_notes",
     "first_notes",
     "index_notes",
+    "invalid_index",
     "join_indexes",
     "read_index",
     "shard_of",
@@ -68,7 +69,7 @@ def read_index(data: bytes, where: str) -> list[Shard]:
     try:
         entries = _entries(data)
     except InvalidField as error:
-        raise DatasetError(f"{where}: {error}") from None
+        raise invalid_index(where, error) from None
     shards: list[Shard] = []
     known: dict[str, Mapping[str, Any]] = {}
     files: dict[str, StoredFile] = {}
@@ -76,8 +77,15 @@ def read_index(data: bytes, where: str) -> list[Shard]:
         try:
             shards.append(shard_of(entry, known, files))
         except (InvalidField, DatasetError) as error:
-            raise DatasetError(f"{where}: shard {number}: {error}") from None
+            raise invalid_index(f"{where}: shard {number}", error) from None
     return shards
+
+
+def invalid_index(where: str, error: Exception) -> DatasetError:
+    """Return the error of an index with an invalid field. `where`: address of the index, with the shard's number for a
+    field of a shard; `error`: what is wrong."""
+    remedy = "Fetch or write the index again, or upgrade Penstock if a newer release wrote it"
+    return DatasetError(f"{where}: {error}. {remedy}")
 
 
 def write_index(shards: Iterable[Shard], notes: Mapping[str, Any] | None = None) -> bytes:
@@ -139,9 +147,9 @@ def _entries(data: bytes) -> list[Any]:
     try:
         index = json.loads(data.decode(), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise InvalidField("is not JSON:", str(error)) from None
+        raise InvalidField("the index", f"must be JSON: {error}") from None
     if not isinstance(index, dict):
-        raise InvalidField("is not an index:", f"it must be a JSON object, got {kind_of(index)}")
+        raise InvalidField("the index", f"must be a JSON object, got {kind_of(index)}")
     if "version" not in index:
         raise InvalidField("version", "is missing")
     check_version(index["version"])
