@@ -2,7 +2,7 @@
 
 One run, one machine, the same samples, files in the page cache, one process a reader, batches of 32. Each library
 writes its files as its documentation advises and reads them; Penstock reads the same files, where it knows the format.
-The two readers of a pair take turns, A B A B, while the other one idles. What is reported is the ratio of two turns that
+The two readers of a pair take turns, A B A B. What is reported is the ratio of two turns that
 follow each other: its median and its spread. A checksum over every byte shows that both have read the same samples.
 `make bench-peers` makes the environment, and `--write` puts the tables into a document.
 """

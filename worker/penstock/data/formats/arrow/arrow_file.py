@@ -46,6 +46,8 @@ __all__ = ["ArrowReader", "check_arrow", "check_same_columns", "index_arrow", "o
 
 KEPT_LAYOUTS = 256
 """Largest number of record batches whose layouts are kept in memory."""
+LARGE = 16 << 10
+"""Mean size of a row in bytes from which rows are read one by one, because reading them together copies them twice."""
 TOGETHER = 4
 """Smallest number of rows that are read together; fewer are read faster one by one."""
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -256,6 +258,8 @@ class ArrowReader:
         first, rows, arrow = begin - self._file.begins[number], range(end - begin), _pyarrow()
         try:
             batch = self._layouts.get(number) or self._laid_out(number)
+            if batch.body_size > LARGE * batch.layout.rows:
+                return []
             columns = []
             for _, plan in self._plans:
                 array = plan.array(batch, first, first + len(rows))
