@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.readers.pairs import PAIRS, Pair
-from benchmarks.readers.report import BEGIN, END, ORDERS, markdown
+from benchmarks.readers.pairs import ORDERS, PAIRS, Pair
+from benchmarks.readers.report import BEGIN, END, markdown
 from benchmarks.report import between
 from benchmarks.streaming import Players, warm, with_conditions
 from benchmarks.streaming_data import KINDS, Kind
@@ -42,8 +42,9 @@ def compare(pair: Pair, kind: Kind, players: Players, folder: Path, rounds: int,
     what: dict[str, Any] = {"kind": kind.name, "folder": str(folder / "data"), "samples": kind.samples}
     for name in (pair.peer, OURS):
         players.ask(name, do="write", **what)
-    found: dict[str, Any] = {"checked": True, "failures": [], **{order: {} for order in ORDERS}}
-    for order, shuffle in ORDERS.items():
+    found: dict[str, Any] = {"checked": True, "failures": [], **{order: {} for order in pair.orders}}
+    for order in pair.orders:
+        shuffle = ORDERS[order]
         answers = [(name, players.ask(name, do="check", shuffle=shuffle, **what)) for name in (pair.peer, OURS)]
         same, failures = same_values([(name, answer) for name, answer in answers if answer is not None])
         found["checked"] &= bool(same) and all(answer for _, answer in answers)

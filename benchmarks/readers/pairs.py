@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.modes import Mode
 from benchmarks.streaming_report import OURS
 
-__all__ = ["ENVIRONMENT", "PAIRS", "Pair"]
+__all__ = ["ENVIRONMENT", "ORDERS", "PAIRS", "Pair"]
+
+ORDERS: Mapping[str, bool] = {"in sequence": False, "shuffled": True}
+"""Order of an epoch -> whether it is shuffled."""
 
 ENVIRONMENT = "readers"
 """Environment that has all libraries and Penstock, below the folder of the peers."""
@@ -21,6 +25,7 @@ class Pair:
     """Module in this folder."""
     theirs: str = "Theirs"
     ours: str = "Ours"
+    orders: Sequence[str] = tuple(ORDERS)
 
     @property
     def name(self) -> str:
@@ -41,7 +46,7 @@ PAIRS = (
     Pair("litdata", "its own; Penstock: MDS", "litdata"),
     Pair("Lance", "Lance", "lance"),
     Pair("datasets, buffer", "Arrow", "huggingface", "TheirsSaved", "OursSaved"),
-    Pair("datasets, exact", "Arrow", "huggingface", "TheirsSavedExact", "OursSaved"),
+    Pair("datasets, exact", "Arrow", "huggingface", "TheirsSavedExact", "OursSaved", ("shuffled",)),
     Pair("datasets, buffer", "Parquet", "huggingface", "TheirsParquet", "OursParquet"),
     Pair("webdataset", "tar", "webdataset"),
     Pair("Grain", "ArrayRecord", "array_record"),

@@ -6,15 +6,14 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.readers.pairs import ORDERS
 from benchmarks.report import conditions, table
 from benchmarks.streaming_report import OURS, Records, median, rate
 
-__all__ = ["BEGIN", "END", "ORDERS", "markdown", "ratios"]
+__all__ = ["BEGIN", "END", "markdown", "ratios"]
 
 BEGIN = "<!-- readers: begin (written by benchmarks/readers --write) -->"
 END = "<!-- readers: end -->"
-ORDERS: Mapping[str, bool] = {"in sequence": False, "shuffled": True}
-"""Order of an epoch -> whether it is shuffled."""
 
 
 def ratios(ours: Records, theirs: Records) -> list[float]:
@@ -30,6 +29,7 @@ def markdown(results: dict[str, Any]) -> str:
             [f"{pair}, {kind}", *_cells(found[order], found["peer"])]
             for pair, kinds in results["pairs"].items()
             for kind, found in kinds.items()
+            if order in found
         ]
         head = ("", "Penstock", "theirs", "ratio", "(from - to)")
         parts.append(f"**An epoch {order}: samples/s**\n\n{table(head, rows)}")
