@@ -28,6 +28,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # By name, because the type checker's environment lacks it.
 datasets: Any = importlib.import_module("datasets")
 datasets.disable_progress_bars()
+# It sleeps for 5 s at the end of each shuffled epoch of Parquet, which would be most of epochs as short as these.
+datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 
 SHARDS = 8
 """Shards among which an iterable dataset mixes, as many as its pages have in an example for a few workers."""
