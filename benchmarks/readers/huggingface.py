@@ -1,10 +1,10 @@
 """Arrow files that `save_to_disk` wrote and Parquet, by Hugging Face datasets, and Penstock over the same files.
 
-As its page on PyTorch says, tokens come `with_format("torch")`. Batches come from `iter(batch_size)`, which was 3 to 20
-times as fast as a DataLoader over the same rows. Bytes have no format: the one of torch drops zeros at their end. Its
-page on map-style and iterable datasets says that random access is slow, and advises
-`to_iterable_dataset(num_shards).shuffle()`, with its buffer of 1,000 samples: so is "buffer". "exact" is
-`shuffle()` of the rows, which mixes all with all. Parquet is streamed, and shuffled in the buffer.
+As its page on PyTorch says, tokens come `with_format("torch")`. Batches come from `iter(batch_size)`, which was up to
+20 times as fast as a DataLoader over the same rows. Bytes have no format: the one of torch drops zeros at their end.
+Its page on map-style and iterable datasets says that random access is slow, and advises
+`to_iterable_dataset(num_shards).shuffle()`, with its buffer of 1,000 samples: so is "buffer". "exact" is `shuffle()` of
+the rows, which mixes all with all. Parquet is streamed, and shuffled in the buffer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ datasets.disable_progress_bars()
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 
 SHARDS = 8
-"""Shards among which an iterable dataset mixes, as many as its pages have in an example for a few workers."""
+"""Number of shards of an iterable dataset, which are shuffled before the buffer."""
 TOKENS = 2049
 
 

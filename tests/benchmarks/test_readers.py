@@ -1,0 +1,95 @@
+"""The comparison of readers: turns, equality and the report, with players that need no other library."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.readers.__main__ import QUICK, compare
+from benchmarks.readers.batch_reader import Ours, all_samples
+from benchmarks.readers.pairs import ORDERS, PAIRS
+from benchmarks.readers.report import markdown, ratios
+from benchmarks.streaming_data import value_checksum
+from benchmarks.streaming_player import answer_of
+from benchmarks.streaming_report import OURS
+
+from penstock.data import MDSWriter
+
+PAIR = PAIRS[0]
+
+
+class Answering:
+    """Players that answer at once, and note what they were asked."""
+
+    def __init__(self, checksums: dict[str, int], rates: dict[str, list[int]]) -> None:
+        self.asked: list[str] = []
+        self._checksums, self._rates = checksums, rates
+
+    def ask(self, name: str, **request: Any) -> dict[str, Any] | None:
+        self.asked.append(f"{request['do']} {name}")
+        if request["do"] == "check":
+            return {"samples": 5, "checksum": self._checksums[name]}
+        return {"samples": self._rates[name].pop(0), "seconds": 1.0} if request["do"] == "rate" else {}
+
+
+def compared(folder: Path, ours: int = 1) -> tuple[dict[str, Any], list[str]]:
+    rates = {OURS: [200, 300, 200, 300], PAIR.peer: [100, 100, 400, 100]}
+    players: Any = Answering({OURS: ours, PAIR.peer: 1}, rates)
+    return compare(PAIR, QUICK[0], players, folder, 2, 0.0), players.asked
+
+
+def test_readers_take_turns(tmp_path: Path) -> None:
+    found, asked = compared(tmp_path)
+    turns = [name.removeprefix("rate ") for name in asked if name.startswith("rate")]
+    assert turns == [PAIR.peer, OURS] * 4
+    assert asked[:2] == [f"write {PAIR.peer}", f"write {OURS}"], "the other library writes what both read"
+    assert found["checked"]
+    assert not found["failures"]
+
+
+def test_other_samples_are_a_failure(tmp_path: Path) -> None:
+    found, _ = compared(tmp_path, ours=2)
+    assert not found["checked"]
+    assert len(found["failures"]) == 2 * len(ORDERS)
+
+
+def test_ratios_are_of_turns_side_by_side() -> None:
+    ours = [{"samples": samples, "seconds": 2.0} for samples in (20, 30, 40)]
+    theirs = [{"samples": 10, "seconds": 1.0}, None, {"samples": 40, "seconds": 1.0}]
+    assert ratios(ours, theirs) == [0.5, 1.0]
+
+
+def test_report_has_ratio_and_spread(tmp_path: Path) -> None:
+    found, _ = compared(tmp_path)
+    setting = {"machine": dict.fromkeys(("cores", "processor", "caches", "memory_gib", "kernel", "python"), "?")}
+    noise = {"busy_before": 0.0, "load_before": 0.0, "others": 0.0}
+    pairs = {PAIR.name: {"1 KiB": {**found, "peer": PAIR.peer}}}
+    results = {"rounds": 2, "versions": {"a": "1"}, "pairs": pairs, "missing": {}, "failures": []}
+    text = markdown({**results, **setting, "noise": noise, "command": "", "date": "", "commit": "", "took_s": 1.0})
+    assert f"| {PAIR.name}, 1 KiB | 250 | 100 | 2.50x | 2.00 - 3.00 |" in text
+    assert f"| {PAIR.name}, 1 KiB | 250 | 250 | 1.75x | 0.50 - 3.00 |" in text
+    assert "read by both readers in 1 of 1 comparisons" in text
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_modules_of_pairs_exist(pair: Any) -> None:
+    """The other libraries are not among what development installs, so the module is not imported."""
+    spec = importlib.util.find_spec(f"benchmarks.readers.{pair.module}")
+    assert spec is not None
+    assert spec.origin is not None
+    text = Path(spec.origin).read_text()
+    for name in (pair.theirs, pair.ours):
+        assert f"class {name}(" in text or f"{name} = " in text
+
+
+def test_our_reader_reads_what_was_written(tmp_path: Path) -> None:
+    kind = QUICK[0]
+    with MDSWriter(tmp_path / "data", kind.columns) as writer:
+        for sample in all_samples(kind.name, kind.samples):
+            writer.write(sample)
+    count, checksum = value_checksum(all_samples(kind.name, kind.samples))
+    for shuffle in ORDERS.values():
+        asked = {"do": "check", "kind": kind.name, "folder": str(tmp_path / "data"), "shuffle": shuffle}
+        assert answer_of(Ours(), asked) == {"samples": count, "checksum": checksum}
