@@ -219,7 +219,7 @@ def _blocks(entry: dict[str, Any], samples: int, size: int) -> tuple[tuple[int, 
     if not isinstance(blocks, list) or not all(type(rows) is int and rows >= 0 for rows in blocks):
         raise InvalidField("blocks", "must be a list of numbers of samples, none below 0")
     if sum(blocks) != samples:
-        raise InvalidField("blocks", f"must have {samples} samples together, as the shard, got {sum(blocks)}")
+        raise InvalidField("blocks", f"must add up to the shard's {samples} samples, got {sum(blocks)}")
     decoded = _count(entry, "decoded_bytes", "decoded_bytes") if "decoded_bytes" in entry else 0
     ranges = entry.get("ranges", [])
     if not isinstance(ranges, list) or not all(type(at) is int and 0 <= at <= size for at in ranges):
@@ -244,7 +244,9 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
         raise InvalidField(f"{field}.basename", f"must be a plain path below the dataset's folder, got {name!r}")
     encoded = name.encode(errors="replace")
     if encoded.decode() != name or len(encoded) > 3000 or any(len(step) > 255 for step in encoded.split(b"/")):
-        raise InvalidField(f"{field}.basename", f"must be a name that a file can have, got {name[:100]!r}")
+        raise InvalidField(
+            f"{field}.basename", f"must be valid text of at most 255 bytes a part and 3000 in all, got {name[:100]!r}"
+        )
     if _OURS.fullmatch(name):
         raise InvalidField(f"{field}.basename", f"must not be a name that the cache uses itself, got {name!r}")
     size = _count(info, "bytes", f"{field}.bytes")
