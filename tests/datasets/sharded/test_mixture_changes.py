@@ -160,16 +160,16 @@ def test_change_of_another_history_is_left_out() -> None:
 def test_plan_names_the_position_and_weights(steps: int) -> None:
     run = AllWorkers(lambda: loader([2, 1]), (1, 2))
     run.take(steps)
-    asked = MixtureChange("", 0, {"a": "0.25", "b": "0.5", "c": "0.25"}, {"c": "sources:c"})
-    made = ordered([])
-    found, was, now = made.plan_change(STEP - 1 - steps, run.state() if steps else None, asked, [])
-    assert (found.position, found.parts) == (40, {"a": 1, "b": 2, "c": 1})
+    asked = {"a": "0.25", "b": "0.5", "c": "0.25"}
+    state = run.state() if steps else None
+    position, parts, was, now = ordered([]).plan_change(STEP - 1 - steps, state, asked, {"c": "sources:c"}, [])
+    assert (position, parts) == (40, {"a": 1, "b": 2, "c": 1})
     assert (was, now) == ({"a": 2 / 3, "b": 1 / 3}, {"a": 0.25, "b": 0.5, "c": 0.25})
 
 
 def test_retired_source_needs_no_weights() -> None:
-    found, _, now = ordered([]).plan_change(2, None, MixtureChange("", 0, {}), ["a"])
-    assert (found.parts, now) == ({"a": 0, "b": 1}, {"a": 0.0, "b": 1.0})
+    _, parts, _, now = ordered([]).plan_change(2, None, {}, {}, ["a"])
+    assert (parts, now) == ({"a": 0, "b": 1}, {"a": 0.0, "b": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_impossible_plans_are_refused(weights: Any, added: Any, retired: Any, sa
     made = loader([2, 1])
     made.change_mixture([], lambda name: Given([[1]]) if name == "sources:few" else load(name))
     with pytest.raises(InvalidArgumentError, match=says):
-        made.plan_change(3, None, MixtureChange("", 0, weights, added), retired)
+        made.plan_change(3, None, weights, added, retired)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_impossible_plans_are_refused(weights: Any, added: Any, retired: Any, sa
 def test_mixture_without_positions_is_refused(stack: Any) -> None:
     made = ShardLoader(stack(), batch_size=2, collate_fn=list)
     with pytest.raises(InvalidArgumentError, match="the uppermost source must be a Mixture"):
-        made.plan_change(3, None, MixtureChange("", 0, {"a": "1"}), [])
+        made.plan_change(3, None, {"a": "1"}, {}, [])
     with pytest.raises(InvalidArgumentError, match="the uppermost source must be a Mixture"):
         made.change_mixture(CHANGES, load)
 

@@ -48,9 +48,8 @@ class MixtureChange:
     """Text that identifies the change."""
     position: int
     """Number of samples that the mixture gives before the change."""
-    parts: Mapping[str, Any]
-    """Weight of each source from then on, as whole numbers; sources that are left out have weight 0. In a command's
-    request: as it was given, as a text."""
+    parts: Mapping[str, int]
+    """Weight of each source from then on, as whole numbers; sources that are left out have weight 0."""
     added: Mapping[str, str] = field(default_factory=dict)
     """Name of each added source -> name of the function that returns it."""
     required: bool = False
@@ -170,14 +169,15 @@ def try_sources(mixture: Mixture, names: Iterable[str], seed: int) -> None:
             cursor.close()
 
 
-def new_parts(mixture: Mixture, position: int, change: MixtureChange, retired: Sequence[str]) -> dict[str, int]:
+def new_parts(
+    mixture: Mixture, position: int, weights: Mapping[str, Any], added: Iterable[str], retired: Sequence[str]
+) -> dict[str, int]:
     """Return the weight of each source as whole numbers, for the weights and added sources of a command. Without
     weights, all sources but the retired ones keep theirs.
 
     Raises InvalidArgumentError for invalid weights, unknown sources, and a source that is left out although it has a
     weight.
     """
-    weights, added = change.parts, change.added
     names = [*mixture.names, *(name for name in added if name not in mixture.names)]
     before = dict(zip(mixture.names, mixture.parts_at(position), strict=True))
     for name in added:

@@ -138,9 +138,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._code = source
         """Source as the code made it, without changes of its mixture."""
         self._changes: list[MixtureChange] = []
-        """Changes of the mixture's weights that are in force, in the order in which they were made."""
+        """Changes of the mixture's weights that are in force; `_assigned`: those of the run."""
         self._assigned: list[MixtureChange] = []
-        """Changes that belong to the run."""
         self._load_source: LoadSource = refuse_to_import
         self._identity = identity = WorkerIdentity.now(rank)
         partitions, seed = at_least_one("partitions", partitions), whole("seed", seed)
@@ -290,7 +289,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return {**position.state(self._order), **self._counts.saved(), **self._listed()}
 
     def _listed(self) -> dict[str, Any]:
-        """Return the entry of a state that lists the changes of the mixture's weights; empty without changes."""
+        """Return the entry of a state that lists the changes of the mixture's weights; empty without any."""
         return {CHANGES: [change.plain() for change in self._changes]} if self._changes else {}
 
     @staticmethod
@@ -373,26 +372,28 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """Apply the changes of the weights of the uppermost mixture that belong to the run. Called before a state is
         loaded.
 
-        changes: as in a state, in the order in which they were made. load: returns the result of the function with a
-        name ("module:function").
+        changes: as in a state, in their order. load: calls the function with a name ("module:function").
 
-        Raises InvalidArgumentError if the loader has no such mixture, or another one.
+        Raises InvalidArgumentError if they do not fit.
         """
         self._assigned, self._load_source = [MixtureChange.parsed(change) for change in changes], cache(load)
         self._use(self._assigned)
 
     def plan_change(
-        self, steps: int, state: Mapping[str, Any] | None, change: MixtureChange, retired: Sequence[str]
-    ) -> tuple[MixtureChange, dict[str, float], dict[str, float]]:
-        """Return a change with its position and all weights, and the sources' shares before and after it. The loader
-        itself changes, and is used for nothing else afterwards.
+        self,
+        steps: int,
+        state: Mapping[str, Any] | None,
+        weights: Mapping[str, Any],
+        added: Mapping[str, str],
+        retired: Sequence[str],
+    ) -> tuple[int, dict[str, int], dict[str, float], dict[str, float]]:
+        """Return a change's position, the weights of all sources as whole numbers, and the sources' shares before and
+        after it. The loader itself changes, and is used for nothing else afterwards.
 
-        steps: number of global batches before the change, from the beginning of the epoch or, with a state, from the
-        state. state: aggregated state from which the run began. change: with the weights and added sources that were
-        asked for. retired: names of the sources that get weight 0.
+        steps: number of global batches before the change, from the epoch's beginning or, with a state, from the state.
+        state: aggregated state from which the run began. weights, added, retired: see `new_parts`.
 
-        Raises InvalidArgumentError for an impossible change, StateMismatchError for one that an earlier state would not
-        fit.
+        Raises InvalidArgumentError for an impossible change, StateMismatchError if earlier states would not fit.
         """
         mixture_of(self.source)
         begin = 0
@@ -400,14 +401,13 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             self._check_order(state, strict=True)
             begin = self._fixed_order.reached(state, self._identity.turn)
         position, before = begin + steps * self._batch, mixture_of(self.source)
-        change = replace(change, position=position, parts=new_parts(before, position, change, retired))
-        progress = OrderProgress(0, position, 0, self._topology())
-        at = ShardedPosition(progress, endless_order=self._begun.endless_order).state(self._order)
-        self._use([*self._changes, change])
+        parts = new_parts(before, position, weights, added, retired)
+        at = replace(self._begun, progress=OrderProgress(0, position, 0, self._topology())).state(self._order)
+        self._use([*self._changes, MixtureChange("", position, parts, added)])
         check_order(self._with_later_weights({**at, "others": {}}), self._order, strict=True)
         after = mixture_of(self.source)
-        try_sources(after, change.added, self._seed)
-        return change, shares_at(before, position), shares_at(after, position)
+        try_sources(after, added, self._seed)
+        return position, parts, shares_at(before, position), shares_at(after, position)
 
     def _use(self, changes: list[MixtureChange]) -> None:
         """Make the loader anew with these changes, and no others."""
