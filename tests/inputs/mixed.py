@@ -30,11 +30,7 @@ def broken() -> LogicalShards:
 
 
 def train(
-    schedule: dict[int, dict[str, float]] | None = None,
-    *,
-    more: bool = False,
-    keys: str | None = None,
-    pause_s: float = 0,
+    schedule: dict[int, dict[str, float]] | None = None, *, more: bool = False, keys: str | None = None
 ) -> ShardLoader:
     """Two sources, numbers from 0 and from 1000 on. `schedule`: weights by the number of steps before."""
     sources = {"web": numbers(0), "code": numbers(1000)} | ({"math": math()} if more else {})

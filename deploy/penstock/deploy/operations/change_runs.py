@@ -1,8 +1,8 @@
 """Implementation of `penstock run close`, which ends the open attempts of a run or a job at its coordinator, and of
 `penstock mix`, which changes the weights of a run's mixture.
 
-An order of `penstock mix` has a random key. If the coordinator restarts meanwhile, the same order is sent again, and its key shows
-whether the change was made before.
+An order of `penstock mix` has a random key. If the coordinator restarts meanwhile, the same order is sent again, and
+its key shows whether the change was made before.
 """
 
 from __future__ import annotations
