@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.data import Counts, LogicalShards, Mapped, Mixture, Packed, Schedule, ShardLoader
@@ -30,7 +31,7 @@ def broken() -> LogicalShards:
 
 
 def train(
-    schedule: dict[int, dict[str, float]] | None = None, *, more: bool = False, keys: str | None = None
+    schedule: Mapping[int, Mapping[str, float]] | None = None, *, more: bool = False, keys: str | None = None
 ) -> ShardLoader:
     """Two sources, numbers from 0 and from 1000 on. `schedule`: weights by the number of steps before."""
     sources = {"web": numbers(0), "code": numbers(1000)} | ({"math": math()} if more else {})

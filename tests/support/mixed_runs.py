@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
@@ -29,7 +29,7 @@ def numbers_of(batch: Any) -> list[int]:
     return found
 
 
-def alone(steps: int, schedule: dict[int, dict[str, float]], *, more: bool = False) -> list[list[int]]:
+def alone(steps: int, schedule: Mapping[int, Mapping[str, float]], *, more: bool = False) -> list[list[int]]:
     """Global batches of a run that had the schedule from its beginning, from one loader in this process."""
     return [numbers_of(batch) for batch in islice(mixed.train(schedule, more=more), steps)]
 

@@ -21,6 +21,8 @@ from penstock.proto.errors import InputFnNotAllowedError, InvalidArgumentError, 
 
 BEFORE, AFTER = {"web": 3, "code": 1}, {"web": 1, "code": 4}
 WEIGHTS = {"web": "0.2", "code": "0.8"}
+STEPS = 1200
+"""Steps of a loop that nobody holds."""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,7 @@ def test_launch_after_the_change_has_it(cluster: Cluster) -> None:
     with training(cluster, "again", 2, 1, 20, first.state) as third:
         third.go(1)
         with pytest.raises(InvalidArgumentError, match="--from-step must be at least 8 for run again/0"):
-            ordered(cluster, order("again", 7, BEFORE | {"web": "1", "code": "1"}))
+            ordered(cluster, order("again", 7, WEIGHTS))
     expected = alone(26, {0: BEFORE, 11: AFTER})
     assert first.global_batches + second.global_batches == expected
     assert first.global_batches + third.global_batches == expected
@@ -117,22 +119,23 @@ def test_launch_after_the_change_has_it(cluster: Cluster) -> None:
 
 def test_loops_at_full_speed_are_fenced(cluster: Cluster) -> None:
     """Nobody holds the boxes: either the change is refused and nothing changes, or it is exact at its step."""
-    job, made = "fast", []
-    with training(cluster, job, 2, 2, 4000, pace_s=0.002) as run:
+    job = "fast"
+    made: list[tuple[int, dict[str, str]]] = []
+    with training(cluster, job, 2, 2, STEPS, pace_s=0.004) as run:
         run.go(1)
         run.let(1 << 60)
-        for number in range(40):
-            step = max(max(rows) for rows in run.rows) + (2, 300, 700, 150)[number % 4]
+        for number in range(8):
+            step = max(max(rows) for rows in run.rows) + (2, 150, 300, 80)[number % 4]
             weights = {"web": str(1 + number % 5), "code": str(1 + number % 3)}
-            if step > 3900:
+            if step > STEPS - 10:
                 break
             with contextlib.suppress(InvalidArgumentError):  # the step has passed
                 ordered(cluster, order(job, step, weights))
                 made = [(at, asked) for at, asked in made if at < step] + [(step, weights)]
     assert made
     schedule = {0: BEFORE} | {step - 1: {name: int(text) for name, text in asked.items()} for step, asked in made}
-    expected = alone(4000, schedule)
-    differs = next((step for step in range(4000) if run.global_batches[step] != expected[step]), None)
+    expected = alone(STEPS, schedule)
+    differs = next((step for step in range(STEPS) if run.global_batches[step] != expected[step]), None)
     assert differs is None, f"step {differs + 1} differs with the changes {made}"
 
 

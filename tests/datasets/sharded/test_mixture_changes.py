@@ -24,8 +24,8 @@ def source(number: int) -> Given:
 
 def loader(weights: Any, by: Any = "samples", more: int = 0, **options: Any) -> ShardLoader:
     mixture = Mixture({"abc"[n]: source(n) for n in range(2 + more)}, weights, by=by)
-    options = {"global_batch_size": ROWS, "block": ROWS, "partitions": 2, "seed": 3, "collate_fn": list} | options
-    return ShardLoader(Mapped(mixture, list), **options)
+    usual: dict[str, Any] = {"global_batch_size": ROWS, "block": ROWS, "partitions": 2, "seed": 3, "collate_fn": list}
+    return ShardLoader(Mapped(mixture, list), **(usual | options))
 
 
 def change(step: int, parts: dict[str, int], *added: str, required: bool = False) -> dict[str, Any]:

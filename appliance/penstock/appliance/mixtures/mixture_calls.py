@@ -53,6 +53,9 @@ class MixtureCalls:
         until = loop.time() + request.deadline_s
         trial = self._orders.trial(request)
         plan = await self._tried(trial, until, request.deadline_s)
+        made = self._orders.repeated(request)
+        if made is not None:  # by the same call, which was sent twice
+            return made
         proposal = self._orders.proposed(request, trial, plan)
         if not request.dry_run:
             await self._make(proposal, min(until, loop.time() + FENCE_S))

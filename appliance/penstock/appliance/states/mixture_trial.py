@@ -33,4 +33,5 @@ class MixtureTrial(Aggregation):
     trial: pb.MixtureTrial = field(default_factory=pb.MixtureTrial)
 
     def task(self, *given: Any) -> MixtureTask:
-        return MixtureTask(*given, trial=self.trial)
+        fields: dict[str, Any] = {"trial": self.trial}
+        return MixtureTask(*given, **fields)

@@ -125,5 +125,5 @@ def _print(reply: pb.ChangeMixtureReply, *, dry_run: bool) -> None:
     title = printable(f"The mixture of run {reply.run} {verb} from step {change.step} on (sample {change.position})")
     again = f"{reply.batches} batches that were made ahead {'would be' if dry_run else 'are'} made again"
     note = f"\n{reply.slots} slots {'would restart' if dry_run else 'restart'}; {again}"
-    rows = [(share.source, f"{share.was:.2%}", f"{share.now:.2%}") for share in reply.shares]
+    rows: list[Sequence[str]] = [(share.source, f"{share.was:.2%}", f"{share.now:.2%}") for share in reply.shares]
     show([Table(title, ["source", "share before>", "share after>"], rows, empty=title, note=note)])

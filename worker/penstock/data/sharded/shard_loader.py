@@ -290,7 +290,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return {**position.state(self._order), **self._counts.saved(), **self._listed()}
 
     def _listed(self) -> dict[str, Any]:
-        """Return the entry of a state that lists the changes of the mixture's weights; empty without any."""
+        """Return the entry of a state with the changes of the mixture's weights."""
         return {CHANGES: [change.plain() for change in self._changes]} if self._changes else {}
 
     @staticmethod
@@ -393,7 +393,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         steps: number of global batches before the change, from the epoch's beginning or, with a state, from the state.
         state: aggregated state from which the run began. weights, added, retired: see `new_parts`.
 
-        Raises InvalidArgumentError for an impossible change, StateMismatchError if earlier states would not fit.
+        Raises InvalidArgumentError or StateMismatchError for an impossible change.
         """
         mixture_of(self.source)
         begin = 0
@@ -412,8 +412,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     def _use(self, changes: list[MixtureChange]) -> None:
         """Make the loader anew with these changes, and no others."""
         if changes != self._changes:
-            source = changed(self._code, changes, self._load_source)
-            self._changes = changes
+            source, self._changes = changed(self._code, changes, self._load_source), changes
             self._read(source)
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
