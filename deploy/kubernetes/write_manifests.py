@@ -73,7 +73,10 @@ def text(documents: list[Manifest], reasons: Mapping[str, Mapping[str, str]] = s
         parts.append("\n".join(_commented(lines, left.get(document["kind"], {}))) + "\n")
     for kind, fields in left.items():
         if missing := fields.keys() - OPTIONAL:
-            raise ValueError(f"a {kind} must have the fields that comments are for, got none of: {', '.join(missing)}")
+            raise ValueError(
+                f"a {kind} must have the fields that comments are for, got none of: {', '.join(missing)}. "
+                "Correct REASONS"
+            )
     return "---\n".join(parts)
 
 

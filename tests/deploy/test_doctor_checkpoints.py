@@ -52,7 +52,7 @@ def test_a_flipped_bit_and_a_missing_file(folder: Path, capsys: pytest.CaptureFi
     code, out, err = doctor(capsys, str(folder))
     assert code == 24
     assert "step-5   .metadata is missing" in out
-    assert "2 of 2 checkpoints are damaged (see above). No checkpoint here is intact" in err
+    assert "2 of 2 checkpoints are damaged (see above). No checkpoint here is intact: restore the files" in err
     code, out, _ = doctor(capsys, str(folder), "--json")
     assert (code, json.loads(out)["ok"]) == (24, False)
 

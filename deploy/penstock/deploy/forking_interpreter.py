@@ -106,7 +106,8 @@ class ForkingInterpreter:
             while (message := self._channel.receive(wait=False)) is None:
                 if not readable(self._channel.fileno(), until - time.monotonic()):
                     raise DeadlineError(
-                        f"the Python process that runs the loaders did not answer within {START_DEADLINE_S:g} s"
+                        f"the Python process that runs the loaders did not answer within {START_DEADLINE_S:g} s. See "
+                        "whether this machine is overloaded, and try again"
                     )
         except LaneLostError as error:
             raise WorkerLostError("the Python process that runs the loaders died: see its output above") from error

@@ -36,7 +36,8 @@ _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the probe and return its exit status."""
+    """Check whether the daemon that `arguments` (None: the command line) name is live or ready, for a container's
+    health check. Return the exit status: 0 if it is, otherwise 1."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.deploy.probe", description="Check whether this daemon is live or ready."
     )
@@ -77,7 +78,7 @@ def _look_at_worker(file: str, ready: bool, within_s: float | None) -> None:
         )
     if liveness.turned_s_ago > (within_s or LIVE_S):
         raise DeadlineError(
-            f"the worker has made no progress for {liveness.turned_s_ago:.0f} s: it hangs or is stopped"
+            f"the worker has made no progress for {liveness.turned_s_ago:.0f} s, so it hangs or is stopped: restart it"
         )
 
 
@@ -96,7 +97,9 @@ def _ask_coordinator(listen: str, ready: bool) -> None:
         reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=answer_s)
     if ready and reply.status != health_pb2.HealthCheckResponse.SERVING:
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
-        raise DeadlineError(f"the coordinator at {address} is not ready: its health service reports {name}")
+        raise DeadlineError(
+            f"the coordinator at {address} is not ready: its health service reports {name}. See its log"
+        )
 
 
 if __name__ == "__main__":

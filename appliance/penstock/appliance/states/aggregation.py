@@ -1,9 +1,10 @@
 """Aggregation of states on a worker, by the loader's aggregate_state_dict, for a training job that cannot build the
 loader itself.
 
-Usually the client aggregates the states with a loader of its own. In the training process input_fn may raise, for
-example because its data are only on the workers' machines. Then the client uploads the workers' states as a blob and
-requests their aggregation. Any worker of the box can do this, because every worker returns the same result.
+Usually the client aggregates the states with a loader of its own (client/states/local_loader.py). In the training
+process input_fn may raise, for example because its data are only on the workers' machines. Then the client uploads the
+workers' states as a blob and requests their aggregation. Any worker of the box can do this, because every worker
+returns the same result.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class BatchMessages:
         region_at = dims_at + padded(8 * dims) if fits else 0
         if not fits or region_at + nbytes != memory.size:
             raise ProtocolError(
-                f"the parts of a batch must fill its message of {memory.size} bytes, got {structure_bytes} of "
-                f"structure, {dims} dims, {nbytes} of region: use one release of Penstock on all ranks"
+                f"the parts of a batch must fill its message of {memory.size} bytes, got {structure_bytes} bytes of "
+                f"names and types, {dims} dimensions and {nbytes} bytes of values"
             )
         encoded = memory[HEADER : HEADER + structure_bytes].tobytes()
         known = self._assembler

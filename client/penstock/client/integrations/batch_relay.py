@@ -201,6 +201,6 @@ def _content(header: torch.Tensor) -> torch.Tensor:
     if kind not in iter(Kind) or not 0 <= nbytes <= MAX_MESSAGE_BYTES:
         raise ProtocolError(
             f"a message of the box's reader must have a kind of {[*map(int, Kind)]} and at most {MAX_MESSAGE_BYTES} "
-            f"bytes, got kind {kind} and {nbytes} bytes: install one release of Penstock on all ranks"
+            f"bytes, got kind {kind} and {nbytes} bytes"
         )
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

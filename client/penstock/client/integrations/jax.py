@@ -154,5 +154,8 @@ def state_from_json(saved: dict[str, Any]) -> dict[str, Any]:
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError as error:
-        raise StateCorruptError(f"state_from_json: the text of the state must be base64: {error}") from None
+        raise StateCorruptError(
+            f"state_from_json: the text of the state must be base64: {error}. Pass the unchanged result of "
+            "state_to_json()"
+        ) from None
     return cast(dict[str, Any], decode_state(data))

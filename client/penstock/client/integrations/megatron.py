@@ -167,7 +167,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
                 )
                 self._buffer.close()
             else:
-                self._failure = result["error"] and f"failed: {result['error']}"
+                self._failure = result["error"] and f"failed: {result['error']}. Check this folder, and save again"
                 _buffers.put(self._buffer)
             self._buffer = None
         if self._failure:

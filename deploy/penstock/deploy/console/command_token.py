@@ -94,5 +94,8 @@ def make_token(path: Path) -> bool:
         finally:
             beside.unlink()
     except OSError as error:
-        raise JournalError(f"the token cannot be written to {path}: {error}") from error
+        raise JournalError(
+            f"the token cannot be written to {path}: {error.strerror}. Let this user write there, or choose "
+            "another folder"
+        ) from error
     return True

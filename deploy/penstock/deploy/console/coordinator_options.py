@@ -106,9 +106,10 @@ class Peer:
             )
         if self.job is not None and not fit:
             here = printable("; ".join(map(str, found))) or "none"
+            offer = "Name one of these, or pass" if found else "Pass"
             raise InvalidArgumentError(
                 f"--job must be the job of an embedded appliance that runs here, or the name of a fleet of `penstock "
-                f"up`, got {self.job!r}; running: {here}"
+                f"up`, got {self.job!r}; running: {here}. {offer} --coordinator ADDRESS"
             )
         return fit[0] if fit else None
 

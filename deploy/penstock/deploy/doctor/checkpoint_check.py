@@ -15,6 +15,8 @@ from penstock.runtime.telemetry.units import size
 
 __all__ = ["is_path", "show_checkpoints"]
 
+NONE_INTACT = "No checkpoint here is intact: restore the files from a copy, or start without a checkpoint"
+
 
 @dataclass(frozen=True)
 class Verified:
@@ -50,7 +52,7 @@ def show_checkpoints(path: Path, as_json: bool) -> int:
     bad = [one for one in verified if one.wrong]
     if bad:
         good = next((one.found.path for one in verified if not one.wrong), None)
-        offer = f"Resume from {good}, the newest intact checkpoint" if good else "No checkpoint here is intact"
+        offer = f"Resume from {good}, the newest intact checkpoint" if good else NONE_INTACT
         raise CheckpointCorruptError(
             f"{len(bad)} of {len(verified)} checkpoints {'is' if len(bad) == 1 else 'are'} damaged (see above). {offer}"
         )
@@ -59,7 +61,9 @@ def show_checkpoints(path: Path, as_json: bool) -> int:
 
 def _at(path: Path) -> list[FoundCheckpoint]:
     if not path.is_dir():
-        raise CheckpointNotFoundError(f"{path} must be the folder of a checkpoint, or a folder of checkpoints")
+        raise CheckpointNotFoundError(
+            f"{path} must be the folder of a checkpoint, or a folder of checkpoints, but is not a folder"
+        )
     try:
         manifest = read_manifest(path)
         return [FoundCheckpoint(manifest.step, path, manifest, "")]
@@ -70,7 +74,7 @@ def _at(path: Path) -> list[FoundCheckpoint]:
         if not found:
             raise CheckpointNotFoundError(
                 f"{path} must be a checkpoint of AsyncCheckpointer, which has a penstock.json, or a folder of "
-                "checkpoints"
+                "checkpoints, got a folder without any. Pass the folder of AsyncCheckpointer(folder)"
             ) from None
         return found
 

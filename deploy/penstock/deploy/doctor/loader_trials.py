@@ -164,7 +164,10 @@ class _Stream:
     def _end(self, epoch: int) -> None:
         place = self._source.position
         if not self._events or self._events[-1][2] is None:
-            raise EmptyInputError(f"{self._source.name}: epoch {epoch} ended without a single batch")
+            raise EmptyInputError(
+                f"{self._source.name}: epoch {epoch} ended without a single batch. Check its "
+                "paths and sharding, and that input_fn does not return an exhausted iterator"
+            )
         self._events.append([epoch, place.total, None])
         if not self._ended:
             self._ended = True

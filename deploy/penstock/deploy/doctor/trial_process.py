@@ -54,5 +54,5 @@ class TrialProcesses(ForkingInterpreter):
         if answer and answer.done.kind == "failed":
             raise error_named(**answer.done.fields["error"])
         if not answer or answer.done.kind != "done":
-            raise WorkerLostError(f"{what}: the process that ran it {how}")
+            raise WorkerLostError(f"{what}: the process that ran it {how}. See its output above")
         return answer

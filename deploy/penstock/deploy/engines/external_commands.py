@@ -26,7 +26,10 @@ def called(command: Sequence[str], *, stdin: str = "", deadline_s: float = DEADL
             f"{command[0]} must be installed here. Run this command on a machine that has {command[0]}", USAGE
         ) from None
     except subprocess.TimeoutExpired:
-        raise DeadlineError(f"{' '.join(command[:5])} did not answer within {deadline_s:g} s") from None
+        raise DeadlineError(
+            f"{' '.join(command[:5])} did not answer within {deadline_s:g} s. Check the server that it calls, and try "
+            "again"
+        ) from None
     if done.returncode:
         raise PenstockError(f"{' '.join(command[:5])} failed with status {done.returncode}: {done.stderr.strip()}")
     return done.stdout

@@ -100,7 +100,7 @@ class FleetFolder:
             os.pwrite(lock, data, 0)
             os.ftruncate(lock, len(data))
         except OSError as error:
-            raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
+            raise _unwritable(self.path / "lock", error) from error
 
     def holder(self) -> Identity | None:
         """Return the process that was last recorded by `hold`, which may have ended since; None if there is no record.
@@ -246,7 +246,13 @@ def _write(path: Path, data: bytes) -> None:
     try:
         write_whole(path, data, mode=0o600)
     except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror}", USAGE) from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> CommandError:
+    return CommandError(
+        f"{path} cannot be written: {error.strerror}. Free disk space, or let this user write there", USAGE
+    )
 
 
 def _encoded(value: Mapping[str, Any]) -> bytes:

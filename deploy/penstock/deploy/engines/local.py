@@ -140,7 +140,9 @@ def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
     while time.monotonic() < deadline:
         fleet = where.fleet()
         if fleet is None:
-            raise CommandError(f"the supervisor ended: {last_words(where.logs / 'supervisor.log')}", BUG)
+            raise CommandError(
+                f"the supervisor of the fleet in {where.path} ended: {last_words(where.logs / 'supervisor.log')}", BUG
+            )
         states = _states(fleet)
         if fleet.about.get("adjusted", 0) > before and len(states) == plan.workers and set(states) <= GONE | {"ready"}:
             return fleet

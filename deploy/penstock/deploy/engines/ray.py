@@ -133,7 +133,9 @@ def _connected(address: str) -> Iterator[Any]:
     try:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-        raise PenstockError(f"the Ray cluster at {address} cannot be reached (--ray-address): {error}") from error
+        raise PenstockError(
+            f"the Ray cluster at {address} cannot be reached: {error}. Pass its address by --ray-address"
+        ) from error
     try:
         yield ray
     finally:
@@ -216,7 +218,9 @@ def _token(plan: FleetPlan) -> str:
     try:
         return Path(plan.token_file).read_text()
     except OSError as error:
-        raise AuthenticationError(f"the token file {plan.token_file} cannot be read: {error.strerror}") from None
+        raise AuthenticationError(
+            f"the token file {plan.token_file} cannot be read: {error.strerror}. Pass another by --token-file"
+        ) from None
 
 
 def _with_token_on_nodes(plan: FleetPlan) -> FleetPlan:
@@ -239,7 +243,9 @@ def _ready(
             status = ray.get(ref)
         except ray.exceptions.RayError as error:
             text = str(error).strip().splitlines()[-1]
-            raise PenstockError(f"Ray lost the actor {waits[ref]} before it was ready: {text}") from error
+            raise PenstockError(
+                f"Ray lost the actor {waits[ref]} before it was ready: {text}. See `ray status` for lost nodes"
+            ) from error
         if "error" in status:
             remedy = "; put the token file on every node, or pass --send-token" if status["code"] == 12 else ""
             raise CommandError(f"on node {status['host']}: {status['error']}{remedy}", status["code"])

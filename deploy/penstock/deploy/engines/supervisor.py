@@ -154,8 +154,8 @@ class _Supervisor:
         except TimeoutError:
             waits = [kept.title for kept in (self._coordinator, *self._workers.values()) if not kept.ready.is_set()]
             raise DeadlineError(
-                f"not ready after {self._plan.timeout_s:g} s: {', '.join(waits)}. See the logs in {self._folder.logs}, "
-                "or raise --timeout"
+                f"the fleet in {self._folder.path} is not ready after {self._plan.timeout_s:g} s: it waits for "
+                f"{', '.join(waits)}. See the logs in {self._folder.logs}, or raise --timeout"
             ) from None
         self._up = True
         self._record()
@@ -199,8 +199,8 @@ class _Supervisor:
                 await asyncio.wait([*pending, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in self._tasks if task.done()]:
                     task.result()
-                    if not self._tasks.pop(task).ready.is_set():
-                        raise CommandError("a daemon was ended before it was ready", BUG)
+                    if not (ended := self._tasks.pop(task)).ready.is_set():
+                        raise CommandError(f"the {ended.title} was stopped before it was ready. Try again", BUG)
         finally:
             for wait in waits:
                 wait.cancel()
@@ -333,7 +333,9 @@ def main() -> int:
         return code
     except OSError as error:
         _log.exception("the supervisor failed")
-        send_result({"error": f"the supervisor of {folder.path} failed: {error}", "code": BUG})
+        send_result(
+            {"error": f"the supervisor of {folder.path} failed: {error}. See the logs in {folder.logs}", "code": BUG}
+        )
         return BUG
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -127,7 +127,11 @@ def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
         ended = LocalEngine().down(where.path, timeout_s)
     else:
         if fleet.engine not in ENGINES:  # written by a newer release
-            raise CommandError(f"the engine must be one of {', '.join(ENGINES)}, got {fleet.engine}", USAGE)
+            raise CommandError(
+                f"the engine must be one of {', '.join(ENGINES)}, got {fleet.engine} for the fleet in {where.path}. "
+                "Run `penstock down` of the release that started it",
+                USAGE,
+            )
         ended = ENGINES[fleet.engine].down(fleet, timeout_s)
         where.forget()
     if as_json:

@@ -15,7 +15,10 @@ from typing import Any
 
 import numpy as np
 
-SEVERAL = "datasets in a mixture (BlendDataset) end their epochs at different steps and cannot be imported"
+SEVERAL = (
+    "datasets in a mixture (BlendDataset) end their epochs at different steps and cannot be imported. Start without a "
+    "state"
+)
 
 
 def main() -> None:

@@ -17,11 +17,13 @@ import numpy as np
 
 from penstock.deploy.import_state.begun_epoch import Ints
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
+from penstock.runtime.process.end import exit_words
 
 __all__ = ["order_by"]
 
 DEADLINE_S = 3600.0
 """Deadline of a script, in seconds: it lists all rows of an epoch."""
+OTHER_PYTHON = "Pass --python, the interpreter of the environment in which the state was saved"
 
 
 def order_by(python: str, script: str, request: Mapping[str, Any]) -> Ints:
@@ -42,10 +44,13 @@ def order_by(python: str, script: str, request: Mapping[str, Any]) -> Ints:
                 f"--python must be an interpreter that has the other library, got {python}: {error.strerror}"
             ) from error
         except subprocess.TimeoutExpired:
-            raise DeadlineError(f"{script} did not list the rows within {DEADLINE_S:g} s") from None
+            raise DeadlineError(
+                f"{python} did not list the rows of the epoch within {DEADLINE_S:g} s. Run the import on a faster "
+                "machine"
+            ) from None
         if done.returncode:
-            raise PenstockError(
-                f"{python} could not list the rows of the epoch: {done.stderr.strip()[-2000:]}\nPass --python, the "
-                "interpreter of the environment in which the state was saved"
-            )
+            why = done.stderr.strip()[-2000:] or f"it {exit_words(done.returncode)}"
+            own = done.stderr and "Error" not in why  # a script's own message, with a remedy
+            remedy = "" if own else f"\n{OTHER_PYTHON}"
+            raise PenstockError(f"{python} could not list the rows of the epoch: {why}{remedy}")
         return np.asarray(np.load(out, allow_pickle=False), np.int64)

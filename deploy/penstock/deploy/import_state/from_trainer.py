@@ -37,7 +37,8 @@ def trainer_epoch(path: Path, rows: int, *, seed: int, ranks: int, accumulation:
     steps, epoch = count(file, state, "global_step"), state["epoch"]
     if state["train_batch_size"] is None:
         raise StateMismatchError(
-            f"{file}: train_batch_size must be a number, got null. Another version of transformers wrote it"
+            f"{file}: train_batch_size must be a number, got null, because another version of transformers wrote "
+            "it. Put the number of rows of one rank's batch in its place"
         )
     own = count(file, state, "train_batch_size")
     if not isinstance(epoch, int | float):

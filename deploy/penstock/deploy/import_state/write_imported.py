@@ -188,4 +188,7 @@ def _write(request: Request, epoch: ImportedEpoch) -> None:
         torch.save(saved.to_dict(), data)
         write_whole(request.out, data.getvalue())
     except OSError as error:
-        raise InvalidArgumentError(f"{request.out} cannot be written: {error}") from error
+        raise InvalidArgumentError(
+            f"{request.out} or {request.order_file} cannot be written: {error.strerror}. Pass other paths by --out and "
+            "--order-file"
+        ) from error

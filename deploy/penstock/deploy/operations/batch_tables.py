@@ -212,7 +212,10 @@ def write(batch: Any, path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise InvalidArgumentError(f"--out cannot be written: {error}") from error
+        raise InvalidArgumentError(
+            f"--out: files in {path.absolute().parent} cannot be written: {error.strerror}. Pass a path in "
+            "another folder"
+        ) from error
 
 
 def _envelope(batch: Any) -> bytes:

@@ -77,7 +77,8 @@ def _wait(
             )
         if not left.draining:
             raise SupersededError(
-                f"worker {worker} takes slots again, because another command ended the drain (--undo)"
+                f"worker {worker} takes slots again, because another command ended the drain (--undo). Run "
+                "the command again to drain it"
             )
     return left
 

@@ -194,5 +194,7 @@ def _announce(line: str, ready_file: Path | None) -> None:
         try:
             write_whole(ready_file, f"{line}\n".encode(), sync=False)
         except OSError as error:
-            raise InvalidArgumentError(f"--ready-file {ready_file} cannot be written: {error.strerror}") from error
+            raise InvalidArgumentError(
+                f"--ready-file {ready_file} cannot be written: {error.strerror}. Pass another path"
+            ) from error
     print(line, flush=True)

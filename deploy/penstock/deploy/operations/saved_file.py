@@ -55,7 +55,7 @@ class SavedFile:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise InvalidArgumentError(f"{path} cannot be read: {error}") from error
+            raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from error
         self._torch = data.startswith(ZIP)
         if self._torch:
             self._value = of_torch(path, data)
@@ -71,7 +71,10 @@ class SavedFile:
             )
         self.states = [FoundState(at, read(value)) for at, value in _states(self._value, ())]
         if not self.states:
-            raise StateMismatchError(f"{path} has no state of a DataLoader: nothing in it has the key {KEY!r}")
+            raise StateMismatchError(
+                f"{path} has no state of a DataLoader: nothing in it has the key {KEY!r}. Pass a file with the value "
+                "of DataLoader.state_dict()"
+            )
 
     def the(self, input_fn: str | None) -> FoundState:
         """Return the file's only state, or its only state of this input_fn. Raises StateMismatchError if there is none
@@ -81,7 +84,7 @@ class SavedFile:
             return fits[0]
         have = ", ".join(f"{found.name} of {found.saved.input_fn}" for found in self.states)
         if not fits:
-            raise StateMismatchError(f"{self.path} has no state of {input_fn}, only {have}")
+            raise StateMismatchError(f"{self.path} has no state of {input_fn}, only {have}. Pass a state of this run")
         raise StateMismatchError(
             f"{self.path} must have one state for this run, got {len(fits)} ({have}). Save the right state in a file "
             "by itself"
@@ -101,7 +104,7 @@ class SavedFile:
         try:
             write_whole(path, data)
         except OSError as error:
-            raise InvalidArgumentError(f"{path} cannot be written: {error}") from error
+            raise InvalidArgumentError(f"{path} cannot be written: {error.strerror}. Pass another path") from error
 
 
 def of_torch(path: Path, data: bytes) -> Any:
@@ -115,7 +118,9 @@ def of_torch(path: Path, data: bytes) -> Any:
             "the loader's state in a file by itself, by torch.save or encode_state"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise StateCorruptError(f"{path} is damaged: torch cannot read it ({' '.join(str(error).split())})") from error
+        raise StateCorruptError(
+            f"{path} is damaged: torch cannot read it ({' '.join(str(error).split())}). Pass an older state"
+        ) from error
 
 
 def _states(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -21,7 +21,10 @@ def show_dashboard(peer: Peer, *, browser: bool, as_json: bool) -> None:
         url = client.open_dashboard()
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):  # of a hostile coordinator, and a browser would follow it
-        raise PenstockError(f"the coordinator's dashboard must have an http or https URL, got {printable(url)}")
+        raise PenstockError(
+            f"the coordinator's dashboard must have an http or https URL, got {printable(url)}. Check which program "
+            f"answers at {printable(peer.address)}"
+        )
     print(json.dumps({"url": url, "coordinator": peer.address}) if as_json else printable(url), flush=True)
     if is_local(parts.netloc) and not is_local(peer.address):
         port = parts.port

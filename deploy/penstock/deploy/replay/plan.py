@@ -130,7 +130,8 @@ def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Posi
         return None
     if saved.seed != opening.seed:
         raise StateMismatchError(
-            f"the checkpoint of step {saved.step} must have the run's seed, {opening.seed}, got {saved.seed}"
+            f"the checkpoint of step {saved.step} must have the run's seed, {opening.seed}, got {saved.seed}. Pass a "
+            "checkpoint of this run"
         )
     if saved.step < begun:
         return None

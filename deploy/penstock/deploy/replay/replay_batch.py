@@ -193,7 +193,7 @@ def _publish(part: Path, out: Path) -> None:
     try:
         os.replace(part, out)
     except OSError as error:
-        raise InvalidArgumentError(f"--out {out} cannot be written: {error.strerror}") from error
+        raise InvalidArgumentError(f"--out {out} cannot be written: {error.strerror}. Pass another path") from error
 
 
 def _counted(number: int, what: str) -> str:

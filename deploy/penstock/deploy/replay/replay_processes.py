@@ -80,11 +80,13 @@ class ReplayProcesses:
                 else:
                     answers[slot] = message
         except LaneLostError as error:
-            how = f"the process that replayed slot {slot} {self._children[slot].exit_description()}"
-            raise WorkerLostError(f"{how}, after batch {self._at[slot]} of the worker or later") from error
+            how = f"the process that replayed worker slot {slot} {self._children[slot].exit_description()}"
+            raise WorkerLostError(
+                f"{how}, after its batch {self._at[slot]} or a later one. See its output above"
+            ) from error
 
     def _late(self, slots: list[int]) -> DeadlineError:
         for slot in slots:
             self._children[slot].show_stack()
-        at = ", ".join(f"slot {slot} at batch {self._at[slot]}" for slot in slots)
+        at = ", ".join(f"worker slot {slot} at batch {self._at[slot]}" for slot in slots)
         return DeadlineError(f"the replay did not finish in time ({at}; stacks are above). Raise --timeout")

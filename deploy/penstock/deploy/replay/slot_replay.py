@@ -112,7 +112,8 @@ class _SlotReplay:
         if not source.seek(total, epoch, self._seen):
             raise ReplayMismatchError(
                 f"{source.name}: epoch {epoch} ended after batch {source.position.total} of the worker, but batch "
-                f"{total} had been delivered. The data or the code of the loader has changed"
+                f"{total} had been delivered. The data or the code of the loader has changed: replay with "
+                "those of the run"
             )
         if replayed and digest and source.digest != digest:
             raise ReplayMismatchError(

@@ -162,7 +162,10 @@ class StateEntry(ABC):
         except PenstockError:
             raise
         except Exception as error:
-            raise self.misfit(str(error)) from error
+            raise self.misfit(
+                f"{type(error).__name__}: {error}. Make {self.key!r} as it was at the save, or leave it out of the "
+                "state to restore"
+            ) from error
 
     def misfit(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.key!r} cannot be restored from {self.saved.path}: {what}")

@@ -100,10 +100,10 @@ def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
     else:
         matching = [one for one in found if one.step == step]
         if not matching:
-            there = ", ".join(str(one.step) for one in found) or "none"
+            there = ", ".join(str(one.step) for one in found)
+            offer = "Pass one of these steps, or step=None for the newest" if found else "Check the path of the folder"
             raise CheckpointNotFoundError(
-                f"{folder} has no checkpoint of step {step}; its checkpoints are of steps: {there}. Pass one of these "
-                "steps, or step=None for the newest"
+                f"{folder} has no checkpoint of step {step}; its checkpoints are of steps: {there or 'none'}. {offer}"
             )
         newest = matching[0]
     if newest.damage:

@@ -122,8 +122,7 @@ class _Index(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in ALLOWED.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(
-                f"the pickle names {module}.{name}, which no index of torch.distributed.checkpoint contains. Pass a "
-                "folder that torch.distributed.checkpoint or AsyncCheckpointer wrote"
+                f"the pickle names {module}.{name}, which no index of torch.distributed.checkpoint contains"
             )
         return super().find_class(module, name)
 

@@ -248,7 +248,7 @@ class SaveJob:
         for rank, report in sorted(reports.items()):
             if rank not in causes and [file[:2] for file in report["files"]] != plan[str(rank)]:
                 wrote = [file[:2] for file in report["files"]]
-                causes[rank] = f"the files must be {plan[str(rank)]} (name, bytes), but its writer wrote {wrote}"
+                causes[rank] = f"its files must be {plan[str(rank)]}, got {wrote}: install one release of Penstock"
         if causes:
             raise WriteFailed(causes)
         start, size = self.request["commit"]["index"]
@@ -336,11 +336,7 @@ class SaveJob:
             if rank not in self._signs or self._signs[rank][0] != sign:
                 self._signs[rank] = sign, now
         if lost := [rank for rank in late if now - self._signs[rank][1] > SILENCE_S]:
-            raise WriteFailed(
-                dict.fromkeys(
-                    lost, f"its writer showed no sign of life for {SILENCE_S:g} s after the training process had ended"
-                )
-            )
+            raise WriteFailed(dict.fromkeys(lost, _silent(SILENCE_S)))
 
     def _give_up(self, causes: dict[int, str]) -> None:
         """Report the causes of the failure to the other ranks, free the space on the disk, and raise WriteFailed."""
@@ -404,7 +400,7 @@ class SaveJob:
             if verdict is not None:
                 causes.update({int(rank): why for rank, why in verdict["causes"].items()})
             elif gone:
-                causes[0] = "its writer has aborted the save"
+                causes[0] = "its writer has aborted the save: see rank 0's log"
             return bool(causes)
 
         if not self._wait_until(known):
@@ -421,12 +417,12 @@ class SaveJob:
             return str(error)
         text = f"{error.filename or where}: {error.strerror or error}"
         text = text if self._held is None else self._held.named(text)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            with suppress(OSError):
-                free = os.statvfs(where if where.exists() else where.parent)
-                text += f" ({nbytes:,} bytes to write, {free.f_bavail * free.f_frsize:,} free): delete older "
-                text += "checkpoints, or set keep_last"
-        return text
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return f"{text}: check this user's rights there, and the filesystem"
+        with suppress(OSError):
+            free = os.statvfs(where if where.exists() else where.parent)
+            text += f" ({nbytes:,} bytes to write, {free.f_bavail * free.f_frsize:,} free)"
+        return f"{text}: delete older checkpoints, or set keep_last"
 
     # ---- waiting
 
@@ -452,9 +448,7 @@ class SaveJob:
         if self._signs.setdefault(0, (sign, now))[0] != sign:
             self._signs[0] = sign, now
         elif now - self._signs[0][1] > 2 * SILENCE_S:
-            raise WriteFailed(
-                {0: f"its writer showed no sign of life for {2 * SILENCE_S:g} s after the training process had ended"}
-            )
+            raise WriteFailed({0: _silent(2 * SILENCE_S)})
 
     def _progress(self) -> None:
         now = time.monotonic()
@@ -474,6 +468,13 @@ class SaveJob:
         except (OSError, ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) and self.save in (value.get("save"), _saved(value)) else None
+
+
+def _silent(seconds: float) -> str:
+    return (
+        f"its writer showed no sign of life for {seconds:g} s after the training process had ended: check whether that "
+        "rank's machine still runs"
+    )
 
 
 def _saved(value: dict[str, Any]) -> Any:

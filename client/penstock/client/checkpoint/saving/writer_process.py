@@ -134,7 +134,10 @@ class WriterProcess:
             return True
         if time.monotonic() < pending.deadline:
             return False
-        self.kill(f"its writer did not answer within {pending.request['timeout_s'] + GRACE_S:g} s, and was killed")
+        self.kill(
+            f"its writer did not answer within {pending.request['timeout_s'] + GRACE_S:g} s, and was killed: "
+            "check the filesystem of the folder, and save again"
+        )
         return _ended(pending, LEAVE_S)
 
     def kill(self, why: str) -> None:
@@ -176,7 +179,7 @@ class _Running:
         try:
             self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
-            raise CheckpointError(f"rank {rank}: the writer process could not be started: {error}") from error
+            raise _not_started(rank, error) from error
         try:
             what = ("--socket-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid()))
             # The writer gets no token, because it does not need one. It has a session of its own, so that a signal to
@@ -187,7 +190,7 @@ class _Running:
             self._sock.close()
             if not isinstance(error, OSError):  # interrupted
                 raise
-            raise CheckpointError(f"rank {rank}: the writer process could not be started: {error}") from error
+            raise _not_started(rank, error) from error
         ready = threading.Event()
         threading.Thread(target=self._listen, args=(ready,), name="penstock-checkpoint", daemon=True).start()
         try:
@@ -286,7 +289,8 @@ class _Running:
             _give_up(pending, self._rank, self._how_it_ended())
 
     def _how_it_ended(self) -> str:
-        return self._why or f"its writer process ended before the save did{self._how()}"
+        how = f"its writer process ended before the save did{self._how()}: save again, which starts another one"
+        return self._why or how
 
     def _how(self) -> str:
         status = self.process.status
@@ -294,6 +298,13 @@ class _Running:
             return ""
         hint = "; the kernel's log shows whether memory ran out" if -status == signal.SIGKILL else ""
         return f" ({exit_words(status).removeprefix('was ')}{hint})"
+
+
+def _not_started(rank: int, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"rank {rank}: the writer process could not be started: {error}. See `ulimit -a` and the free memory of this "
+        "machine, and save again"
+    )
 
 
 def _give_up(pending: PendingSave, rank: int, why: str) -> None:

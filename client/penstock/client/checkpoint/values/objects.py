@@ -96,7 +96,10 @@ def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
         try:
             pickled = bounded(data[begin:])
         except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{name!r} of {where} cannot be loaded: {error}") from error
+            raise CheckpointError(
+                f"{name!r} of {where} cannot be loaded: {error}. Leave it out of the state to restore, or restore "
+                "another checkpoint"
+            ) from error
         try:
             return _Plain(io.BytesIO(pickled)).load()  # a pickle ends with an opcode of its own
         except Exception:  # not a plain value: torch.load decides
