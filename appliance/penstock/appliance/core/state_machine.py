@@ -111,9 +111,6 @@ class Registry:
 
     # ------------------------------------------------------------------------------------------------------ common
 
-    def now(self) -> float:
-        return self._clock()
-
     def settle(self) -> None:
         """Complete a change: place waiting slots, plan state queries again, and commit."""
         cluster = self.cluster

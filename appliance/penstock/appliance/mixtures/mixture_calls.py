@@ -69,7 +69,7 @@ class MixtureCalls:
 
     async def _tried(self, trial: MixtureTrial, until: float, deadline_s: float) -> pb.MixturePlan:
         registry = self._registry
-        registry.state_queries.begin_trial(trial, registry.now() + deadline_s)
+        registry.state_queries.begin_trial(trial, registry.cluster.events.now + deadline_s)
         try:
             registry.settle()
             state = await self._complete(trial, 0, until, deadline_s)

@@ -30,6 +30,7 @@ __all__ = [
     "new_parts",
     "refuse_to_import",
     "shares_at",
+    "source_facts",
     "try_sources",
 ]
 
@@ -157,6 +158,12 @@ def _around(source: Any, mixture: Mixture) -> ShardedSource:
 def shares_at(mixture: Mixture, position: int) -> dict[str, float]:
     """Return each source's share of the weights at a position, by name."""
     return dict(zip(mixture.names, mixture.wanted(position), strict=True))
+
+
+def source_facts(source: ShardedSource) -> tuple[int, bool]:
+    """Return the number of sources of the mixture, and True if its weights change with the position."""
+    mixture = mixture_of(source)
+    return len(mixture.names), mixture.changes
 
 
 def try_sources(mixture: Mixture, names: Iterable[str], seed: int) -> None:

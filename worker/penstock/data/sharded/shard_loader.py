@@ -33,6 +33,7 @@ from penstock.data.sharded.mixture_changes import (
     new_parts,
     refuse_to_import,
     shares_at,
+    source_facts,
     try_sources,
 )
 from penstock.data.sharded.protocol import ShardedSource
@@ -361,16 +362,14 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         found = []
         for position in sorted({0, *(change.position for change in self._changes)}):
             source = changed(self._code, [one for one in self._changes if one.position <= position], self._load_source)
-            mixture = mixture_of(source) if self._changes else None
-            count, pieces = (0, True) if mixture is None else (len(mixture.names), mixture.changes)
-            found.append(KeyStage(position, digest_of({**self._order, "source": described(source)}), count, pieces))
+            order = digest_of({**self._order, "source": described(source)})
+            found.append(KeyStage(position, order, *(source_facts(source) if self._changes else (0, True))))
         return found
 
     # ---- weights that an operator changes in mid-run
 
     def change_mixture(self, changes: Sequence[Mapping[str, Any]], load: LoadSource) -> None:
-        """Apply the changes of the weights of the uppermost mixture that belong to the run. Called before a state is
-        loaded.
+        """Apply the run's changes of the weights of the uppermost mixture. Called before a state is loaded.
 
         changes: as in a state, in their order. load: calls the function with a name ("module:function").
 
