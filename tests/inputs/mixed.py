@@ -40,6 +40,13 @@ def train(
     return ShardLoader(source, global_batch_size=ROWS, seed=5, partitions=2, keys=keys, counts=Counts())
 
 
+def planned(changes: list[Any]) -> ShardLoader:
+    """The same with changes that were made at a position: pairs (samples before, weights)."""
+    weights: Any = Schedule({0: {"web": 3, "code": 1}} | dict(changes))
+    source = Mapped(Mixture({"web": numbers(0), "code": numbers(1000)}, weights), int)
+    return ShardLoader(source, global_batch_size=ROWS, seed=5, partitions=2)
+
+
 def packed() -> ShardLoader:
     """A mixture whose positions the loader does not know."""
     rows = Mapped(Mixture({"web": numbers(0), "code": numbers(1000)}, [3, 1]), lambda sample: [int(sample)] * 3)

@@ -394,7 +394,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
         Raises InvalidArgumentError or StateMismatchError for an impossible change.
         """
-        mixture_of(self.source)
+        mixture_of(self.source)  # raises an error without one
         begin = 0
         if state is not None:
             self._check_order(state, strict=True)
@@ -404,8 +404,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         at = replace(self._begun, progress=OrderProgress(0, position, 0, self._topology())).state(self._order)
         self._use([*self._changes, MixtureChange("", position, parts, added)])
         check_order(self._with_later_weights({**at, "others": {}}), self._order, strict=True)
-        after = mixture_of(self.source)
-        try_sources(after, added, self._seed)
+        try_sources(after := mixture_of(self.source), added, self._seed)
         return position, parts, shares_at(before, position), shares_at(after, position)
 
     def _use(self, changes: list[MixtureChange]) -> None:
