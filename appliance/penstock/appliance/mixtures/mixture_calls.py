@@ -101,6 +101,6 @@ class MixtureCalls:
                         async with asyncio.timeout(LOOK_S):
                             await event.wait()
             orders.make(proposal)
+            registry.settle()
         finally:
             orders.withdraw(proposal)
-            registry.settle()

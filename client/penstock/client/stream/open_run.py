@@ -25,7 +25,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Protocol, TypeVar
 
-from penstock.client.stream.stream_interfaces import BoxProgress, StepFence, StreamRun
+from penstock.client.stream.stream_interfaces import NEVER, BoxProgress, StepFence, StreamRun
 from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.errors import (
@@ -294,7 +294,7 @@ class OpenRun:
             self.views = views
             if reply.HasField("fence"):
                 self.fence.set(reply.fence.key, reply.fence.step)
-            else:
+            elif self.fence.step != NEVER:
                 self.version += 1  # before the fence is gone: the reader must not use the lanes of older generations
                 self.fence.clear()
         self._notify()
