@@ -221,6 +221,8 @@ class Box:
     reported_at: float = 0.0
     sources: dict[str, pb.SourceCount] = field(default_factory=dict)
     """Source -> counts of its delivered samples, as last reported; empty if the loader does not count."""
+    fence: tuple[str, int] = ("", 0)
+    """Key of the fence that the box received last (see Attempt.fence), and the last step that it had taken then."""
     imbalance: float = 0.0
     """Cost of a step's most expensive box divided by the mean of all boxes, as last reported; 0 = not measured."""
     unreachable: dict[str, float] = field(default_factory=dict)
@@ -348,6 +350,10 @@ class Attempt:
     """Step after which boxes abandoned an epoch -> the first box that reported it."""
     _left: list[int] = field(default_factory=list)
     """Keys of `left`, sorted."""
+    fence: pb.MixtureFence | None = None
+    """Step before which the boxes wait, while a change of the mixture is decided; see mixture_orders.py."""
+    mixture_changes: list[records_pb2.MixtureChange] = field(default_factory=list)
+    """Changes of the mixture's weights in this run: the list of the run."""
     last_live: float = 0.0
     generation: int = 0
     """Highest generation that slots of the attempt use or have reserved."""
@@ -438,8 +444,14 @@ class Run:
     """Highest generation used in the run. The generations of the next attempt are above it."""
     current: Attempt | None = None
     past: dict[int, ClosedAttempt] = field(default_factory=dict)
+    mixture_changes: list[records_pb2.MixtureChange] = field(default_factory=list)
+    """Changes of the mixture's weights by `penstock mix`, in the order in which they were made."""
     unused: bool = False
     """True if the run has delivered nothing and was never resumed from a state, so that it has no position to lose."""
+
+    def was_mixed(self, attempt: int) -> bool:
+        """Return whether the mixture was changed during this attempt."""
+        return any(change.attempt == attempt for change in self.mixture_changes)
 
 
 def known_run(runs: Mapping[str, Run], name: str) -> Run:
