@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["Training", "alone", "order", "ordered", "training"]
 
 DEADLINE_S = 60.0
+_orders = itertools.count()
 
 
 def numbers_of(batch: Any) -> list[int]:
@@ -33,7 +35,7 @@ def alone(steps: int, schedule: dict[int, dict[str, float]], *, more: bool = Fal
 
 
 def order(job: str, step: int, weights: dict[str, str] | None = None, **more: Any) -> pb.ChangeMixtureRequest:
-    request = pb.ChangeMixtureRequest(run=job, key=f"{job} {step} {more}", from_step=step, deadline_s=DEADLINE_S)
+    request = pb.ChangeMixtureRequest(run=job, key=f"{job} {next(_orders)}", from_step=step, deadline_s=DEADLINE_S)
     request.weights.extend(pb.AskedWeight(source=name, weight=text) for name, text in (weights or {}).items())
     added = more.pop("added", {})
     request.added.extend(records_pb2.AddedSource(source=name, function=fn) for name, fn in added.items())
@@ -50,8 +52,8 @@ def ordered(cluster: Cluster, request: pb.ChangeMixtureRequest) -> pb.ChangeMixt
 class Training:
     """All boxes of a job, each in a thread. They go on as far as `go` lets them."""
 
-    def __init__(self, boxes: int, steps: int) -> None:
-        self.boxes, self.steps = boxes, steps
+    def __init__(self, boxes: int, steps: int, pace_s: float = 0) -> None:
+        self.boxes, self.steps, self.pace_s = boxes, steps, pace_s
         self.rows: list[dict[int, list[int]]] = [{} for _ in range(boxes)]
         self.counts: dict[str, int] = {}
         """Samples of box 0 by source."""
@@ -75,6 +77,8 @@ class Training:
             self._moved.notify_all()
 
     def took(self, box: int, step: int, batch: Any) -> None:
+        if self.pace_s:
+            threading.Event().wait(self.pace_s)
         with self._moved:
             self.rows[box][step] = numbers_of(batch)
             self._moved.notify_all()
@@ -98,7 +102,7 @@ def training(
     cluster: Cluster, job: str, boxes: int, workers: int, steps: int, state: Any = None, **settings: Any
 ) -> Iterator[Training]:
     """A job that has begun, and goes on to its end after the block."""
-    made = Training(boxes, steps)
+    made = Training(boxes, steps, settings.get("pace_s", 0))
 
     def one(box: int) -> None:
         loader = DataLoader(mixed.train, keys="key" if settings.get("keys") else None)

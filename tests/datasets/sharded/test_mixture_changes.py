@@ -148,6 +148,18 @@ def test_change_overrides_later_weights() -> None:
     assert got[:6] == AllWorkers(lambda: loader(ahead), (1, 1)).take(6)
 
 
+def test_added_source_is_known_to_later_changes() -> None:
+    """A worker starts from a state between a change that added a source and one that only knows its name."""
+    changes = [change(3, {"a": 1, "c": 1}, "c"), change(9, {"c": 1})]
+    run = AllWorkers(lambda: ordered(changes), (1, 2))
+    got = run.take(5)
+    run.lose(0)
+    run.lose(1)
+    got += AllWorkers(lambda: ordered([]), (2, 1), run).take(10)
+    expected = Schedule({0: [2, 1, 0], 16: [1, 0, 1], 64: [0, 0, 1]})
+    assert got == AllWorkers(lambda: loader(expected, more=1), (1, 1)).take(15)
+
+
 def test_change_of_another_history_is_left_out() -> None:
     """The run's record has a change, but its job goes on from a state of a run that went its own way past it."""
     run = AllWorkers(lambda: loader([2, 1]), (1, 1))

@@ -447,7 +447,7 @@ class Registry:
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
         kept = DurableSnapshot(header.total, header.epoch, header.size, header.epoch_start)
         slot = self.cluster.slot(key)
-        if slot is None or (header.generation < slot.generation and self.cluster.runs[key.run].was_mixed(key.attempt)):
+        if slot is None or slot.is_outdated(header.generation, header.total):
             self.cluster.snapshot_index.discard(key, kept)
         else:
             self.cluster.snapshot_index.add(key, kept)

@@ -29,7 +29,7 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
-from penstock.proto.state.position import Position
+from penstock.proto.state.position import Position, advance
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -149,10 +149,13 @@ class MixtureOrders:
         note = f"the mixture changes from step {change.step} on: {weights}"
         cluster.events.add("mixture changed", note, run=run.name, attempt=attempt.number)
         for box in attempt.boxes.values():
+            last = advance(_position(box), change.step - 1, box.ends, box.abandoned)
             for slot in box.slots:
-                cluster.snapshot_index.drop_beyond(slot.key, box.total(slot.key.slot))
+                total = last.total[slot.key.slot]
+                cluster.snapshot_index.drop_beyond(slot.key, total)
                 cluster.cancel_migration(slot)
                 cluster.move(slot, note, None)
+                slot.remade.append((slot.generation, total))
                 slot.migrated = True  # an order, of which the training job need not be warned
             cluster.bump_box(attempt, box)
 

@@ -124,6 +124,10 @@ class Slot:
     """Worker -> its session at that time, for workers that failed to prepare for a migration of the slot."""
     migrated: bool = False
     """True if the slot's last move was a migration."""
+    remade: list[tuple[int, int]] = field(default_factory=list)
+    """For each change of the mixture: first generation that knows it, and the slot's last batch before it. A snapshot
+    of an older generation after this batch is not valid. Unknown after a restart of the coordinator; then the loader
+    refuses such a snapshot."""
     was_slow_at: frozenset[str] = frozenset()
     """Names of the workers from which the slot was moved because it was a straggler there."""
     batches_per_s: float = 0.0
@@ -154,6 +158,11 @@ class Slot:
     def unfit_at(self, workers: Mapping[str, Worker]) -> set[str]:
         """Return the names of those of `workers` that failed to prepare for the slot and were not restarted since."""
         return {name for name, session in self.unfit.items() if name in workers and workers[name].session == session}
+
+    def is_outdated(self, generation: int, total: int) -> bool:
+        """Return whether a snapshot after batch `total`, by a runner of this generation, lacks a change of the mixture
+        that lies before it."""
+        return any(generation < first and total > last for first, last in self.remade)
 
     def is_migrating_to(self, worker: str, generation: int) -> bool:
         """Return whether this worker, under this generation, prepares to take the slot over."""
@@ -448,10 +457,6 @@ class Run:
     """Changes of the mixture's weights by `penstock mix`, in the order in which they were made."""
     unused: bool = False
     """True if the run has delivered nothing and was never resumed from a state, so that it has no position to lose."""
-
-    def was_mixed(self, attempt: int) -> bool:
-        """Return whether the mixture was changed during this attempt."""
-        return any(change.attempt == attempt for change in self.mixture_changes)
 
 
 def known_run(runs: Mapping[str, Run], name: str) -> Run:

@@ -193,7 +193,10 @@ class SnapshotIndex:
             self._snapshots[key.run, key.attempt][key].remove(old)
 
     def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """Drop a snapshot that was written but is not needed and not in the index."""
+        """Drop a snapshot that was written but is not needed, and the one of the same position that it replaced."""
+        for old in [one for one in self._of(key) if (one.total, one.epoch) == (kept.total, kept.epoch)]:
+            self.used -= old.size
+            self._snapshots[key.run, key.attempt][key].remove(old)
         self._drops.append(DropSnapshot(key, kept.total, kept.epoch))
 
     def drop_attempt(self, run: str, attempt: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -341,8 +342,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._check_order(aggregated, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(
-                "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one "
-                "worker. Merge the states of all workers first"
+                "the state must be one that aggregate_state_dict returned, got that of one worker: merge all first"
             )
         return {**self._part(aggregated).state(self._order), **self._counts_part(aggregated), **self._listed()}
 
@@ -412,20 +412,21 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     def _use(self, changes: list[MixtureChange]) -> None:
         """Make the loader anew with these changes, and no others."""
         if changes != self._changes:
+            source = changed(self._code, changes, self._load_source)
             self._changes = changes
-            self._read(changed(self._code, changes, self._load_source))
+            self._read(source)
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Apply the changes that a state lists, and those of the run that come after it. If the code itself has the
         weights of the changes before the state, only later changes are applied."""
-        saved = listed(state)
         position = self._fixed_order.reached(state, self._identity.turn) if self.source.endless else 0
-        changes = merged(saved, self._assigned, position)
+        changes = merged(listed(state), self._assigned, position)
         later = [change for change in changes if change.position >= position]
         if later != changes:
-            self._use(later)
-            if not differences(self._with_later_weights(state)["order"], self._order):
-                return
+            with contextlib.suppress(InvalidArgumentError):  # they need sources that the code does not have
+                self._use(later)
+                if not differences(self._with_later_weights(state)["order"], self._order):
+                    return
         self._use(changes)
 
     @property
