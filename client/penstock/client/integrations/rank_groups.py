@@ -90,7 +90,7 @@ class RankGroups:
 
     @classmethod
     def of_boxes(cls, rank: int, boxes: Sequence[int]) -> RankGroups:
-        """Return the place of a rank in a job in which all ranks request batches together, also the stages of a
+        """Return the position of a rank in a job in which all ranks request batches together, also the stages of a
         pipeline.
 
         Args:
@@ -106,7 +106,7 @@ class RankGroups:
 
     @classmethod
     def of_megatron(cls) -> RankGroups:
-        """Return the place of this rank in Megatron-core's parallel_state.
+        """Return the position of this rank in Megatron-core's parallel_state.
 
         Raises InvalidArgumentError if initialize_model_parallel was not called.
         """

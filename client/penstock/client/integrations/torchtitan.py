@@ -177,8 +177,8 @@ _appliances: dict[tuple[Any, ...], Appliance] = {}
 
 @cache
 def _box(dp_rank: int, dp_world_size: int) -> tuple[RankGroups | None, Relay | None]:
-    """Return the place of this rank in its box and its connection with the box's other ranks; None for each if the box
-    is this rank alone. All ranks call this function."""
+    """Return the position of this rank in its box and its connection with the box's other ranks; None for each if the
+    box is this rank alone. All ranks call this function."""
     if not dist.is_initialized() or dist.get_world_size() <= dp_world_size:
         return None, None
     rank, timeout_s = dist.get_rank(), resolve().timeout_s + GRACE_S

@@ -81,7 +81,9 @@ class ReplayProcesses:
                     answers[slot] = message
         except LaneLostError as error:
             how = f"the process that replayed worker slot {slot} {self._children[slot].exit_description()}"
-            raise WorkerLostError(f"{how}, after batch {self._at[slot]} or later. See its output above") from error
+            raise WorkerLostError(
+                f"{how}, after its batch {self._at[slot]} or a later one. See its output above"
+            ) from error
 
     def _late(self, slots: list[int]) -> DeadlineError:
         for slot in slots:
