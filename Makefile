@@ -48,8 +48,8 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup lock dist proto proto-check proto-baseline manifests lint format format-check types docs collect pytest test simulate chaos fuzz demo
-.PHONY: soak demo-streaming signals slurm loaders frameworks node helm bench bench-peers gpu storm peers pythons clean
+.PHONY: help setup lock dist proto proto-check proto-baseline manifests lint format format-check types docs collect pytest slow test simulate chaos fuzz demo
+.PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers gpu storm peers pythons clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -110,10 +110,13 @@ collect: $(STAMP) ## the tests can be imported; on a fresh clone this compiles t
 	@said=$$(PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only -qq 2>&1) || { echo "$$said" >&2; exit 1; }
 
 # Hundreds of processes are started: without bytecode on disk each one would compile our modules anew.
-pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 5 --dist loadfile --no-loadscope-reorder"
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(PYTEST_ARGS)
+pytest: $(STAMP) ## the tests alone, without the slow suites; PYTEST_ARGS replaces "-n 5 --dist loadfile --no-loadscope-reorder"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
 
-test: $(STAMP) ## all checks and tests: what CI runs
+slow: $(STAMP) ## the slow suites: whole trainings, programs and pages, faults at many moments (SLOW_SUITES of tests/conftest.py)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m slow $(PYTEST_ARGS)
+
+test: $(STAMP) ## all checks, and the tests without the slow suites; CI runs `make slow` too
 	$(MAKE) --no-print-directory -j 2 lint format-check proto-check collect
 	$(MAKE) --no-print-directory -j 3 types docs pytest  # the tests wait now and then, and leave room for the other two
 
@@ -178,6 +181,9 @@ demo: $(STAMP) ## train a small model through Penstock on this machine
 
 demo-streaming: $(STAMP) ## train from shards on an HTTP server, and resume on other boxes and workers
 	PYTHONPATH=examples $(BIN)/python -m streaming.demo
+
+demo-mixture: $(STAMP) ## change a mixture of three texts at a resume on another topology
+	PYTHONPATH=examples $(BIN)/python -m mixture.demo
 
 bench: $(STAMP) ## measure the whole path beside its peers, 10 minutes; BENCH_ARGS="--quick" for a try
 	$(BIN)/python -m benchmarks.full_path --peers $(PEERS) $(BENCH_ARGS)

@@ -1,9 +1,10 @@
-"""Cost of a step's most expensive box over the mean of all boxes, without balance and with it; and what dealing takes.
+"""Cost of a step's most expensive box over the mean of all boxes, without balance and with it; and the time of the
+assignment.
 
     python -m benchmarks.box_balance [--boxes 8] [--rows 64] [--json]
 
 Costs are squared lengths. The lengths: lognormal (sigma 1); the same, cut off at 8 medians as a context does; words of
-Python's standard library by file, up to 8,192. "sorted microbatches" deals the batches of a window whole, sorted by
+Python's standard library by file, up to 8,192. "sorted microbatches" assigns the batches of a window whole, sorted by
 cost, as torchtitan describes its LoadBalancingDataLoader (torchtitan 0.3.0 on PyPI does not contain it, so these are
 a few lines of our own). A window's time is the sum of its steps' most expensive boxes, over what equal boxes would
 take. Other times are those of the processor.
@@ -23,12 +24,12 @@ import numpy.typing as npt
 from benchmarks import machine
 
 from penstock.data import Balance, MapLoader
-from penstock.data.ordering.balancing.dealing import deal_to_boxes, deal_to_steps
+from penstock.data.ordering.balancing.row_assignment import assign_to_boxes, assign_to_steps
 
 __all__ = ["main"]
 
 Costs = npt.NDArray[np.float64]
-Deal = Callable[[Costs, int, int], list[list[Costs]]]
+Assign = Callable[[Costs, int, int], list[list[Costs]]]
 """(costs of a window, steps, boxes) -> for each step, the costs of each box's rows."""
 WINDOWS = 40
 LONGEST = 8192
@@ -54,18 +55,18 @@ def sorted_microbatches(costs: Costs, steps: int, boxes: int) -> list[list[Costs
 
 
 def balanced(costs: Costs, steps: int, boxes: int) -> list[list[Costs]]:
-    dealt = [costs[rows] for rows in deal_to_steps(costs, steps)]
-    return [[step[rows] for rows in deal_to_boxes(step, boxes, number)] for number, step in enumerate(dealt)]
+    assigned = [costs[rows] for rows in assign_to_steps(costs, steps)]
+    return [[step[rows] for rows in assign_to_boxes(step, boxes, number)] for number, step in enumerate(assigned)]
 
 
-def judged(costs: Costs, steps: int, boxes: int, rows: int, deal: Deal) -> dict[str, float]:
+def judged(costs: Costs, steps: int, boxes: int, rows: int, assign: Assign) -> dict[str, float]:
     """Return the mean over steps of max/mean, the mean over windows of their time, and the milliseconds for 1,024
     rows."""
     ratios, times, began = [], [], time.process_time()
     window = steps * boxes * rows
-    dealt = [deal(costs[begin : begin + window], steps, boxes) for begin in range(0, len(costs), window)]
+    assigned = [assign(costs[begin : begin + window], steps, boxes) for begin in range(0, len(costs), window)]
     took_ms = (time.process_time() - began) / len(costs) * 1024 * 1e3
-    for found in dealt:
+    for found in assigned:
         sums = np.array([[box.sum() for box in step] for step in found])
         ratios += (sums.max(axis=1) / sums.mean(axis=1)).tolist()
         times.append(sums.max(axis=1).sum() / sums.mean(axis=1).sum())
@@ -88,12 +89,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="rows of a box's batch")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    deals: dict[str, Deal] = {"plain": plain, "sorted microbatches": sorted_microbatches, "balance": balanced}
+    assigns: dict[str, Assign] = {"plain": plain, "sorted microbatches": sorted_microbatches, "balance": balanced}
     found: dict[str, dict[str, float]] = {}
     for steps in (1, 4, 8):
         for name, costs in corpora(WINDOWS * steps * given.boxes * given.rows).items():
-            for how, deal in deals.items():
-                found[f"{name}, {steps} steps: {how}"] = judged(costs, steps, given.boxes, given.rows, deal)
+            for how, assign in assigns.items():
+                found[f"{name}, {steps} steps: {how}"] = judged(costs, steps, given.boxes, given.rows, assign)
     costs = corpora(1 << 17)["lognormal"]
     loops = {
         "plain": loop_rows_s(costs, 512, None),

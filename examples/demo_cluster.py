@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Cluster", "DemoError", "Step", "free_port", "read_log"]
+from penstock.proto.state.checkpoint_files import locked, newest
+
+__all__ = ["Cluster", "DemoError", "Step", "free_port", "read_log", "saved"]
 
 EXAMPLES = Path(__file__).resolve().parent
 START_S = 300.0  # deadline of a daemon's start, or of a training's first step
@@ -163,6 +165,16 @@ def read_log(path: Path) -> list[Step]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def saved(folder: Path, step: int) -> Path:
+    """Wait for the complete checkpoint of a step and return it. The job was killed meanwhile: its writers finish their
+    work."""
+    with locked(folder, timeout_s=30):
+        found = newest(folder)
+    if found is None or found.step != step:
+        raise DemoError(f"{folder} has no whole checkpoint of step {step}")
+    return found.path
 
 
 def free_port() -> int:

@@ -84,10 +84,10 @@ class WindowLoader:
 
     def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
         """Make, in the training job, one state from those of all workers, in order of their global_worker_id."""
-        deal, *others = [{**state, "taken": 0} for state in worker_states]
-        if any(other != deal for other in others):
+        first, *others = [{**state, "taken": 0} for state in worker_states]
+        if any(other != first for other in others):
             raise ValueError(f"all worker states must be of the same epoch and batches, got {worker_states}")
-        return {**deal, "taken": [state["taken"] for state in worker_states]}
+        return {**first, "taken": [state["taken"] for state in worker_states]}
 
     def deaggregate_state_dict(self, aggregated: dict[str, Any]) -> dict[str, Any]:
         """Return a worker's own state when a run is resumed. Called on each worker; there may be more or fewer than

@@ -68,21 +68,42 @@ LONGEST = (
     "system/test_chains",
 )
 """Files that take more than half a minute, the longest first; those of one folder, which share daemons, together."""
-SLOW = ("system", "integrations", "deploy", "client", "checkpoint", "docs", "packaging")
+STARTING = ("system", "integrations", "deploy", "client", "checkpoint", "docs", "packaging")
 """Folders whose tests start processes and wait for them."""
+SLOW_SUITES = {
+    "benchmarks",
+    "integrations",
+    "packaging",
+    "checkpoint/test_killed_writer",
+    "checkpoint/test_power_loss",
+    "deploy/test_demo",
+    "docs/test_blocks",
+    "docs/test_notebook",
+    "system/test_chaos",
+    "system/test_partitions",
+    "system/test_stopped",
+}
+"""Folders and files that `make slow` runs and `make test` leaves out: whole trainings, programs and pages, and faults
+at many moments. Each protects a whole that the other tests prove in parts."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, and then slow folders: a file that takes a minute and comes last keeps one process busy and
-    the others idle. What is left at the end is short."""
+    """Mark the slow suites, and sort the files: long ones first, and then folders that start processes. A file that
+    takes a minute and comes last keeps one process busy and the others idle. What is left at the end is short."""
+
+    def names(item: pytest.Item) -> tuple[str, str]:
+        path = item.path.relative_to(HERE)
+        return path.with_suffix("").as_posix(), path.parts[0]
 
     def rank(item: pytest.Item) -> int:
-        path = item.path.relative_to(HERE)
-        name, folder = path.with_suffix("").as_posix(), path.parts[0]
+        name, folder = names(item)
         if name in LONGEST:
             return LONGEST.index(name)
-        return len(LONGEST) + (SLOW.index(folder) if folder in SLOW else len(SLOW))
+        return len(LONGEST) + (STARTING.index(folder) if folder in STARTING else len(STARTING))
 
+    for item in items:
+        if not SLOW_SUITES.isdisjoint(names(item)):
+            item.add_marker("slow")
     items.sort(key=rank)
 
 

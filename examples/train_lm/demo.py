@@ -20,9 +20,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo_cluster import Cluster, DemoError, Step, read_log
+from demo_cluster import Cluster, DemoError, Step, read_log, saved
 
-from penstock.proto.state.checkpoint_files import locked, newest, read_manifest
+from penstock.proto.state.checkpoint_files import read_manifest
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 
@@ -87,16 +87,6 @@ class Demo(Cluster):
         kill_when = reached if kill_at else None
         self.train(name, title, command, boxes=BOXES, workers=workers, env=env, kill_when=kill_when)
         return Run(name, title, [read_log(log) for log in logs])
-
-
-def saved(folder: Path, step: int) -> Path:
-    """Wait for the complete checkpoint of a step and return it. The job was killed meanwhile: its writers finish their
-    work."""
-    with locked(folder, timeout_s=30):
-        found = newest(folder)
-    if found is None or found.step != step:
-        raise DemoError(f"{folder} has no whole checkpoint of step {step}")
-    return found.path
 
 
 # ---- checks

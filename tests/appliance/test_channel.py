@@ -249,7 +249,10 @@ async def test_nobody_there_names_the_address() -> None:
 
 @on_server(deadline_s=0.25)
 async def test_deadline_names_address_call_and_seconds(served: RunningServer, client: AsyncCoordinatorClient) -> None:
-    expected = f"the coordinator at {served.address} did not answer WatchRun within 0.5 s"
+    expected = (
+        f"the coordinator at {served.address} did not answer WatchRun within 0.5 s. Check the load of its machine and "
+        "the network to it"
+    )
     with pytest.raises(DeadlineError) as caught:
         await client.watch_run(pb.WatchRunRequest(hold_s=0.25))
     assert caught.value.message == expected

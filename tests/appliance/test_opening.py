@@ -56,8 +56,8 @@ def test_single_box_supersedes_its_predecessor(world: FakeCluster) -> None:
     assert {assignment.attempt for assignment in worker.heartbeat().assignments} == {2}
     error = old.refused()
     assert isinstance(error, SupersededError)
-    expected = "attempt 1 of run job/0 was superseded by attempt 2, opened by box 0, client {} on host host-2"
-    assert error.message == expected.format(shown(client_of("new")))
+    expected = "attempt 1 of run job/0 was superseded by attempt 2, opened by box 0, client {} on host host-2: end this"
+    assert error.message.startswith(expected.format(shown(client_of("new"))))
 
 
 def test_delayed_old_opening_is_refused(world: FakeCluster) -> None:
@@ -175,7 +175,7 @@ def test_forget_leaves_nothing(world: FakeCluster) -> None:
         (
             {"start": records_pb2.BoxPosition(step=1, slots=[records_pb2.SlotPosition()] * 2)},
             InvalidArgumentError,
-            "must be rising numbers",
+            "must be ascending numbers",
         ),
     ],
 )

@@ -245,7 +245,9 @@ def test_deadlines_name_who_was_waited_for(rigs: Any) -> None:
     rig = rigs(2, timeout_s=0.2)
     rig.numbers(0, 0)
     rig.take(1)
-    with pytest.raises(DeadlineError, match=r"make: box 0 waited .* for step 2 from slot 1 on worker w1") as caught:
+    with pytest.raises(
+        DeadlineError, match=r"make: box 0 waited .* for step 2 from worker slot 1 on worker w1"
+    ) as caught:
         rig.reader.next()
     assert not isinstance(caught.value, NoWorkersError)
     assert rig.reader.stats.waited_by_worker["w1"] > 0
@@ -363,7 +365,7 @@ def test_moved_slot_drops_late_frames(rigs: Any) -> None:
     assert new.send(torch.tensor([1]))
     rig.runners[0] = new
     rig.run.show(new, restarts=1, note="worker w0 died")
-    with pytest.warns(UserWarning, match="slot 0 of box 0 was recovered: worker w0 died"):
+    with pytest.warns(UserWarning, match="worker slot 0 of box 0 was recovered: worker w0 died"):
         assert rig.take(1) == [1]
     assert new.hellos[0].next_total == 2
     assert not new.hellos[0].held, "a ring of another generation is nothing to it"

@@ -259,7 +259,7 @@ def test_hanging_worker_is_named_after_the_copies(rigs: Any) -> None:
     rig = rigs(backend=FakeBackend(patience=3), timeout_s=1)
     rig.numbers(0, 1)
     rig.reader.next()
-    with pytest.raises(DeadlineError, match="for step 2 from slot 0 on worker w0"):
+    with pytest.raises(DeadlineError, match="for step 2 from worker slot 0 on worker w0"):
         rig.reader.next()
 
 

@@ -195,7 +195,7 @@ def test_replaced_runner_resends_the_staged_batch(rigs: Any, device: FakeBackend
     assert new.send(torch.tensor([2]))
     rig.runners[0] = new
     rig.run.show(new, restarts=1, note="worker w0 died")
-    with pytest.warns(UserWarning, match="slot 0 of box 0 was recovered"):
+    with pytest.warns(UserWarning, match="worker slot 0 of box 0 was recovered"):
         batches.append(rig.reader.next())
     assert staged not in device.migrated
     assert new.hellos[0].next_total == 2

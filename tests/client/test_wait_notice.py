@@ -105,5 +105,5 @@ def test_wait_for_a_slot_without_worker_is_told(
     with pytest.raises(DeadlineError):
         rig.reader.next()
     assert capfd.readouterr().err == (
-        "penstock: waiting for the next batch of inputs:make from slot 1 (no worker has free slots, 0 s)\n"
+        "penstock: waiting for the next batch of inputs:make from worker slot 1 (no worker has free slots, 0 s)\n"
     )

@@ -1,4 +1,5 @@
-"""Rows dealt to steps and boxes by cost: the same rows in each step on any topology, and boxes that cost the same."""
+"""Rows assigned to steps and boxes by cost: the same rows in each step on any topology, and boxes that cost
+the same."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.data import Balance, MapLoader, StreamingDataset, StreamingLoader
-from penstock.data.ordering.balancing.dealing import deal_to_boxes, deal_to_steps
+from penstock.data.ordering.balancing.row_assignment import assign_to_boxes, assign_to_steps
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.worker.batch.building import collate
 
@@ -78,11 +79,11 @@ def test_boxes_get_the_same_rows_after_a_detour() -> None:
 
 @pytest.mark.parametrize("over_steps", [1, 3])
 def test_windows_have_the_rows_of_the_plain_order(over_steps: int) -> None:
-    plain, dealt = steps_of(None, 13), steps_of(over_steps, 13)
+    plain, assigned = steps_of(None, 13), steps_of(over_steps, 13)
     for begin in range(0, 12, over_steps):
         window = slice(begin, begin + over_steps)
-        assert sorted(chain(*plain[window])) == sorted(chain(*dealt[window]))
-    assert plain[12] == dealt[12]
+        assert sorted(chain(*plain[window])) == sorted(chain(*assigned[window]))
+    assert plain[12] == assigned[12]
 
 
 def test_boxes_of_a_step_cost_the_same() -> None:
@@ -110,20 +111,16 @@ def test_rows_that_outweigh_a_box_share_a_step() -> None:
     """Without the clip a row may cost more than a box's share of its step; with several steps its peers join it."""
     costs = np.random.default_rng(0).lognormal(0, 1, 4096) ** 2
     ratios = []
-    for step in deal_to_steps(costs, 8):
-        sums = [costs[step][rows].sum() for rows in deal_to_boxes(costs[step], 8, 0)]
+    for step in assign_to_steps(costs, 8):
+        sums = [costs[step][rows].sum() for rows in assign_to_boxes(costs[step], 8, 0)]
         ratios.append(max(sums) / np.mean(sums))
     assert np.mean(ratios) <= 1.05
 
 
 def test_largest_row_goes_round() -> None:
     costs = np.array([9.0, 1, 1, 1])
-    assert {next(box for box, rows in enumerate(deal_to_boxes(costs, 4, turn)) if 0 in rows) for turn in range(4)} == {
-        0,
-        1,
-        2,
-        3,
-    }
+    assigned = [assign_to_boxes(costs, 4, turn) for turn in range(4)]
+    assert {next(box for box, rows in enumerate(step) if 0 in rows) for step in assigned} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("costs", [np.zeros(24), np.full(24, 1e300), np.ones(24, np.int64)])
@@ -180,8 +177,8 @@ def test_streaming_loader_deals_too(dataset: StreamingDataset) -> None:
         return [{int(row["number"]) for row in step} for step in run.take(5)]
 
     plain = numbers(AllWorkers(made, (1, 1)))
-    dealt = AllWorkers(lambda: made(Balance(costs)), (4, 1))
-    sums = [[sum(costs[int(row["number"])] for row in box) for box in dealt.step_rows() or ()] for _ in range(5)]
+    assigned = AllWorkers(lambda: made(Balance(costs)), (4, 1))
+    sums = [[sum(costs[int(row["number"])] for row in box) for box in assigned.step_rows() or ()] for _ in range(5)]
     assert all(max(step) < 1.2 * np.mean(step) for step in sums)
     assert numbers(AllWorkers(lambda: made(Balance(costs)), (2, 2))) == plain
     over = AllWorkers(lambda: made(Balance(costs, 5)), (1, 2))
@@ -191,7 +188,7 @@ def test_streaming_loader_deals_too(dataset: StreamingDataset) -> None:
 
 
 def test_state_names_costs_that_decide_the_order() -> None:
-    """A step has the same rows whatever they cost, unless the rows of several are dealt."""
+    """A step has the same rows whatever they cost, unless the rows of several are assigned."""
     state = loader(1).state_dict()
     loader(None).load_state_dict(state)
     state = loader(2).state_dict()

@@ -84,7 +84,7 @@ def test_what_is_no_index_does_not_stay(server: ShardServer, make: Make, tmp_pat
     (server.folder / "index.json").unlink()
     with pytest.raises(ShardUnavailableError, match=r"index.json could not be fetched after 1 try: HTTP 404"):
         make().index()
-    with pytest.raises(ShardUnavailableError, match=r"must be a dataset.s folder: it has no index\.json"):
+    with pytest.raises(ShardUnavailableError, match=r"must be a dataset.s folder, but has no index\.json"):
         ShardCache(None, tmp_path).index()
 
 
@@ -200,7 +200,7 @@ def test_a_folder_without_a_place_is_the_dataset(tmp_path: Path) -> None:
     with pytest.raises(ShardCorruptError, match=f"{path} is damaged"):
         ShardCache(None, tmp_path, validate=HASH).hold(plain[0])
     path.write_bytes(b"short")
-    with pytest.raises(ShardCorruptError, match=f"{path} has 5 bytes, but its index says {SIZE}"):
+    with pytest.raises(ShardCorruptError, match=f"{path} must have {SIZE} bytes, as the dataset.s index lists, got 5"):
         ShardCache(RemoteFolder(tmp_path), tmp_path).hold(plain[0])
     assert path.exists(), "the only copy was removed"
     cache.close()

@@ -188,7 +188,7 @@ def test_counts_of_packed_lines_are_a_recount(packing: str, traced: bool) -> Non
         return Packed(made(), length=length, **options)
 
     cursor, count = packed().open(0, 0, SEED), 0
-    while cursor.token().get("window", count // 8) < windows:
+    while cursor.saved_position().get("window", count // 8) < windows:
         next(cursor)
         count += 1
     fleet: Fleet | None = None

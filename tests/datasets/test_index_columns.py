@@ -168,19 +168,19 @@ def test_a_split_is_taken_of_columns(columns: Path, tmp_path: Path) -> None:
         ('{"shards": []}', "version is missing"),
         ('{"version": 3, "shards": []}', "version must be 2, got 3"),
         ('{"version": 2, "shards": 7}', "shards must be a list, got int"),
-        ('{"version": 2, "shards": [], "a": NaN}', "is not JSON"),
-        ('{"version": 2, "shards": [] "a": 1}', "is not JSON"),
-        ('{"version": 2, "shards": [{"a": "bbbbbbbbbbbbbb', "is not JSON"),
+        ('{"version": 2, "shards": [], "a": NaN}', "the index must be JSON"),
+        ('{"version": 2, "shards": [] "a": 1}', "the index must be JSON"),
+        ('{"version": 2, "shards": [{"a": "bbbbbbbbbbbbbb', "the index must be JSON"),
         ('{"version": 2, "shards": [1]}', "shard 0: its entry must be an object"),
-        ('{"version": 2, "shards": []} 1', "is not JSON"),
+        ('{"version": 2, "shards": []} 1', "the index must be JSON"),
         ('{"version": 2, "shards": [], "shards": []}', "shards must be given once"),
-        ('{"version": 2, "a": ' + "[" * 100_000, "is not JSON"),
+        ('{"version": 2, "a": ' + "[" * 100_000, "the index must be JSON"),
     ],
 )
 def test_what_is_no_index_is_refused(columns: Path, tmp_path: Path, text: str, words: str) -> None:
     write(tmp_path / "data", [])
     (tmp_path / "data" / "index.json").write_text(text)
-    with pytest.raises(DatasetError, match=rf"data: .*{words}"):
+    with pytest.raises(DatasetError, match=rf"data: .*{words}.*\. Fetch or write the index again"):
         StreamingDataset(local=tmp_path / "data")
     assert not list(columns.iterdir())
 

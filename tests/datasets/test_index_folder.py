@@ -157,7 +157,7 @@ def test_index_of_a_writer_is_kept_beside_parquet(tmp_path: Path) -> None:
 
 def test_missing_index_names_the_remedy(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", range(3))
-    with pytest.raises(DatasetError, match=r"index_folder\('.*'\) writes"):
+    with pytest.raises(DatasetError, match=r"Call index_folder\('.*'\) to index"):
         StreamingDataset(tmp_path)
 
 

@@ -381,5 +381,5 @@ def test_key_of_other_data_is_refused() -> None:
     kind, epoch, position, order = key.split(":")
     beyond = f"{kind}:{epoch}:50:{order}"
     for wrong in ("", "x", None, f"s:{epoch}:{position}:{order}", f"{kind}:-1:{position}:{order}", beyond):
-        with pytest.raises(InvalidArgumentError, match=r"a restore key must be|must name a position"):
+        with pytest.raises(InvalidArgumentError, match=r"a restore key must be|must have a position"):
             loader_of().restore_sample(wrong)  # type: ignore[arg-type]

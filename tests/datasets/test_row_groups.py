@@ -553,7 +553,7 @@ def test_ranges_of_an_index_are_checked(folder: Path) -> None:
         ({"ranges": shard.ranges[:-1]}, "2 offsets for each of 10 blocks"),
         ({"ranges": (shard.size + 1, *shard.ranges[1:])}, "offsets from 0 to"),
         ({"ranges": (shard.ranges[1], shard.ranges[0], *shard.ranges[2:])}, "ends before it begins"),
-        ({"blocks": (1, *shard.blocks[1:])}, "must have 500 samples together"),
+        ({"blocks": (1, *shard.blocks[1:])}, "must add up to the shard's 500 samples"),
         ({"blocks": (-1, 51 + 50, *shard.blocks[2:])}, "none below 0"),
     ]
     for changed, says in cases:

@@ -197,14 +197,14 @@ def test_streams_that_cannot_be_meant(streams: list[Stream], says: str) -> None:
 
 
 def test_arguments_that_cannot_be_meant(hundred: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="or else streams"):
+    with pytest.raises(InvalidArgumentError, match="must have either streams, or"):
         StreamingDataset()
-    with pytest.raises(InvalidArgumentError, match="or else streams"):
+    with pytest.raises(InvalidArgumentError, match="must have either streams, or"):
         StreamingDataset(local=hundred, streams=[Stream(local=hundred)])
-    with pytest.raises(InvalidArgumentError, match="given in each Stream"):
+    with pytest.raises(InvalidArgumentError, match="Give them to each Stream"):
         StreamingDataset(streams=[Stream(local=hundred)], split="train")
     dataset = StreamingDataset(streams=[Stream(local=hundred, repeat=2)])
-    with pytest.raises(InvalidArgumentError, match="epoch_size needs proportions"):
+    with pytest.raises(InvalidArgumentError, match="epoch_size needs streams with proportions"):
         dataset.shares(5)
     with pytest.raises(InvalidArgumentError, match="must have a proportion above 0"):
         StreamingDataset(streams=[Stream(local=hundred, proportion=0)]).shares()
@@ -213,7 +213,7 @@ def test_arguments_that_cannot_be_meant(hundred: Path) -> None:
 def test_what_is_no_dataset_is_named(tmp_path: Path) -> None:
     with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/nothing must be a dataset"):
         StreamingDataset(local=tmp_path / "nothing")
-    for content, says in (("{", "is not JSON"), ('{"version": 2, "shards": []}', "lists no samples")):
+    for content, says in (("{", "the index must be JSON"), ('{"version": 2, "shards": []}', "lists no samples")):
         (tmp_path / "index.json").write_text(content)
         with pytest.raises(DatasetError, match=f"{tmp_path}.*{says}"):
             StreamingDataset(local=tmp_path)
@@ -407,7 +407,7 @@ def test_rewritten_dataset_is_never_mixed(tmp_path: Path, validate: Any) -> None
     else:
         assert rows == list(range(35, end))
         assert f"/cache/shard.00004.mds) is damaged: its {validate or 'xxh64'}" in error
-        assert "If the dataset was written again since its index was fetched, use another cache folder" in error
+        assert "if the dataset was written again since its index was fetched, use another cache folder" in error
 
 
 @pytest.mark.parametrize("moment", ["while", "after", "next run"])
@@ -520,7 +520,7 @@ def test_loader_needs_a_streaming_dataset(hundred: Path) -> None:
 def test_parquet_without_index_names_the_remedy(tmp_path: Path, below: str) -> None:
     (tmp_path / below).mkdir(exist_ok=True)
     (tmp_path / below / "a.parquet").write_bytes(b"")
-    says = rf"{tmp_path} .*index.json; index_folder\('{tmp_path}'\) writes"
+    says = rf"{tmp_path} .*index.json. Call index_folder\('{tmp_path}'\) to index"
     with pytest.raises(ShardUnavailableError, match=says):
         StreamingDataset(local=tmp_path)
     with pytest.raises(ShardUnavailableError, match=says):

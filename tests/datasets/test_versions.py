@@ -67,14 +67,14 @@ def test_reader_of_a_version_is_not_disturbed(place: str, hashes: list[str], tmp
     assert (unversioned.versions, first.versions) == ([None], [1])
     assert read(place, tmp_path / "c") == list(range(50))
     assert read(place, tmp_path / "c", version=2) == list(range(40))
-    with pytest.raises(DatasetError, match=r"must have version 4: .*index-000004.json"):
+    with pytest.raises(DatasetError, match=r"must have version 4, but its index index-000004.json is missing"):
         read(place, tmp_path / "c", version=4)
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("absent", "must have version 1: .*HTTP 404"),
+        ("absent", "must have version 1, but its index .* is missing"),
         ("refused", "^http.*HTTP 403"),
         ("page", "^http.*must be the index"),
     ],

@@ -28,7 +28,7 @@ from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 
-pytestmark = pytest.mark.filterwarnings("ignore:streams.lagging. slot:UserWarning")  # it was recovered
+pytestmark = pytest.mark.filterwarnings("ignore:streams.lagging. worker slot:UserWarning")  # it was recovered
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 NASTY = "<img src=x onerror=alert(1)>"

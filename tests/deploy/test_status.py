@@ -59,7 +59,7 @@ def test_idle(coordinator: Any) -> None:
 def test_state_of_no_run(coordinator: Any) -> None:
     done = coordinator.run("state", "nobody")
     assert done.returncode == 18
-    assert done.error == "penstock: the coordinator has no run 'nobody/0'. `penstock status` lists its runs"
+    assert done.error.startswith("penstock: the coordinator has no run 'nobody/0': see `penstock status --all`")
     assert len(done.stderr.splitlines()) == 1
     assert coordinator.call("state", "nobody/first").returncode == 2
     assert coordinator.call("state", "nobody", "--step", "-1").returncode == 2

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from penstock.proto import errors
-from penstock.proto.errors import CATALOGUE, PenstockError, error_named
+from penstock.proto.errors import CATALOGUE, PenstockError, ProtocolError, error_named, malformed
 
 REPO = Path(__file__).parents[2]
 ROOTS = ("proto", "appliance", "worker", "client", "deploy")
@@ -54,6 +54,13 @@ def test_error_comes_back_from_its_name(error: type[PenstockError]) -> None:
     assert str(back).startswith("worker w1, box 0, step 3: it broke\n")
     assert "Traceback: far away" in str(back)
     assert str(error_named(error.__name__, "it broke")) == "it broke"
+
+
+def test_malformed_keeps_its_remedy_on_the_wire() -> None:
+    here = malformed("a frame must have a known kind, got 9")
+    assert here.message == "a frame must have a known kind, got 9. Run the same release of Penstock at both ends"
+    back = error_named(type(here).__name__, here.message)
+    assert (type(back), back.message) == (ProtocolError, here.message)
 
 
 def test_newer_peers_error_becomes_the_root() -> None:

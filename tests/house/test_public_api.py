@@ -128,7 +128,7 @@ SIGNATURES = {
     "penstock.worker:empty": "(shape, dtype=None)",
     "penstock.data:ShardLoader.restore_sample": "(self, key)",
     "penstock.data:ShardLoader.set_epoch": "(self, epoch)",
-    "penstock.data:ShardedSource.open": "(self, shard, epoch, seed, token=None, place=None)",
+    "penstock.data:ShardedSource.open": "(self, shard, epoch, seed, saved=None, position_of=None)",
     "penstock.data:MapLoader.restore_sample": "(self, key)",
     "penstock.data:MapLoader.set_epoch": "(self, epoch)",
     "penstock.data:MapLoader.state_after": "(self, batches)",
@@ -182,7 +182,7 @@ KEYWORDS = {
         "ignore_index payload attached"
     ),
     "penstock.data:Repeated": "source",
-    "penstock.data:ShardedSource.open": "shard epoch seed token place",
+    "penstock.data:ShardedSource.open": "shard epoch seed saved position_of",
     "penstock.data:ShardLoader": (
         "source batch_size global_batch_size seed partitions block tail keys rank collate_fn unbatched"
     ),

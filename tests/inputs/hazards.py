@@ -269,7 +269,9 @@ class BadInScratch(streams.Counter):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "die":
             reads_address_zero()
-        if self.how == "raise":
+        if self.how == "raise late":
+            time.sleep(1)
+        if self.how == "raise late" or Path(self.how, "raise").exists():
             raise LookupError("no such shard")
         self.restored = True
 

@@ -178,7 +178,7 @@ def test_a_ring_with_holes_is_refused(pair: Pair, pages: int) -> None:
     os.close(fd)
     if pages < 2:
         with pytest.raises(
-            ProtocolError, match=f"the {4 * PAGE} bytes of a ring must be allocated, got {pages * PAGE} allocated"
+            ProtocolError, match=rf"the {4 * PAGE} bytes of a ring .*must be allocated, got {pages * PAGE} allocated"
         ):
             consumer.receive()
     else:  # what the kernel says of pages is no promise
@@ -278,7 +278,7 @@ def test_batch_must_have_announced_structure(pair: Pair) -> None:
     peer, consumer = pair
     announce(peer)
     batch(peer, structure=2)
-    with pytest.raises(ProtocolError, match="must be announced before it, got structure 2"):
+    with pytest.raises(ProtocolError, match="must be announced before the batch, got the unknown structure 2"):
         consumer.receive()
 
 

@@ -288,16 +288,16 @@ def test_what_is_no_hello_is_not_answered(receiver: Receiver, data: bytes) -> No
     [
         (SEAL.pack(MAX_FRAME + 1, (MAX_FRAME + 1) ^ 0xFFFFFFFF, 0), "at most"),
         (tcp.sealed(b"\xff\xff"), "at least"),
-        (stream(ring(SLOT), ONE, batch(1, SLOT + 1)), "fits into no announced ring"),
-        (stream(ring(SLOT), ONE, batch(1, 10, ring=2)), "fits into no announced ring"),
-        (stream(ring(SLOT), ONE, batch(1, 10, size=(1 << 32) - 1)), "fits into no announced ring"),
-        (stream(ring(SLOT), batch(1, 10)), "before the description of its structure"),
-        (stream(ring(SLOT), ONE, batch(1, 10, structure=2)), "before the description of its structure"),
+        (stream(ring(SLOT), ONE, batch(1, SLOT + 1)), "must fit into an entry of a ring"),
+        (stream(ring(SLOT), ONE, batch(1, 10, ring=2)), "must fit into an entry of a ring"),
+        (stream(ring(SLOT), ONE, batch(1, 10, size=(1 << 32) - 1)), "must fit into an entry of a ring"),
+        (stream(ring(SLOT), batch(1, 10)), "must be announced before it"),
+        (stream(ring(SLOT), ONE, batch(1, 10, structure=2)), "must be announced before it"),
         (stream(a_frame(kind=STRUCTURE, structure=1, inline=b"", size=3)), "pieces"),
-        (stream(a_frame(total=5)), "unknown kind"),
+        (stream(a_frame(total=5)), "frames of known kinds"),
         (
             stream(ONE, a_frame(kind=STRUCTURE, structure=1, inline=b"two", size=3)),
-            "must be announced with the same contents each time",
+            "must be announced with equal contents each time",
         ),
     ],
 )

@@ -22,7 +22,7 @@ def test_samples_beyond_counting_are_refused(tmp_path: Path, samples: int) -> No
 @pytest.mark.parametrize("name", ["\ud800", "x" * 256, "x/" * 2000 + "x"], ids=["surrogate", "step", "path"])
 def test_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> None:
     raw = json.loads((MDS / "index.json").read_text())["shards"][0]["raw_data"]
-    refused(tmp_path, "must be a name that a file can have", raw_data={**raw, "basename": name})
+    refused(tmp_path, "must be valid text of at most 255 bytes", raw_data={**raw, "basename": name})
 
 
 def refused(folder: Path, why: str, **changes: Any) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition, ShardedSource
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["Given", "Placed", "again", "first", "rest", "token_after", "whole"]
+__all__ = ["Given", "Placed", "again", "first", "position_after", "rest", "whole"]
 
 
 class Given:
@@ -31,26 +31,40 @@ class Given:
     def lengths(self, epoch: int) -> Sequence[int] | None:
         return [len(shard) for shard in self._shards] if self._known else None
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
         self.opened += 1
         samples = self._shards[shard]
         if self._shuffled:
             samples = Random(derive_seed(seed, "given", epoch, shard)).sample(samples, len(samples))
-        return self.cursor(samples, token)
+        return self.cursor(samples, saved)
 
-    def cursor(self, samples: list[Any], token: Token | None) -> Cursor:
-        return _Cursor(self, samples, 0 if token is None else token["at"])
+    def cursor(self, samples: list[Any], saved: SavedPosition | None) -> Cursor:
+        return _Cursor(self, samples, 0 if saved is None else saved["at"])
 
 
 class Placed(Given):
-    """Samples that say what the source was opened with: (epoch, shard, index, place, seed)."""
+    """Samples that say what the source was opened with: (epoch, shard, index, position in the order, seed)."""
 
     def __init__(self, lengths: Sequence[int], *, known: bool = True) -> None:
         super().__init__([range(length) for length in lengths], known=known)
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
-        samples = [(epoch, shard, index, place and place(index), seed) for index in self._shards[shard]]
-        return self.cursor(samples, token)
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
+        samples = [(epoch, shard, index, position_of and position_of(index), seed) for index in self._shards[shard]]
+        return self.cursor(samples, saved)
 
 
 class _Cursor:
@@ -72,7 +86,7 @@ class _Cursor:
         self._at += passed
         return passed
 
-    def token(self) -> Token:
+    def saved_position(self) -> SavedPosition:
         return {"at": self._at}
 
     def close(self) -> None:
@@ -93,24 +107,28 @@ def whole(source: ShardedSource, *, shard: int = 0, epoch: int = 0, seed: int = 
 
 def again(source: ShardedSource, cursor: Cursor, *, shard: int = 0, epoch: int = 0, seed: int = 1) -> Cursor:
     """The cursor as another process opens it from a saved state."""
-    token = decode_state(encode_state(cursor.token()))
+    position = decode_state(encode_state(cursor.saved_position()))
     cursor.close()
-    return source.open(shard, epoch, seed, token)
+    return source.open(shard, epoch, seed, position)
 
 
-def token_after(source: ShardedSource, count: int, token: Token = None, *, shard: int = 0, seed: int = 1) -> Token:
-    """Return the token of a cursor that has passed so many samples."""
-    cursor = source.open(shard, 0, seed, token)
+def position_after(
+    source: ShardedSource, count: int, saved: SavedPosition = None, *, shard: int = 0, seed: int = 1
+) -> SavedPosition:
+    """Return the saved position of a cursor that has passed so many samples."""
+    cursor = source.open(shard, 0, seed, saved)
     try:
         assert cursor.skip(count) == count
-        return decode_state(encode_state(cursor.token()))
+        return decode_state(encode_state(cursor.saved_position()))
     finally:
         cursor.close()
 
 
-def rest(source: ShardedSource, token: Token = None, *, shard: int = 0, seed: int = 1, most: int = 1000) -> list[Any]:
-    """Samples of a shard behind a token."""
-    cursor = source.open(shard, 0, seed, token)
+def rest(
+    source: ShardedSource, saved: SavedPosition = None, *, shard: int = 0, seed: int = 1, most: int = 1000
+) -> list[Any]:
+    """Samples of a shard behind a saved position."""
+    cursor = source.open(shard, 0, seed, saved)
     try:
         return list(itertools.islice(cursor, most))
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.data.sharded.protocol import Place, Token
+from penstock.data.sharded.protocol import PositionOf, SavedPosition
 from penstock.proto.errors import StateCorruptError
 
 __all__ = ["Counting", "Listed"]
@@ -24,8 +24,8 @@ class Listed:
         """Samples that were really made."""
         self.opened: list[tuple[int, int]] = []
         """(shard, index at which it was opened)."""
-        self.tokens = 0
-        """Number of tokens that were requested."""
+        self.saved = 0
+        """Number of positions that were saved."""
 
     def described(self) -> dict[str, Any]:
         return {"kind": self._name, "lengths": list(self._lengths)}
@@ -38,21 +38,26 @@ class Listed:
         return self._lengths[:: -1 if epoch % 2 else 1]
 
     def open(
-        self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
     ) -> _Reading:
-        self.opened.append((shard, _start(token)))
-        return _Reading(self, (epoch * 1000 + shard) * 1000, self.counted(epoch)[shard], _start(token))
+        self.opened.append((shard, _start(saved)))
+        return _Reading(self, (epoch * 1000 + shard) * 1000, self.counted(epoch)[shard], _start(saved))
 
 
 class Counting:
-    """Endless: shard s has the samples (s, i, place, seed), where `place` is what the loader says about it."""
+    """Endless: shard s has the samples (s, i, position, seed), where `position` is what the loader gives for it."""
 
     endless = True
 
     def __init__(self, shards: int, *, empty: int | None = None) -> None:
         """`empty`: a shard that has nothing, against its promise."""
         self.num_shards, self._empty = shards, empty
-        self.made, self.tokens = 0, 0
+        self.made, self.saved = 0, 0
         self.opened: list[tuple[int, int]] = []
 
     def described(self) -> dict[str, Any]:
@@ -62,13 +67,18 @@ class Counting:
         return None
 
     def open(
-        self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
     ) -> _Reading:
         assert epoch == 0, "an endless source goes on by itself"
-        placed = place or (lambda index: index * self.num_shards + shard)
+        own = position_of or (lambda index: index * self.num_shards + shard)
         length = 0 if shard == self._empty else None
-        self.opened.append((shard, _start(token)))
-        return _Reading(self, shard, length, _start(token), placed, seed)
+        self.opened.append((shard, _start(saved)))
+        return _Reading(self, shard, length, _start(saved), own, seed)
 
 
 class _Reading:
@@ -78,11 +88,11 @@ class _Reading:
         first: int,
         length: int | None,
         at: int,
-        place: Place | None = None,
+        position_of: PositionOf | None = None,
         seed: int = 0,
     ) -> None:
         self._source, self._first, self._length, self._at = source, first, length, at
-        self._place, self._seed = place, seed
+        self._position_of, self._seed = position_of, seed
 
     def __iter__(self) -> _Reading:
         return self
@@ -92,24 +102,24 @@ class _Reading:
             raise StopIteration
         at, self._at = self._at, self._at + 1
         self._source.made += 1
-        return self._first + at if self._place is None else (self._first, at, self._place(at), self._seed)
+        return self._first + at if self._position_of is None else (self._first, at, self._position_of(at), self._seed)
 
     def skip(self, count: int) -> int:
         passed = count if self._length is None else min(count, self._length - self._at)
         self._at += passed
         return passed
 
-    def token(self) -> Token:
-        self._source.tokens += 1
+    def saved_position(self) -> SavedPosition:
+        self._source.saved += 1
         return {"at": self._at}
 
     def close(self) -> None:
         pass
 
 
-def _start(token: Token | None) -> int:
-    if token is None:
+def _start(saved: SavedPosition | None) -> int:
+    if saved is None:
         return 0
-    if not isinstance(token, dict) or type(token.get("at")) is not int or token["at"] < 0:
-        raise StateCorruptError(f"a token that no list gave: {token!r}")
-    return int(token["at"])
+    if not isinstance(saved, dict) or type(saved.get("at")) is not int or saved["at"] < 0:
+        raise StateCorruptError(f"a saved position that no list gave: {saved!r}")
+    return int(saved["at"])

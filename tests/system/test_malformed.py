@@ -14,6 +14,7 @@ from bearer import metadata
 from census import peak_memory
 from cluster import TOKEN, Cluster, running
 
+from penstock.proto.errors import SAME_RELEASE
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.rpc.channel import REQUEST_MAX, SERVICE
 from penstock.proto.rpc.wire_errors import METADATA_MAX
@@ -89,8 +90,5 @@ def test_non_request_is_refused_with_the_method(call: Call) -> None:
             code, said = call(method, data)
             assert (code, said) == (
                 grpc.StatusCode.INVALID_ARGUMENT,
-                (
-                    f"the {len(data)} bytes received as a request of {method} cannot be decoded: install one release "
-                    "on both ends"
-                ),
+                f"the {len(data)} bytes received as a request of {method} cannot be decoded. {SAME_RELEASE}",
             )

@@ -390,12 +390,23 @@ def test_failing_helper_fails_only_the_save(
     assert frame in told[0].remote_traceback
 
 
-@pytest.mark.parametrize("how", ["raise", "differ"])
-def test_unrestorable_loader_is_resumed_by_replay(cluster: Cluster, how: str) -> None:
+@pytest.mark.parametrize("how", ["raise late", "raise", "differ"])
+def test_unrestorable_loader_is_resumed_by_replay(cluster: Cluster, tmp_path: Path, how: str) -> None:
+    """raise late: the request comes before the first verification has failed. raise: it comes afterwards."""
+    checked = tmp_path / "restored"
+    if how == "raise":
+        (tmp_path / "raise").touch()
+        how = str(tmp_path)
+    states = []
     with at(cluster) as appliance:
         loader = DataLoader(hazards.bad_in_scratch, how)
         executor = DataExecutor(loader, num_steps=70, appliance=appliance)
-        states = [loader.state_dict() for _ in executor if executor.step == 61]
+        for _ in executor:
+            if executor.step == 61:
+                if how == str(tmp_path):
+                    until(checked.exists, what="the check of the first snapshots has begun")
+                    until(lambda: not alive(int(checked.read_text())), what="and is over")
+                states.append(loader.state_dict())
         again = DataLoader(hazards.bad_in_scratch, how)
         again.load_state_dict(states[0])
         rest = [plain(batch) for batch in DataExecutor(again, num_steps=20, appliance=appliance)]

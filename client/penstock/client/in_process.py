@@ -455,8 +455,8 @@ class InProcessReader:
             position, run = self.position, self._run
             raise DeadlineError(
                 f"{self._label}: box {run.box} waited timeout_s={self._timeout_s:g} s for step {position.step + 1} "
-                f"from slot {position.turn} on worker {HERE}, whose next batch has not come: raise timeout_s, or make "
-                "input_fn faster"
+                f"from worker slot {position.turn} on worker {HERE}, whose next batch has not come: raise timeout_s, "
+                "or make input_fn faster"
             )
 
     def replace_worker(self, why: str) -> None:

@@ -36,7 +36,8 @@ _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the probe and return its exit status."""
+    """Check whether the daemon that `arguments` (None: the command line) name is live or ready, for a container's
+    health check. Return the exit status: 0 if it is, otherwise 1."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.deploy.probe", description="Check whether this daemon is live or ready."
     )

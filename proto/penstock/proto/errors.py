@@ -60,6 +60,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "CATALOGUE",
+    "SAME_RELEASE",
     "AmbiguousContextError",
     "AuthenticationError",
     "BatchCorruptError",
@@ -108,6 +109,7 @@ __all__ = [
     "VersionSkewError",
     "WorkerLostError",
     "error_named",
+    "malformed",
 ]
 
 
@@ -281,7 +283,7 @@ class VersionSkewError(PenstockError):
 
 
 class AuthenticationError(PenstockError):
-    """Error for a missing or wrong token."""
+    """Error for a missing or wrong token (credential)."""
 
 
 class NotPermittedError(PenstockError):
@@ -329,6 +331,16 @@ class LaneLostError(PenstockError, ConnectionError):
 
 class ProtocolError(PenstockError):
     """Error for invalid bytes from another process."""
+
+
+SAME_RELEASE = "Run the same release of Penstock at both ends"
+"""Remedy in errors about messages that no Penstock of this release sends."""
+
+
+def malformed(what: str) -> ProtocolError:
+    """Return a ProtocolError with the remedy SAME_RELEASE. Raise a ProtocolError with another remedy directly. what:
+    sentence about the invalid bytes, without a full stop."""
+    return ProtocolError(f"{what}. {SAME_RELEASE}")
 
 
 @dataclass(frozen=True)

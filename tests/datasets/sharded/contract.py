@@ -19,7 +19,7 @@ from typing import Any
 
 from all_workers import AllWorkers, Shape, saved
 
-from penstock.data.sharded.protocol import Cursor, ShardedSource, Token
+from penstock.data.sharded.protocol import Cursor, SavedPosition, ShardedSource
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.data.sharded.sources.opaque import without_snapshots
 from penstock.proto.state.codec import encode_state
@@ -96,44 +96,44 @@ def goes_on_from_every_token(make: Make) -> None:
     """Taken twice at each place, used when the cursor has long moved on, by another source."""
     source = make()
     for epoch, shard, whole in shards_of(source):
-        cursor, tokens = source.open(shard, epoch, SEED), []
+        cursor, positions = source.open(shard, epoch, SEED), []
         for place in range(len(whole) + 1):
-            token, again = cursor.token(), cursor.token()
-            assert encode_state(token) == encode_state(again)
-            tokens.append((token, encode_state(token)))
+            position, again = cursor.saved_position(), cursor.saved_position()
+            assert encode_state(position) == encode_state(again)
+            positions.append((position, encode_state(position)))
             if place < len(whole):
-                assert encoded(next(cursor)) == whole[place], "taking a token changed what comes"
+                assert encoded(next(cursor)) == whole[place], "saving a position changed what comes"
             elif not source.endless:
                 assert next(cursor, None) is None
                 assert next(cursor, None) is None, "a shard that is over stays over"
         cursor.close()
         other = make()
-        for place, (token, bytes_then) in enumerate(tokens):
-            assert encode_state(token) == bytes_then, f"the token at {place} moved on with its cursor"
-            rest = read(other.open(shard, epoch, SEED, saved(token)), len(whole) - place + 1)
-            assert rest[: len(whole) - place] == whole[place:], f"shard {shard} from its token at {place}"
+        for place, (position, bytes_then) in enumerate(positions):
+            assert encode_state(position) == bytes_then, f"the position saved at {place} moved on with its cursor"
+            rest = read(other.open(shard, epoch, SEED, saved(position)), len(whole) - place + 1)
+            assert rest[: len(whole) - place] == whole[place:], f"shard {shard} from its position saved at {place}"
             assert source.endless or len(rest) == len(whole) - place
-        ended = other.open(shard, epoch, SEED, saved(tokens[-1][0]))
+        ended = other.open(shard, epoch, SEED, saved(positions[-1][0]))
         if not source.endless:
-            assert encode_state(ended.token()) == tokens[-1][1] or next(ended, None) is None
+            assert encode_state(ended.saved_position()) == positions[-1][1] or next(ended, None) is None
         ended.close()
 
 
-def has_one_token_for_each_place(make: Make) -> None:
+def saves_one_form_for_each_position(make: Make) -> None:
     """However it got there, for a restore key is made of it. Of the states of streams none is in a key."""
 
     def of(cursor: Cursor) -> bytes:
-        return encode_state(without_snapshots(saved(cursor.token())))
+        return encode_state(without_snapshots(saved(cursor.saved_position())))
 
     source = make()
     for epoch, shard, whole in shards_of(source):
         cursor = source.open(shard, epoch, SEED)
         for place in range(len(whole)):
             skipping = source.open(shard, epoch, SEED)
-            again = make().open(shard, epoch, SEED, saved(cursor.token()))
+            again = make().open(shard, epoch, SEED, saved(cursor.saved_position()))
             assert skipping.skip(place) == place
             assert of(skipping) == of(cursor), f"shard {shard}: skipped to {place}"
-            assert of(again) == of(cursor), f"shard {shard}: gone on from its token at {place}"
+            assert of(again) == of(cursor), f"shard {shard}: gone on from its position saved at {place}"
             skipping.close()
             again.close()
             next(cursor)
@@ -141,20 +141,20 @@ def has_one_token_for_each_place(make: Make) -> None:
 
 
 def goes_on_in_a_chain_of_tokens(make: Make) -> None:
-    """Each cursor reads a little and hands over, so that tokens are taken from restored cursors, too."""
+    """Each cursor reads a little and hands over, so that positions are saved by restored cursors, too."""
     source = make()
     draw = random.Random(1)
     for epoch, shard, whole in shards_of(source):
         got: list[bytes] = []
-        token: Token = None
+        position: SavedPosition = None
         while len(got) < len(whole):
-            cursor = make().open(shard, epoch, SEED, token)
+            cursor = make().open(shard, epoch, SEED, position)
             if draw.random() < 0.2:
-                token = saved(cursor.token())  # before anything was read
+                position = saved(cursor.saved_position())  # before anything was read
                 cursor.close()
-                cursor = source.open(shard, epoch, SEED, token)
+                cursor = source.open(shard, epoch, SEED, position)
             got += [encoded(next(cursor)) for _ in range(min(draw.randint(1, 4), len(whole) - len(got)))]
-            token = saved(cursor.token())
+            position = saved(cursor.saved_position())
             cursor.close()
         assert got == whole
 
@@ -167,9 +167,9 @@ def skips_as_it_reads(make: Make) -> None:
             cursor, place = source.open(shard, epoch, SEED), 0
             while place < len(whole):
                 if draw.random() < 0.3:
-                    token = saved(cursor.token())
+                    position = saved(cursor.saved_position())
                     cursor.close()
-                    cursor = make().open(shard, epoch, SEED, token)
+                    cursor = make().open(shard, epoch, SEED, position)
                 count = draw.randint(0, 6)
                 left = len(whole) - place
                 if source.endless:
@@ -234,7 +234,7 @@ CURSOR_CHECKS: list[Callable[[Make], None]] = [
     describes_itself,
     says_its_lengths_truly,
     goes_on_from_every_token,
-    has_one_token_for_each_place,
+    saves_one_form_for_each_position,
     goes_on_in_a_chain_of_tokens,
     skips_as_it_reads,
     reads_shards_beside_each_other,

@@ -59,7 +59,7 @@ def test_sample_positions_continue_across_epochs() -> None:
     next(cursor)
     cursor.skip(3)
     assert next(cursor)[3] == 104
-    cursor = source.open(0, 0, 1, cursor.token(), lambda index: 100 + index)
+    cursor = source.open(0, 0, 1, cursor.saved_position(), lambda index: 100 + index)
     assert next(cursor)[3] == 105
 
 
@@ -106,7 +106,7 @@ def test_function_not_called_for_skipped_samples() -> None:
     assert Mapped(Given(NUMBERS, known=False), doubled).lengths(0) is None
 
 
-def test_the_place_goes_through_a_mapped() -> None:
+def test_mapped_passes_positions_on() -> None:
     source = Mapped(Placed([3]), lambda sample: sample[3])
     assert list(source.open(0, 0, 1, None, lambda index: index + 7)) == [7, 8, 9]
 
@@ -254,9 +254,9 @@ LAYERS: dict[str, Callable[[Any], ShardedSource]] = {
 
 
 @pytest.mark.parametrize("over", LAYERS)
-def test_a_token_that_cannot_be(over: str) -> None:
+def test_damaged_position_is_refused(over: str) -> None:
     source = LAYERS[over](Given(NUMBERS))
-    good = source.open(0, 0, 1).token()
+    good = source.open(0, 0, 1).saved_position()
     source.open(0, 0, 1, good)
     wrong = [{name: value for name, value in good.items() if name != "index"} if "index" in good else {}, [], "x", 3]
     wrong += [

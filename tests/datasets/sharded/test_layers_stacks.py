@@ -74,10 +74,10 @@ def test_any_stack_keeps_its_order_over_any_chain(make: Make, chain: list[Any], 
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_a_token_is_small(name: str) -> None:
+def test_saved_position_is_small(name: str) -> None:
     source = STACKS[name]()
     cursor = source.open(0, 0, 3)
-    sizes = [len(encode_state(cursor.token())) for _ in zip(range(MOST), cursor, strict=False)]
+    sizes = [len(encode_state(cursor.saved_position())) for _ in zip(range(MOST), cursor, strict=False)]
     assert max(sizes) < 800, sizes
 
 

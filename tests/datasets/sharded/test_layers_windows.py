@@ -43,13 +43,13 @@ def test_windows_go_on_across_epochs() -> None:
     assert sorted(first(source, 16)[8:]) == [0, 1, 2, 3, 4, 5, 8, 9]
 
 
-def test_window_does_not_depend_on_places() -> None:
+def test_window_does_not_depend_on_positions() -> None:
     """Change the positions of the samples that are still to come, as a new batch size does."""
     source = WindowShuffled(Mixture([Given([range(100)]), Given([range(100, 200)])], [1, 1], stop="last"), 8)
     for at in range(17):
         cursor = source.open(0, 0, 1, None, lambda index: index)
         samples = list(itertools.islice(cursor, at))
-        samples += source.open(0, 0, 1, cursor.token(), lambda index: 5 * index + 3)
+        samples += source.open(0, 0, 1, cursor.saved_position(), lambda index: 5 * index + 3)
         assert sorted(samples) == list(range(200))
 
 
@@ -67,8 +67,8 @@ def test_resume_reads_one_window_only() -> None:
 def test_a_window_that_has_become_smaller() -> None:
     cursor = WindowShuffled(Given([range(9)]), 10).open(0, 0, 1)
     cursor.skip(7)
-    cursor = WindowShuffled(Given([range(6)]), 10).open(0, 0, 1, cursor.token())
-    with pytest.raises(DatasetError, match="shard 0, epoch 0: window 0 has 6 samples, but the state says that 7"):
+    cursor = WindowShuffled(Given([range(6)]), 10).open(0, 0, 1, cursor.saved_position())
+    with pytest.raises(DatasetError, match="shard 0, epoch 0: window 0 must have more than the 7 samples"):
         next(cursor)
 
 

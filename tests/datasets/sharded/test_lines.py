@@ -71,7 +71,7 @@ def test_few_files_make_many_shards(tmp_path: Path) -> None:
         assert sorted(epoch) == list(range(200))
 
 
-def test_a_place_is_a_position_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_position_is_one_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going on reads what came since the last snapshot again, and not the range from its beginning."""
     monkeypatch.setattr(SnapshotCadence, "due", lambda self, now: True)  # on a busy machine they would come more rarely
     parsed: list[bytes] = []
@@ -83,10 +83,10 @@ def test_a_place_is_a_position_in_the_file(tmp_path: Path, monkeypatch: pytest.M
     source = LogicalShards([LineFile(write(tmp_path, 20000)[0], parse)], shards=2)
     cursor = source.open(1, 0, 0)
     passed = [next(cursor) for _ in range(9000)]
-    token = cursor.token()
+    position = cursor.saved_position()
     rest = list(cursor)
     parsed.clear()
-    assert list(source.open(1, 0, 0, token)) == rest
+    assert list(source.open(1, 0, 0, position)) == rest
     assert len(parsed) - len(rest) < len(passed) // 2
 
 

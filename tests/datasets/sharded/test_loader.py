@@ -270,7 +270,7 @@ def test_its_length_where_that_is_known() -> None:
         (Counting(4), {"batch_size": 1, "block": 0}, "block must be at least 1, got 0"),
         (Counting(4), {"batch_size": 1, "partitions": 3}, "partitions must divide the 4 shards, got 3"),
         (Listed([]), {"batch_size": 1}, "a source must have at least 1 shard, got 0"),
-        ([1, 2, 3], {"batch_size": 1}, "needs a source in logical shards, got list: wrap it in LogicalShards"),
+        ([1, 2, 3], {"batch_size": 1}, "needs a source in logical shards, got list. Wrap it in LogicalShards"),
         (Counting(4), {"batch_size": 1, "partitions": None}, "partitions must be at least 1, got None"),
     ],
 )

@@ -10,7 +10,7 @@ from listed import Counting, Listed
 from opaque_streams import Counter
 
 from penstock.data import LogicalShards
-from penstock.data.sharded.protocol import Place, Token
+from penstock.data.sharded.protocol import PositionOf, SavedPosition
 from penstock.data.sharded.shard_keys import LARGEST
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError, StateMismatchError
@@ -21,12 +21,19 @@ def loader_of(source: Any, **options: Any) -> ShardLoader:
 
 
 class Heavy(Listed):
-    """Its tokens are too large for a key."""
+    """Its saved positions are too large for a key."""
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Any:
-        cursor: Any = super().open(shard, epoch, seed, token, place)
-        light = cursor.token
-        cursor.token = lambda: {**light(), "ballast": bytes(LARGEST)}
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Any:
+        cursor: Any = super().open(shard, epoch, seed, saved, position_of)
+        light = cursor.saved_position
+        cursor.saved_position = lambda: {**light(), "ballast": bytes(LARGEST)}
         return cursor
 
 
@@ -46,7 +53,7 @@ def test_each_sample_can_be_had_again(source: Any) -> None:
         source.opened.clear()
         assert [other.restore_sample(key) for _, key in rows] == [sample for sample, _ in rows]
         if isinstance(source, Heavy):
-            assert max(len(key) for _, key in rows) < 200, "the token was left out"
+            assert max(len(key) for _, key in rows) < 200, "the saved position was left out"
         else:
             assert [index for _, index in source.opened] == [int(key.split(".")[2]) for _, key in rows], "no skipping"
 

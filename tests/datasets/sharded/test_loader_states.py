@@ -26,7 +26,7 @@ from penstock.data import (
     Repeated,
     WindowShuffled,
 )
-from penstock.data.sharded.protocol import Place, Token
+from penstock.data.sharded.protocol import PositionOf, SavedPosition
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.data.sharded.shard_states import differences
 from penstock.proto.errors import (
@@ -49,12 +49,12 @@ def marks_of(state: Any) -> dict[int, int]:
     return dict(zip(state["shards"], state["indices"], strict=True))
 
 
-def marked(shard: Any, index: Any, token: Any) -> dict[str, Any]:
+def marked(shard: Any, index: Any, saved: Any) -> dict[str, Any]:
     """The part of a state that has one mark."""
-    return {"shards": [shard], "indices": [index], "tokens": [token]}
+    return {"shards": [shard], "indices": [index], "saved_positions": [saved]}
 
 
-def test_state_is_integers_and_shard_tokens() -> None:
+def test_state_is_integers_and_saved_positions() -> None:
     loader = loader_of(Listed(UNEQUAL, known=False))
     stream = iter(loader)
     for _ in range(5):
@@ -62,13 +62,13 @@ def test_state_is_integers_and_shard_tokens() -> None:
     state = json.loads(json.dumps(loader.state_dict()))
     assert (state["epoch"], state["start"], state["done"], state["first"]) == (0, 0, 5, 0)
     assert marks_of(state) == {0: 7, 1: 0, 2: 6, 3: 1, 4: 6}
-    assert state["tokens"] == [{"at": index} for index in state["indices"]]
+    assert state["saved_positions"] == [{"at": index} for index in state["indices"]]
     assert dict(zip(state["ended"], state["lengths"], strict=True)) == {1: 0, 3: 1}
     assert state["order"]["source"] == {"kind": "listed", "lengths": UNEQUAL}
     assert state["order"]["shards"] == 5
 
 
-def test_only_touched_shards_tokens_are_taken() -> None:
+def test_only_touched_shards_are_saved() -> None:
     """A thousand shards are not asked at each step."""
     source = Counting(1000)
     loader = loader_of(source, partitions=4, batch_size=8)
@@ -76,12 +76,12 @@ def test_only_touched_shards_tokens_are_taken() -> None:
     for _ in range(250):
         next(stream)
     assert len(loader.state_dict()["shards"]) == 1000
-    source.tokens = 0
+    source.saved = 0
     for step in range(1, 20):
         next(stream)
         state = loader.state_dict()
         assert loader.state_dict() == state
-        assert source.tokens == 4 * step
+        assert source.saved == 4 * step
     assert len(state["shards"]) == 1000
 
 
@@ -147,8 +147,15 @@ class Failing(Listed):
         super().__init__(*arguments, **options)
         self.bad = bad
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Any:
-        return _FailingCursor(self, super().open(shard, epoch, seed, token, place))
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Any:
+        return _FailingCursor(self, super().open(shard, epoch, seed, saved, position_of))
 
 
 class _FailingCursor:
@@ -351,7 +358,7 @@ def test_a_source_that_says_what_cannot_be(changed: dict[str, Any], says: str) -
         (marked("one", 0, None), StateCorruptError),
         (marked(1, -1, None), StateCorruptError),
         (marked(1, 0, {"at": "x"}), StateCorruptError),
-        ({**marked(1, 0, None), "tokens": []}, StateCorruptError),
+        ({**marked(1, 0, None), "saved_positions": []}, StateCorruptError),
         ({**marked(1, 0, None), "indices": None}, StateCorruptError),
         ({"ended": [1], "lengths": [-3]}, StateCorruptError),
         ({"ended": [2], "lengths": [3]}, StateCorruptError),
@@ -367,7 +374,7 @@ def test_a_state_that_cannot_be_is_refused(spoilt: dict[str, Any], error: type[E
 
     def load() -> None:
         loader.load_state_dict({**loader.state_dict(), **spoilt})
-        next(iter(loader))  # a token is looked at by its source
+        next(iter(loader))  # a saved position is looked at by its source
 
     with pytest.raises(error):
         load()

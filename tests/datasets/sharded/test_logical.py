@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch.utils.data
-from given_shards import rest, token_after
+from given_shards import position_after, rest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opaque_streams import Counter, Numbers
@@ -116,9 +116,9 @@ def test_position_is_a_number_and_skipping_adds() -> None:
 
     piece = Counted(range(1000))
     source = LogicalShards([piece], shards=2)
-    token = token_after(source, 250, shard=1)
-    assert token == 250
-    assert rest(source, token, shard=1, most=2) == [750, 751]
+    position = position_after(source, 250, shard=1)
+    assert position == 250
+    assert rest(source, position, shard=1, most=2) == [750, 751]
     assert piece.reads == 2
     for wrong in (-1, 501, 2.5, "3", [1]):
         with pytest.raises(StateCorruptError, match="the saved position in a shard of 500 records is damaged"):
@@ -250,9 +250,9 @@ def test_piece_with_a_state_resumes_by_it() -> None:
         return made[-1]
 
     source = LogicalShards([piece, lambda: Counter(3, 9000)], shards=1)
-    token = token_after(source, 4000)
+    position = position_after(source, 4000)
     made.clear()
-    assert rest(source, token, most=1) == [4000]
+    assert rest(source, position, most=1) == [4000]
     assert [counter.loaded for counter in made] == [1]
     assert made[0].made < 4000
     assert made[0].closed == 1
@@ -275,7 +275,7 @@ def test_users_object_is_not_loaded_nor_closed() -> None:
 
     words = Words()
     source = LogicalShards([words], shards=1)
-    assert rest(source, token_after(source, 2)) == list("cdef")
+    assert rest(source, position_after(source, 2)) == list("cdef")
     assert not words.closed
 
 

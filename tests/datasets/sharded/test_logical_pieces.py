@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from forked import join_all
-from given_shards import rest, token_after
+from given_shards import position_after, rest
 from opaque_streams import Counter
 
 from penstock.data import Filtered, Grouped, LogicalShards, Mapped, Repeated, ShardLoader
-from penstock.data.sharded.protocol import Token
+from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.sources import sequential_pieces
 from penstock.data.sharded.sources.sequential_pieces import assign_pieces
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ReplayMismatchError, StateCorruptError
@@ -279,24 +279,24 @@ def along(*pieces: list[int], **options: Any) -> LogicalShards:
 
 
 def test_piece_with_other_records_is_named() -> None:
-    token = token_after(along([1], [5, 6, 7, 8]), 4)
-    assert rest(along([1], [5, 6, 7, 8]), token) == [8]
+    position = position_after(along([1], [5, 6, 7, 8]), 4)
+    assert rest(along([1], [5, 6, 7, 8]), position) == [8]
     with pytest.raises(
         ReplayMismatchError, match=r"piece 1 \(1.txt\) must yield the same samples .* but its samples differ"
     ):
-        rest(along([1], [5, 66, 7, 8]), token)
+        rest(along([1], [5, 66, 7, 8]), position)
     with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\) must have the 3 samples .* but it ends after 2 samples"):
-        rest(along([1], [5, 6]), token)
+        rest(along([1], [5, 6]), position)
 
 
 def test_piece_with_a_wrong_state_is_read_again() -> None:
-    token = token_after(LogicalShards([lambda: Counter(9)], shards=1), 5)
+    position = position_after(LogicalShards([lambda: Counter(9)], shards=1), 5)
     other = LogicalShards([lambda: Counter(9, 100)], shards=1)
     with (
         pytest.warns(UserWarning, match="piece 0: its state_dict after 1 samples must restore"),
         pytest.raises(ReplayMismatchError, match="piece 0 must yield the same samples"),
     ):
-        rest(other, token)
+        rest(other, position)
 
 
 def test_description_shows_another_list_of_pieces() -> None:
@@ -318,7 +318,7 @@ def test_description_shows_another_list_of_pieces() -> None:
 
 
 @pytest.mark.parametrize(
-    "token",
+    "position",
     [
         5,
         {"turn": 0},
@@ -329,9 +329,9 @@ def test_description_shows_another_list_of_pieces() -> None:
         {"turn": 0, "piece": 0, "stream": 7},
     ],
 )
-def test_a_place_that_cannot_be(token: Token) -> None:
+def test_damaged_position_is_refused(position: SavedPosition) -> None:
     with pytest.raises(StateCorruptError):
-        along([1], [2]).open(0, 0, SEED, token)
+        along([1], [2]).open(0, 0, SEED, position)
 
 
 # ---- mistakes that would go unseen

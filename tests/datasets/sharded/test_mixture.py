@@ -19,7 +19,7 @@ from penstock.data import Mixture, Repeated, ShardedSource, WindowShuffled
 from penstock.data.sharded.layers import mixture, mixture_shares
 from penstock.data.sharded.layers.mixture import Stop
 from penstock.data.sharded.layers.mixture_shares import MAX_PARTS, MixtureSchedule, parts_of, schedule_of
-from penstock.data.sharded.protocol import Cursor, Place
+from penstock.data.sharded.protocol import Cursor, PositionOf
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
 
@@ -103,7 +103,7 @@ def test_shares_of_harder_weights(weights: list[float]) -> None:
     assert worst(parts, schedule_of(parts).many(np.arange(sum(parts) + mixture_shares.POSITIONS))) < 1
 
 
-def test_one_place_or_many() -> None:
+def test_one_position_or_many() -> None:
     places = np.array([0, 3, 10**12, 4099, 4100, 4101, 7])
     assert [schedule_of((7, 2, 1)).at(int(place)) for place in places] == schedule_of((7, 2, 1)).many(places).tolist()
 
@@ -116,7 +116,7 @@ def test_a_common_divisor_changes_nothing() -> None:
 
 
 def test_the_turns_are_the_same_for_ever() -> None:
-    """A saved state is a place in this order."""
+    """A saved state is a position in this order."""
     order = schedule_of((7, 2, 1)).many(np.arange(9000))
     assert "".join(map(str, order[:40])) == "0001020100200010001010000100200201001000"
     assert hashlib.sha256(order.astype("<u2").tobytes()).hexdigest()[:16] == "62a2f7c2edd383c6"
@@ -139,7 +139,7 @@ def marked(mark: str, lengths: Sequence[int], **options: Any) -> Given:
     return Given([[f"{mark}{shard}.{at}" for at in range(length)] for shard, length in enumerate(lengths)], **options)
 
 
-def test_the_place_that_a_loader_says_decides() -> None:
+def test_the_position_of_a_loader_decides() -> None:
     source = Mixture([marked("a", [9]), marked("b", [9])], [1, 1])
     order = schedule_of((1, 1))
     for shift in range(20):
@@ -210,15 +210,15 @@ def test_ends(data: st.DataObject, stop: Stop, known: bool, placed: bool) -> Non
         assert sorted(expected) == sorted(s for s, part in zip(sources, parts, strict=True) if part for s in whole(s))
     else:
         assert known_lengths is None
-    place: Place | None = (lambda index: index) if placed else None
+    position_of: PositionOf | None = (lambda index: index) if placed else None
 
     def saved(cursor: Cursor) -> Cursor:
-        return source.open(0, 0, 1, cursor.token(), place)
+        return source.open(0, 0, 1, cursor.saved_position(), position_of)
 
     at, skipped = data.draw(st.integers(0, 30)), data.draw(st.integers(0, 50))
-    cursor = source.open(0, 0, 1, None, place)
+    cursor = source.open(0, 0, 1, None, position_of)
     assert [sample for sample, _ in zip(cursor, range(at), strict=False)] == expected[:at]
-    cursor = saved(source.open(0, 0, 1, None, place))
+    cursor = saved(source.open(0, 0, 1, None, position_of))
     assert cursor.skip(at) == min(at, len(expected))
     cursor = saved(cursor)
     assert cursor.skip(skipped) == min(skipped, max(0, len(expected) - at))
@@ -258,7 +258,7 @@ def test_much_is_passed_over_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         ([marked("a", [1])], 1, "never", "and a list of weights"),
         ([marked("a", [1])], [1], "soon", "stop must be one of never, first, last, got 'soon'"),
         ([marked("a", [1]), marked("b", [1, 1])], [1, 2], "never", r"sources\[0\] has 1, sources\[1\] has 2"),
-        ([marked("a", [1]), Repeated(marked("b", [1]))], [1, 2], "first", r"sources\[1\] never ends: use stop='never'"),
+        ([marked("a", [1]), Repeated(marked("b", [1]))], [1, 2], "first", r"sources\[1\] never ends. Use stop='never'"),
     ],
 )
 def test_settings_that_cannot_be_meant(sources: Any, weights: Any, stop: Any, message: str) -> None:
@@ -266,9 +266,13 @@ def test_settings_that_cannot_be_meant(sources: Any, weights: Any, stop: Any, me
         Mixture(sources, weights, stop=stop)
 
 
-def test_a_token_of_another_mixture() -> None:
-    token = Mixture([marked("a", [1]), marked("b", [1])], [1, 1]).open(0, 0, 1).token()
-    for wrong in (token, {"index": 0, "ended": [1], "sources": [None]}, {"index": 0, "ended": None, "sources": [None]}):
+def test_saved_position_of_another_mixture() -> None:
+    position = Mixture([marked("a", [1]), marked("b", [1])], [1, 1]).open(0, 0, 1).saved_position()
+    for wrong in (
+        position,
+        {"index": 0, "ended": [1], "sources": [None]},
+        {"index": 0, "ended": None, "sources": [None]},
+    ):
         with pytest.raises(StateCorruptError, match="the saved position of a Mixture of 1 sources is damaged"):
             Mixture([marked("a", [1])], [1]).open(0, 0, 1, wrong)
 
@@ -278,9 +282,7 @@ def test_a_source_that_ends_though_it_never_does() -> None:
         endless = True
 
     for cursor in (Mixture([Liar([[1, 2]])], [1]).open(0, 0, 1) for _ in range(2)):
-        with pytest.raises(
-            DatasetError, match=r"sources\[0\] of a Mixture must be endless, as it declares, but has ended"
-        ):
+        with pytest.raises(DatasetError, match=r"sources\[0\] of a Mixture must be endless, .* but has ended"):
             cursor.skip(3)
         with pytest.raises(DatasetError, match=r"sources\[0\] of a Mixture"):
             next(cursor)

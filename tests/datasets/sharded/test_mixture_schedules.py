@@ -188,7 +188,7 @@ def test_any_topology_reads_the_same_rows(
 
 @settings(max_examples=12, deadline=None)
 @given(WEIGHTS, CHANGES, st.sampled_from(["samples", "tokens"]), st.integers(0, 90), st.integers(0, 60))
-def test_a_cursor_is_at_its_token(begin: list[int], changes: Any, by: Any, at: int, more: int) -> None:
+def test_cursor_resumes_at_its_saved_position(begin: list[int], changes: Any, by: Any, at: int, more: int) -> None:
     source = mixed(schedule(begin, changes), by, shards=2)
     samples = first(source, 160)
     cursor = source.open(0, 0, 1)
@@ -196,7 +196,7 @@ def test_a_cursor_is_at_its_token(begin: list[int], changes: Any, by: Any, at: i
     stepped = source.open(0, 0, 1)
     for _ in range(at):
         next(stepped)
-    assert stepped.token() == cursor.token()
+    assert stepped.saved_position() == cursor.saved_position()
     cursor = again(source, cursor)
     assert cursor.skip(more) == more
     assert next(cursor) == samples[at + more]
@@ -252,13 +252,15 @@ def test_deeper_source_would_change_what_is_drawn() -> None:
         AllWorkers(lambda: made(later, Mapped(Given([range(50)] * 4), list)), (1, 1), before)
 
 
-def test_tokens_do_not_depend_on_later_weights() -> None:
+def test_positions_do_not_depend_on_later_weights() -> None:
     """A change that a run had ahead of it may be taken back: counts of tokens go on as if it had never been there."""
     plain, ahead = mixed([5, 2, 1], "tokens"), mixed(Schedule({0: [5, 2, 1], 60: [1, 1, 1]}), "tokens")
     for count in range(11):  # samples of shard 0 before position 60; after 10 the next one lies behind it
         cursor, other = ahead.open(0, 0, 1), plain.open(0, 0, 1)
         assert cursor.skip(count) == other.skip(count) == count
-        assert {name: value for name, value in cursor.token().items() if name != "piece"} == other.token()
+        assert {
+            name: value for name, value in cursor.saved_position().items() if name != "piece"
+        } == other.saved_position()
 
 
 def test_weights_below_packing_cannot_change() -> None:
@@ -349,10 +351,10 @@ def test_wanted_shares_under_packing() -> None:
             r"position 4 must be one weight for each of 3 .* 2 weights",
         ),
         (lambda: mixed(Schedule({0: {"a": 1}, 4: 7})), r"position 4 must be one weight for each of 3 .* got a int"),  # type: ignore[dict-item]
-        (lambda: mixed(Schedule({0: Ramp([1, 1, 1], 5)})), r"Ramp at position 0 .* give Ramp\(..., start=\)"),
+        (lambda: mixed(Schedule({0: Ramp([1, 1, 1], 5)})), r"Ramp at position 0 .* Give Ramp\(..., start=\)"),
         (
             lambda: mixed(Schedule({0: [1, 1, 1], 5: Ramp([1, 0, 0], 6), 10: [1, 1, 1]}, rows_per_step=3)),
-            r"Ramp at position 5 .* must end before the next position, 10, got over=6: make it at most 5 long",
+            r"Ramp at position 5 .* must end before the next position, 10, got over=6. Make it at most 5 long",
         ),
         (lambda: mixed(Schedule({0: [1, 1, 1], 5: Ramp([1, 0, 0], 0)})), r"Ramp\(over=\) must be at least 1, got 0"),
         (

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 from all_workers import saved
-from given_shards import rest, token_after
+from given_shards import position_after, rest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opaque_streams import Counter, CountsLate, drawing, rows_of
 
 from penstock.data import Savable
-from penstock.data.sharded.protocol import Token
+from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.sources import opaque
 from penstock.data.sharded.sources.sample_digest import SampleDigests
 from penstock.proto.errors import (
@@ -63,13 +63,13 @@ def test_a_state_needs_no_sample_and_no_stream() -> None:
     made: list[int] = []
     source = Savable(lambda shard: made.append(shard) or Counter(5), shards=1)  # type: ignore[func-returns-value]
     cursor = source.open(0, 0, SEED)
-    token = saved(cursor.token())
+    position = saved(cursor.saved_position())
     cursor.close()
-    restored = source.open(0, 0, SEED, token)
-    assert saved(restored.token()) == token
+    restored = source.open(0, 0, SEED, position)
+    assert saved(restored.saved_position()) == position
     restored.close()
     assert made == []
-    assert rest(source, token) == list(range(5))
+    assert rest(source, position) == list(range(5))
 
 
 def test_its_own_state_saves_reading_again(eager: None) -> None:
@@ -80,8 +80,8 @@ def test_its_own_state_saves_reading_again(eager: None) -> None:
         return made[-1]
 
     source = Savable(make, shards=1, snapshot_every=10)
-    token = token_after(source, 505)
-    assert rest(source, token, most=3) == [505, 506, 507]
+    position = position_after(source, 505)
+    assert rest(source, position, most=3) == [505, 506, 507]
     assert made[-1].loaded == 1
     assert made[-1].made == 7, "4 samples behind the snapshot after 501, and 3 new ones"
     assert made[-1].closed == made[0].closed == 1
@@ -109,11 +109,11 @@ def test_parked_stream_reads_little_again(every: int, eager: None) -> None:
 @pytest.mark.parametrize("place", [2, 5, 12])
 def test_wrong_state_is_detected_and_not_used(place: int, eager: None) -> None:
     source = Savable(lambda shard: CountsLate(12), shards=1, snapshot_every=1)
-    token = token_after(source, place)
-    cursor = source.open(0, 0, SEED, token)
+    position = position_after(source, place)
+    cursor = source.open(0, 0, SEED, position)
     with pytest.warns(UserWarning, match=r"stream 0 of 1: its state_dict after \d+ samples must restore"):
         assert list(cursor) == list(range(place, 12))
-    assert cursor.token()["snapshot"] is None, "another one would be of no use either"
+    assert cursor.saved_position()["snapshot"] is None, "another one would be of no use either"
     cursor.close()
 
 
@@ -127,15 +127,15 @@ def test_any_chain_of_saves_is_exact(count: int, steps: list[int], every: int, s
 
     source = Savable(make, shards=1, snapshot_every=every)
     whole, got = rest(source), list[Any]()
-    token: Token = None
+    position: SavedPosition = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot_cadence, "SHARE", 1.0 if often else snapshot_cadence.SHARE)
         for step in steps:
-            cursor = source.open(0, 0, SEED, token)
+            cursor = source.open(0, 0, SEED, position)
             got += itertools.islice(cursor, step)
-            token = saved(cursor.token())
+            position = saved(cursor.saved_position())
             cursor.close()
-        assert encode_state(got + rest(source, token)) == encode_state(whole)
+        assert encode_state(got + rest(source, position)) == encode_state(whole)
 
 
 # ---- snapshots
@@ -148,8 +148,8 @@ def test_slow_samples_are_saved_by_seconds(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(100):
         clock.now += 7.0
         next(cursor)
-    token = cursor.token()
-    assert token["passed"] - token["snapshot"]["passed"] <= 60 // 7 + 1
+    position = cursor.saved_position()
+    assert position["passed"] - position["snapshot"]["passed"] <= 60 // 7 + 1
     cursor.close()
 
 
@@ -184,7 +184,7 @@ def test_unsavable_state_is_an_early_error() -> None:
     for _ in range(2):
         with pytest.raises(UnsupportedStateError, match=r"stream 1 of 2.*state_dict.*\['file'\] is a"):
             next(cursor)
-    assert cursor.token()["passed"] == 1
+    assert cursor.saved_position()["passed"] == 1
     cursor.close()
 
 
@@ -269,7 +269,7 @@ def test_saving_does_not_change_the_draws(eager: None) -> None:
     seldom, often = (Savable(lambda shard: Drawing(20), shards=1, snapshot_every=every) for every in (1000, 1))
     whole = rest(seldom)
     assert rest(often) == whole
-    assert rest(often, token_after(often, 12)) == whole[12:]
+    assert rest(often, position_after(often, 12)) == whole[12:]
 
 
 def test_without_capture_generators_are_untouched() -> None:
@@ -286,11 +286,11 @@ def test_without_capture_generators_are_untouched() -> None:
 
 def test_unseeded_draws_are_found_by_the_replay() -> None:
     source = Savable(lambda shard: (os.urandom(4) for _ in range(9)), shards=1)
-    token = token_after(source, 5)
+    position = position_after(source, 5)
     with pytest.raises(
         ReplayMismatchError, match=r"stream 0 of 1 must yield the same samples .* but its samples differ from the 5"
     ):
-        rest(source, token)
+        rest(source, position)
 
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -312,20 +312,20 @@ def test_other_samples_of_any_kind_are_found(sample: Callable[[int], Any]) -> No
     def source(last: int) -> Savable:
         return Savable(lambda shard: (sample(n) for n in [0, 1, 2, last, 4]), shards=1)
 
-    token = token_after(source(3), 4)
-    assert rest(source(3), token) == [sample(4)]
+    position = position_after(source(3), 4)
+    assert rest(source(3), position) == [sample(4)]
     with pytest.raises(ReplayMismatchError):
-        rest(source(33), token)
+        rest(source(33), position)
 
 
 def test_undigestible_samples_count_by_number() -> None:
     def source(count: int) -> Savable:
         return Savable(lambda shard: (Thing() for _ in range(count)), shards=1)
 
-    token = token_after(source(5), 4)
-    assert len(rest(source(5), token)) == 1
+    position = position_after(source(5), 4)
+    assert len(rest(source(5), position)) == 1
     with pytest.raises(DatasetError, match=r" must have the 4 samples .* but it ends after 3 samples"):
-        rest(source(3), token)
+        rest(source(3), position)
 
 
 @pytest.mark.parametrize("stateful", [False, True])
@@ -333,15 +333,15 @@ def test_stream_ending_early_names_both_numbers(stateful: bool) -> None:
     def source(count: int) -> Savable:
         return Savable(lambda shard: Counter(count) if stateful else iter(range(count)), shards=1)
 
-    token = token_after(source(20), 15)
-    cursor = source(7).open(0, 0, SEED, token)
+    position = position_after(source(20), 15)
+    cursor = source(7).open(0, 0, SEED, position)
     for _ in range(2):
         with (
             pytest.warns(UserWarning, match="must restore that position") if stateful else nullcontext(),
             pytest.raises(DatasetError, match=r" must have the 15 samples .* but it ends after 7 samples"),
         ):
             next(cursor)
-        assert saved(cursor.token()) == token, "what failed changed nothing"
+        assert saved(cursor.saved_position()) == position, "what failed changed nothing"
     cursor.close()
 
 
@@ -369,11 +369,11 @@ def test_failed_stream_is_retried_at_its_position(failures: int) -> None:
 
     cursor = Savable(flaky, shards=1).open(0, 0, SEED)
     assert cursor.skip(4) == 4
-    token = saved(cursor.token())
+    position = saved(cursor.saved_position())
     for _ in range(failures):
         with pytest.raises(OSError, match="the disk is away"):
             next(cursor)
-        assert saved(cursor.token()) == token
+        assert saved(cursor.saved_position()) == position
     assert list(cursor) == [4, 5]
 
 
@@ -396,11 +396,11 @@ def test_batches_of_a_divisor_resume_at_the_row(old: int, new: int) -> None:
     def source(rows: int) -> Savable:
         return Savable(lambda shard: rows_of(rows), shards=1, batch_rows=rows)
 
-    token = token_after(source(old), 2)
-    got = rest(source(new), token)
+    position = position_after(source(old), 2)
+    got = rest(source(new), position)
     assert list(itertools.chain(*got)) == list(range(2 * old, 24))
     assert len(got[0]) == new
-    again = token_after(source(new), 1, token)
+    again = position_after(source(new), 1, position)
     assert list(itertools.chain(*rest(source(new), again))) == list(range(2 * old + new, 24))
 
 
@@ -409,8 +409,8 @@ def test_other_batches_are_refused_by_numbers(old: int | None, new: int | None) 
     def source(rows: int | None) -> Savable:
         return Savable(lambda shard: rows_of(rows or 1), shards=1, batch_rows=rows)
 
-    with pytest.raises(StateMismatchError, match=rf"batch_rows must be {old}, as in the saved state, .* got {new}"):
-        source(new).open(0, 0, SEED, token_after(source(old), 2))
+    with pytest.raises(StateMismatchError, match=rf"batch_rows must be {old}, as in the saved state.*, got {new}"):
+        source(new).open(0, 0, SEED, position_after(source(old), 2))
 
 
 def test_what_decides_the_samples_is_recorded() -> None:
@@ -454,19 +454,19 @@ def test_settings_that_cannot_be_meant(changed: dict[str, Any], message: str) ->
         {"rows": 2.5},
     ],
 )
-def test_a_place_that_cannot_be(changed: dict[str, Any]) -> None:
+def test_damaged_position_is_refused(changed: dict[str, Any]) -> None:
     source = Savable(lambda shard: Counter(9), shards=1)
-    token = token_after(source, 4)
+    position = position_after(source, 4)
     with pytest.raises(StateCorruptError):
-        rest(source, {**token, **changed})
+        rest(source, {**position, **changed})
     with pytest.raises(StateCorruptError):
         source.open(0, 0, SEED, [1, 2])
 
 
 def test_source_is_pickled_after_reading() -> None:
     source = Savable(rows_of_eight, shards=1)
-    token = token_after(source, 1)
-    assert rest(pickle.loads(pickle.dumps(source)), token) == rest(source, token)
+    position = position_after(source, 1)
+    assert rest(pickle.loads(pickle.dumps(source)), position) == rest(source, position)
 
 
 def rows_of_eight(shard: int) -> Iterator[Any]:

@@ -27,9 +27,9 @@ def split(make: Callable[[int], Any], place: int, every: int = 1) -> tuple[bytes
     cursor.close()
     first = source.open(0, 0, SEED)
     got = list(itertools.islice(first, place))
-    token = decode_state(encode_state(first.token()))
+    position = decode_state(encode_state(first.saved_position()))
     first.close()
-    second = source.open(0, 0, SEED, token)
+    second = source.open(0, 0, SEED, position)
     got += list(second)
     second.close()
     assert len(whole) > place
@@ -60,9 +60,9 @@ def test_graph_loader_that_restarts_at_its_end(eager: None) -> None:
     source = Savable(lambda shard: Loader(IterableWrapper(range(5))), shards=1, snapshot_every=1)
     cursor = source.open(0, 0, SEED)
     assert cursor.skip(9) == 5
-    token = cursor.token()
+    position = cursor.saved_position()
     cursor.close()
-    again = source.open(0, 0, SEED, token)
+    again = source.open(0, 0, SEED, position)
     assert list(again) == []
     again.close()
 

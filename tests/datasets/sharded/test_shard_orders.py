@@ -82,7 +82,7 @@ def test_a_grid_deals_column_by_column(endless_order: EndlessOrder) -> None:
     shards, indices = endless_order.at(np.arange(count))
     assert list(zip(shards.tolist(), indices.tolist(), strict=True)) == order
     for position, (shard, index) in enumerate(order):
-        assert endless_order.place(shard)(index) == position
+        assert endless_order.position_of(shard)(index) == position
     for position in range(0, count, 3):
         before = [shard for shard, _ in order[:position]]
         assert endless_order.counts(position).tolist() == [before.count(shard) for shard in range(endless_order.shards)]

@@ -132,9 +132,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             InvalidArgumentError: an argument is invalid.
         """
         if (remote is None and local is None) == (not streams):
-            raise InvalidArgumentError("give remote, local or both, or else streams")
+            raise InvalidArgumentError(
+                "a StreamingDataset must have either streams, or remote, local or both, got "
+                + ("streams and one of the others" if streams else "none of them")
+            )
         if streams and (split is not None or storage_options is not None):
-            raise InvalidArgumentError("with streams, split and storage_options must be given in each Stream")
+            raise InvalidArgumentError(
+                "split and storage_options must be left out with streams. Give them to each Stream"
+            )
         given = tuple(streams) or (Stream(remote, local, split, storage_options=storage_options or {}),)
         self.streams = tuple(with_plain_values(number, stream) for number, stream in enumerate(given))
         check_weights(self.streams)
@@ -252,11 +257,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._set_starts()
         if not len(self):
             raise DatasetError(
-                f"{self.name}: the index lists no samples: write the dataset to its end, or give another folder"
+                f"{self.name}: the index lists no samples. Write the dataset to its end, or give another folder"
             )
         for stream, layout, (_, _, name) in zip(self.streams, self.layouts, remotes, strict=True):
             if (stream.proportion or stream.repeat or stream.choose) and not layout.units.sum():
-                raise DatasetError(f"{name}: the index lists no samples, but an epoch needs some of this stream")
+                raise DatasetError(
+                    f"{name}: the index lists no samples, but an epoch needs some of this stream. Write the dataset to "
+                    "its end, or leave the stream out"
+                )
         self.fingerprint = joint_fingerprint(self.layouts)
         """Digest of all data. It changes with them, and does not depend on where they are stored, nor on the format to
         which `penstock data convert` converted them."""
@@ -464,7 +472,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         totals = [int(sizes.sum()) for sizes in self.sizes]
         if self.streams[0].repeat is not None or self.streams[0].choose is not None:
             if epoch_size is not None:
-                raise InvalidArgumentError("epoch_size needs proportions; repeat and choose already define the size")
+                raise InvalidArgumentError(
+                    "epoch_size needs streams with proportions, because repeat and choose define the size. Leave it out"
+                )
             return [
                 int(stream.choose) if stream.choose is not None else round((stream.repeat or 0) * total)
                 for stream, total in zip(self.streams, totals, strict=True)
@@ -574,6 +584,4 @@ def _check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where
     known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
     missing = [name for name in columns or () if known is not None and name not in known]
     if missing and known is not None:
-        raise InvalidArgumentError(
-            f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}, which the data have not"
-        )
+        raise InvalidArgumentError(f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}")

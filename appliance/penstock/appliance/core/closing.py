@@ -41,7 +41,7 @@ def end_runs(cluster: ClusterState, name: str) -> pb.EndRunReply:
         reply.runs.add(run=run.name, attempt=run.attempt, was_open=attempt is not None)
         if attempt is not None:
             why = f"attempt {attempt.number} of run {run.name} was ended by an operator (`penstock run close`)"
-            cluster.end(attempt, AttemptState.ENDED, f"{why}: start the job again to continue from its last checkpoint")
+            cluster.end(attempt, AttemptState.ENDED, why)
     return reply
 
 

@@ -25,6 +25,8 @@ from penstock.appliance.model.entities import (
     SlotKey,
     SlotLoss,
     Worker,
+    attempt_over,
+    known_run,
 )
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import RecentEvents
@@ -156,19 +158,19 @@ class ClusterState:
     def attempt(self, run_name: str, number: int) -> Attempt:
         """Return the run's open attempt, which must have this number. Raises UnknownRunError for an unknown run or
         attempt, SupersededError if the attempt is over."""
-        run = self.runs.get(run_name)
-        if run is None:
-            raise UnknownRunError(f"the coordinator has no run {run_name!r}")
+        run = known_run(self.runs, run_name)
         if run.current is not None and run.current.number == number:
             return run.current
         past = run.past.get(number)
         if past is not None:
-            raise SupersededError(past.why)
+            raise attempt_over(past)
         if number < run.attempt:
             raise SupersededError(
                 f"attempt (launch) {number} of run {run_name} is over, the newest is {run.attempt}: end this process"
             )
-        raise UnknownRunError(f"run {run_name} has no attempt (launch) {number}; the newest one is {run.attempt}")
+        raise UnknownRunError(
+            f"run {run_name} has no attempt (launch) {number}; the newest one is {run.attempt}: start the job again"
+        )
 
     def slot(self, key: SlotKey) -> Slot | None:
         run = self.runs.get(key.run)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, Run, client_of
+from penstock.appliance.model.entities import Attempt, AttemptState, Box, BoxPresence, Run, attempt_over, client_of
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.proto.errors import (
@@ -85,8 +85,8 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
     live = len(request.start.live)
     if given not in (0, count) or live > given:
         raise InvalidArgumentError(
-            f"the start position must have one entry for each of the box's {count} workers, got {given} entries, "
-            f"{live} of them live: load a state that was saved with {count} workers per box"
+            f"the start position must have one entry for each of the box's {count} workers, got {given} entries "
+            f"and {live} workers whose epoch goes on: load a state that was saved with {count} workers per box"
         )
     return start_of(request)
 
@@ -134,7 +134,8 @@ def check_limits(
     ):
         if blob and not snapshot_index.has_blob(blob):
             raise InvalidArgumentError(
-                f"the coordinator does not have the {what} (blob {blob}): send the data by PutBlob first"
+                f"the coordinator does not have the {what} (blob {blob}): start the job again (gRPC clients: send "
+                "the data by PutBlob first)"
             )
     if request.num_workers_per_box > limits.box_slots_max:
         raise InvalidArgumentError(
@@ -145,7 +146,7 @@ def check_limits(
     if size > limits.opening_max:
         raise InvalidArgumentError(
             f"a request to open a run must have at most {limits.opening_max} bytes, got {size}: give input_fn shorter "
-            "arguments, or send them by PutBlob first"
+            "arguments, or keep large data in files (gRPC clients: send them by PutBlob first)"
         )
 
 
@@ -181,7 +182,7 @@ def decide(
         return OpenAttempt()
     for past in run.past.values():
         if past.clients.get(request.box) == client:
-            raise SupersededError(past.why)  # a delayed duplicate of an old request
+            raise attempt_over(past)  # a delayed duplicate of an old request
     current = run.current
     if current is None:
         return _next(run, request)

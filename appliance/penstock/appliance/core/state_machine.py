@@ -184,7 +184,9 @@ class Registry:
         attempt = self.cluster.attempt(run, attempt_number)
         box, where = attempt.boxes.get(number), f"box {number} of run {run} (attempt {attempt_number})"
         if box is None:
-            raise UnknownRunError(f"{where} has not been opened: open it with OpenRun first")
+            raise UnknownRunError(
+                f"{where} has not been opened: start the job again (gRPC clients: call OpenRun first)"
+            )
         if box.client != client_of(client_id):
             raise BoxTakenError(f"{where} is held by {box.who()}: give each process of the job its own box number")
         if box.presence is BoxPresence.CLOSED:
@@ -420,7 +422,9 @@ class Registry:
         attempt = self.cluster.attempt(key.run, key.attempt)
         slot = self.cluster.slot(key)
         if slot is None:
-            raise UnknownRunError(f"run {key.run} (attempt {attempt.number}) has no box {key.box} slot {key.slot}")
+            raise UnknownRunError(
+                f"run {key.run} (attempt {attempt.number}) has no box {key.box} slot {key.slot}: restart this worker"
+            )
         if slot.generation != generation or not slot.worker:
             raise SupersededError(
                 f"generation of {slot} of run {key.run} must be {slot.generation}, got {generation}: a newer runner "

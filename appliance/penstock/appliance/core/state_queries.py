@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from penstock.appliance.core.cluster_state import ClusterState
-from penstock.appliance.model.entities import Attempt
+from penstock.appliance.model.entities import Attempt, known_run
 from penstock.appliance.states.aggregation import Aggregation
 from penstock.appliance.states.state_query import SlotStateRequest, StateQuery
 from penstock.proto.errors import OverloadedError, StateUnavailableError, SupersededError, UnknownRunError
@@ -52,9 +52,7 @@ class StateQueries:
     def begin(self, request: pb.FetchStateRequest, caller: int | None, now: float) -> StateQuery:
         """Start or join a query. `caller`: number of the box whose rank calls; None if the caller is not a rank. Raises
         StateUnavailableError, UnknownRunError, SupersededError."""
-        run = self._cluster.runs.get(request.run)
-        if run is None:
-            raise UnknownRunError(f"the coordinator has no run {request.run!r}")
+        run = known_run(self._cluster.runs, request.run)
         attempt = self._cluster.attempt(run.name, request.attempt or run.attempt)
         boxes = list(attempt.boxes.values())
         in_epoch = [box for box in boxes if not box.epoch_ended]

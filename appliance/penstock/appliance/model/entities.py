@@ -27,6 +27,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.appliance.model.gauges import HALF_S, BoxWaits, SlotGauge
+from penstock.proto.errors import SupersededError, UnknownRunError
 from penstock.proto.state.allowed_modules import under
 from penstock.proto.state.position import Position
 from penstock.proto.state.restartable import by_own_methods
@@ -439,6 +440,24 @@ class Run:
     past: dict[int, ClosedAttempt] = field(default_factory=dict)
     unused: bool = False
     """True if the run has delivered nothing and was never resumed from a state, so that it has no position to lose."""
+
+
+def known_run(runs: Mapping[str, Run], name: str) -> Run:
+    """Return the run of this name. Raises UnknownRunError."""
+    run = runs.get(name)
+    if run is None:
+        raise UnknownRunError(
+            f"the coordinator has no run {name!r}: see `penstock status --all` for its runs, and start the job again "
+            "if it is missing there"
+        )
+    return run
+
+
+def attempt_over(past: ClosedAttempt) -> SupersededError:
+    """Return the error for a call of an attempt that is over."""
+    if past.state is AttemptState.SUPERSEDED:
+        return SupersededError(f"{past.why}: end this process, and give jobs that run side by side different names")
+    return SupersededError(f"{past.why}: start the job again to continue from its last checkpoint")
 
 
 class AssignedSlots:

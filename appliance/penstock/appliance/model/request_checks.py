@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.appliance.model.limits import Limits
-from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.errors import SAME_RELEASE, InvalidArgumentError
 from penstock.proto.state.counts import MOST_GROUPS, MOST_NAME
 from penstock.proto.state.position import MOST
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -20,7 +20,7 @@ LONGEST_S = 1e9
 REPORTS_PER_SLOT = 2
 """Largest number of slot reports in a heartbeat, as a multiple of the worker's slots: a worker reports the slots that
 it runs, and those that it could not start."""
-_REMEDY = ": run the same release of Penstock on all machines"
+_REMEDY = f". {SAME_RELEASE}"
 """End of errors about requests that Penstock's own programs never send."""
 LONGEST_NAME = 200
 """Longest name of a job or worker, in characters, because names appear in logs, metrics and messages."""

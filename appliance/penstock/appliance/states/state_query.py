@@ -34,6 +34,7 @@ from typing import Any
 
 from penstock.appliance.model.entities import Attempt, Box, BoxPresence, SlotKey
 from penstock.proto.errors import (
+    SAME_RELEASE,
     InvalidArgumentError,
     PenstockError,
     ProtocolError,
@@ -444,7 +445,7 @@ class StateQuery:
         if len(answer.digests) > max(0, slot_request.total - answer.digests_after):
             raise InvalidArgumentError(
                 f"a worker's answer must have at most one digest for each of batches {answer.digests_after + 1} to "
-                f"{slot_request.total}, got {len(answer.digests)}: run the same release of Penstock on all machines"
+                f"{slot_request.total}, got {len(answer.digests)}. {SAME_RELEASE}"
             )
         place = (slot_request.key.box, slot_request.key.slot)
         before = self._answers.get(place)

@@ -19,8 +19,8 @@ from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.model.limits import Limits
 
 _MORE = (
-    "raise the budget by penstock coordinator --budget, or by PENSTOCK_COORDINATOR_BUDGET, which an embedded "
-    "coordinator reads too"
+    "end jobs that are no longer needed, or raise the budget (penstock coordinator --budget; "
+    "PENSTOCK_COORDINATOR_BUDGET, which an embedded coordinator reads too)"
 )
 
 
@@ -140,7 +140,10 @@ class SnapshotIndex:
     def why_refused(self, key: SlotKey, size: int) -> str:
         """Return the reason why a snapshot of this size may not be written now; "" if it may."""
         if size > self._limits.value_max:
-            return f"a snapshot must have at most {self._limits.value_max} bytes, got {size}"
+            return (
+                f"a snapshot must have at most {self._limits.value_max} bytes, got {size}: return less from the "
+                "loader's state_dict()"
+            )
         share = self._limits.cadence_share if self._of(key) else 1.0
         limit = int(self._limits.budget * share)
         if self.used + self.coming + size > limit:
@@ -205,7 +208,10 @@ class SnapshotIndex:
         """Return the reason why a blob of this size may not be written now; "" if it may. `credential`: digest of the
         credential token of its sender."""
         if size > self._limits.value_max:
-            return f"a stored value must have at most {self._limits.value_max} bytes, got {size}"
+            return (
+                f"a stored value must have at most {self._limits.value_max} bytes, got {size}: give input_fn smaller "
+                "arguments, or return less from the loader's state_dict()"
+            )
         if self.used + self.coming + size > self._limits.budget:
             used = f"{self.used} of {self._limits.budget} bytes of the coordinator's budget are in use"
             return f"its {size} bytes do not fit into the budget: {used}; {_MORE}"

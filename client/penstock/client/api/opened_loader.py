@@ -325,9 +325,9 @@ class OpenedLoader:
         if not run.wait_for(_all_known, session.appliance.settings.timeout_s):
             late = [view for view in run.views if not _known(view)]
             raise DeadlineError(
-                f"{self.name}: slot {late[0].slot} of box {run.box} (on worker {late[0].worker or 'none'}) has not "
-                f"built its loader within timeout_s={session.appliance.settings.timeout_s:g} s: run `penstock status` "
-                "to see the cause, or raise timeout_s if input_fn needs longer"
+                f"{self.name}: worker slot {late[0].slot} of box {run.box} (on worker {late[0].worker or 'none'}) has "
+                f"not built its loader within timeout_s={session.appliance.settings.timeout_s:g} s: run `penstock "
+                "status` to see the cause, or raise timeout_s if input_fn needs longer"
             )
         for view in run.views:
             if view.phase == pb.FAILED and not view.HasField("capabilities"):

@@ -25,7 +25,7 @@ from typing import Any
 from penstock.proto.batch.digest import DigestCover, Layouts, region_digest, rows_digest
 from penstock.proto.batch.flatten import Assembler, wrap_buffer
 from penstock.proto.batch.structure import Structure
-from penstock.proto.errors import BatchCorruptError, ProtocolError
+from penstock.proto.errors import BatchCorruptError, malformed
 from penstock.proto.lane.endpoints import Consumer, dims_of
 from penstock.proto.lane.frames import COUNTED, COVER, Frame
 from penstock.proto.lane.ring import Ring
@@ -282,9 +282,8 @@ class SlotLane:
         nbytes = frame.nbytes
         dims = frame.rest if not (frame.size or frame.flags & COUNTED) else dims_of(frame, ring.ring)
         if len(dims) & 7:
-            raise ProtocolError(
-                f"{self.name}: the encoded shapes of a batch must have a multiple of 8 bytes, got {len(dims)}. Use one "
-                "release of Penstock on all machines"
+            raise malformed(
+                f"{self.name}: the encoded shapes of a batch must have a multiple of 8 bytes, got {len(dims)}"
             )
         shapes, seed = layouts.find(nbytes, dims)
         view, offset, cover = ring.ring.view, frame.entry * ring.entry_bytes, frame.flags & COVER
@@ -292,7 +291,7 @@ class SlotLane:
             try:
                 digest = rows_digest(assembler.structure, shapes, view, offset, nbytes)
             except ValueError as error:
-                raise ProtocolError(f"{self.name}: {error}") from None
+                raise malformed(f"{self.name}: {error}") from None
         else:
             digest = region_digest(seed, view, offset, nbytes, cover == DigestCover.FULL)
         if digest != frame.digest:

@@ -43,6 +43,7 @@ from penstock.proto.errors import (
     NoWorkersError,
     PenstockError,
     ProtocolError,
+    malformed,
 )
 from penstock.proto.lane.frames import BATCH, CLOSE, END, ERROR, MAX_UNUSED, Frame, counts_of
 from penstock.proto.lane.ring import MAX_ENTRIES
@@ -197,8 +198,8 @@ class OrderedReader:
             lane.corrupt = 0  # if the caller tries again, the tries are counted from 0
             raise self._placed(
                 BatchCorruptError(
-                    f"{self._label}: batch {self.position.total[slot] + 1} of the slot arrived damaged {CORRUPT_TRIES} "
-                    "times in a row. Check the memory and network hardware of the worker's machine and of this "
+                    f"{self._label}: batch {self.position.total[slot] + 1} of the worker slot arrived damaged "
+                    f"{CORRUPT_TRIES} times in a row. Check memory and network of its worker's machine and of this "
                     f"machine. Last cause: {what}"
                 ),
                 slot,
@@ -272,10 +273,8 @@ class OrderedReader:
     def _confused(self, lane: SlotLane, what: str) -> ProtocolError:
         position, slot = self.position, lane.slot
         lane.lose(time.monotonic(), "out of order")
-        return ProtocolError(
-            f"{lane.name}: the worker sent {what}, but batch {position.total[slot] + 1} of epoch {position.epoch} was "
-            "due. Use one release of Penstock on all machines"
-        )
+        due = position.total[slot] + 1
+        return malformed(f"{lane.name}: the worker sent {what}, but batch {due} of epoch {position.epoch} was due")
 
     # ---- waiting
 
@@ -339,7 +338,7 @@ class OrderedReader:
     def _waiting_for(self, lane: SlotLane, view: pb.SlotView) -> tuple[str, str]:
         """Return two texts for messages: what the loop waits for, and the reason for the wait."""
         which = "first" if self.position.step == self.first_step else "next"
-        slots = f" from slot {lane.slot}" if self._run.num_slots > 1 else ""
+        slots = f" from worker slot {lane.slot}" if self._run.num_slots > 1 else ""
         why = f"no connection to its worker: {lane.last_failure}" if lane.last_failure else "its runner is making it"
         if view.phase in NO_WORKER:
             why = "no worker has free slots"
@@ -409,9 +408,9 @@ class OrderedReader:
         )
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
         return DeadlineError(
-            f"{self._label}: box {run.box} waited {waited:.0f} s for step {step} from slot {slot} on worker "
-            f"{view.worker or 'unknown'}: {what}{why_closed}{away} (timeout_s={self._timeout_s:g}). `penstock status` "
-            "shows the workers; raise timeout_s if batches take this long",
+            f"{self._label}: box {run.box} waited {waited:.0f} s for step {step} from worker slot {slot} on "
+            f"worker {view.worker or 'unknown'}: {what}{why_closed}{away} (timeout_s={self._timeout_s:g}). `penstock "
+            "status` shows the workers; raise timeout_s if batches take this long",
             remote_traceback=view.stack if view.doing else "",
         )
 
@@ -442,7 +441,7 @@ class OrderedReader:
                 if moved:
                     self.stats.recoveries += 1
                 if moved and view.migrated:
-                    what = f"slot {slot} of box {run.box} was moved to worker {view.worker}: {view.note}"
+                    what = f"worker slot {slot} of box {run.box} was moved to worker {view.worker}: {view.note}"
                     _log.info("%s: %s", self._label, what)
             if view.restarts > self._restarts[slot]:
                 self._restarts[slot] = view.restarts

@@ -48,7 +48,7 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 from xxhash import xxh3_64
 
-from penstock.proto.errors import BatchCorruptError, PenstockError, ProtocolError
+from penstock.proto.errors import BatchCorruptError, PenstockError, ProtocolError, malformed
 from penstock.proto.lane import tcp
 from penstock.proto.lane.compression import Unpacker, check_claim, load
 from penstock.proto.lane.dialer import SHAKE_S, LaneDialer
@@ -332,19 +332,19 @@ class ReceiverLane:
             elif kind in (END, ERROR, CLOSE):
                 producer.forward_end(frame)
             else:
-                raise ProtocolError(f"a worker sent a frame of unknown kind {kind}")
+                raise malformed(f"a worker must send frames of known kinds, got kind {kind}")
 
     def _check_claims(self, frame: Frame) -> None:
         """Check the sizes that a BATCH frame states before memory is allocated for the batch. Raises ProtocolError."""
         size = frame.nbytes + 8 * frame.size
         if size > self._entry_bytes.get(frame.ring, -1):
-            raise ProtocolError(f"a worker sent a batch of {frame.nbytes} bytes, which fits into no announced ring")
+            raise malformed(f"a batch must fit into an entry of a ring that the worker announced, got {size} bytes")
         if frame.codec or frame.wire:
             if frame.codec not in self._unpackers:
-                raise ProtocolError(f"a worker sent a batch with codec {frame.codec}, which was not requested")
+                raise malformed(f"a batch must be compressed as requested, got codec {frame.codec}")
             check_claim(frame.wire, size)
         if not self._producer.knows_structure(frame.structure):
-            raise ProtocolError(f"a worker sent a batch before the description of its structure {frame.structure}")
+            raise malformed(f"a batch's structure must be announced before it, got structure {frame.structure}")
 
     def _fill(self) -> bool:
         """Copy the payload's bytes from the receive buffer to `_target`. Return False if the payload is not complete

@@ -85,14 +85,14 @@ class Receiver:
                 self._end()
                 raise DeadlineError(
                     f"waited {START_S:g} s for the receiver, the process that receives batches from other hosts, to "
-                    "start: see its standard error"
+                    "start: see its messages on standard error of this process, then start the job again"
                 ) from None
         if first_line is None:
             how = exit_words(process.result())
             self._end()
             raise PenstockError(
                 f"the receiver, the process that receives batches from other hosts, {how} at its start: see its "
-                "standard error"
+                "messages on standard error of this process, then start the job again"
             )
         self.name = name
 

@@ -200,7 +200,7 @@ def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) ->
 
 def recovered(box: int, slot: int, why: str) -> str:
     """Return the text of the warning that a slot was recovered."""
-    return f"slot {slot} of box {box} was recovered: {why}; the batches are the same as without the fault"
+    return f"worker slot {slot} of box {box} was recovered: {why}; the batches are the same as without the fault"
 
 
 def warn_of_whole_input(label: str, views: Sequence[pb.SlotView], num_workers: int) -> bool:

@@ -21,7 +21,7 @@ from typing import NoReturn, ParamSpec
 
 import typer
 
-from penstock.proto.errors import CATALOGUE, CoordinatorUnavailableError, PenstockError, UnknownRunError
+from penstock.proto.errors import CATALOGUE, CoordinatorUnavailableError, PenstockError
 from penstock.runtime.telemetry.logs import printable
 
 __all__ = [
@@ -136,7 +136,6 @@ CODES = (
 _REMEDIES: dict[type[PenstockError], str] = {
     CoordinatorUnavailableError: "Start it there (penstock coordinator, penstock up), or name another address by "
     "--coordinator or PENSTOCK_COORDINATOR",
-    UnknownRunError: "`penstock status` lists its runs",
 }
 """Remedies that a command adds to errors whose remedy elsewhere is another."""
 

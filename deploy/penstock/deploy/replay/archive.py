@@ -16,8 +16,8 @@ __all__ = ["Archive", "RunningArchive", "StoppedArchive"]
 
 class Archive(Protocol):
     def histories(self, run: str, box: int) -> list[pb.History]:
-        """Return the box's histories in all attempts of the run, oldest first. Raises UnknownRunError if there is
-        none."""
+        """Return what the coordinator recorded of the box in each attempt of the run (start, epochs, positions, skipped
+        batches), oldest attempt first. Raises UnknownRunError if it has no record of the box."""
 
     def snapshot(self, header: pb.SnapshotHeader) -> bytes: ...
 

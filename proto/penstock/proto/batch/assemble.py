@@ -2,9 +2,9 @@
 
 Each tensor and array of an assembled batch wraps its own slice of the ring, so that `torch.save` of one leaf saves only
 that leaf. All leaves of a batch have one `_Region` as their base object. When the last leaf and the last view of a leaf
-are gone, the region is deleted and appends the batch's token to `release`. Its deletion takes no lock (the garbage
-collector may run while a lock is held), uses no socket, and does nothing in a forked child. A weakref.finalize would
-cost 1.2 us more.
+are gone, the region is deleted and appends `token`, the caller's number of the batch, to `release`. Its deletion takes
+no lock (the garbage collector may run while a lock is held), uses no socket, and does nothing in a forked child. A
+weakref.finalize would cost 1.2 us more.
 
 If the base of a base has the same type as a new array, numpy skips the base in between. So region and ring are two
 different subclasses of ndarray. If the ring were a plain array, it would become the base of every leaf, and the region
@@ -30,7 +30,7 @@ import torch
 from penstock.proto.batch.classes import resolve_class
 from penstock.proto.batch.structure import MAX_INT_BYTES, Leaf, Structure, Tree, numpy_dtype
 from penstock.proto.batch.tree import TORCH_NAMES
-from penstock.proto.errors import InvalidArgumentError, ProtocolError, UnsupportedLeafError
+from penstock.proto.errors import InvalidArgumentError, UnsupportedLeafError, malformed
 
 __all__ = ["CARRIERS", "Assembler", "wrap_buffer"]
 
@@ -141,11 +141,11 @@ class Assembler:
         if type(shapes) is not list:
             shapes = list(shapes)
         if len(shapes) != self._dims:
-            raise ProtocolError(f"the structure of a batch needs {self._dims} dimensions in shapes, got {len(shapes)}")
+            raise malformed(f"the structure of a batch needs {self._dims} dimensions in shapes, got {len(shapes)}")
         if shapes and min(shapes) < 0:
-            raise ProtocolError(f"the dimensions in a batch's shapes must be >= 0, got {min(shapes)}")
+            raise malformed(f"the dimensions in a batch's shapes must be >= 0, got {min(shapes)}")
         if offset < 0 or nbytes < 0 or offset + nbytes > ring.size:
-            raise ProtocolError(
+            raise malformed(
                 f"a batch must lie within its buffer of {ring.size} bytes, got {nbytes} bytes at offset {offset}"
             )
         memory = ring.data if self._scalars else None
@@ -161,7 +161,7 @@ class Assembler:
                 shape = []
                 size = itemsize
             if start + size > nbytes:
-                raise ProtocolError(
+                raise malformed(
                     f"a leaf must end within its batch of {nbytes} bytes, got one that ends at {start + size}"
                 )
             if kind <= _ARRAY:
@@ -184,7 +184,7 @@ class Assembler:
                 values.append(_scalar(kind, memory, offset + start, size, dtype, extra))
             start += (size + 63) & -64
         if start != nbytes:
-            raise ProtocolError(f"the leaves of a batch must fill its {nbytes} bytes, got leaves of {start} bytes")
+            raise malformed(f"the leaves of a batch must fill its {nbytes} bytes, got leaves of {start} bytes")
         if move is not None:
             values = move(values)
         batch = self._build(iter(values))
@@ -203,9 +203,7 @@ def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     try:
         return np.ndarray(shape, dtype, bytearray())  # without a buffer numpy 1 allocates an item, of any width
     except (ValueError, OverflowError) as error:
-        raise ProtocolError(
-            f"numpy cannot make an array with the dimensions {str(list(shape))[:200]}: {error}"
-        ) from None
+        raise malformed(f"numpy cannot make an array with the dimensions {str(list(shape))[:200]}: {error}") from None
 
 
 def _scalar(kind: int, memory: Any, start: int, size: int, dtype: Any, decode: Any) -> Any:
@@ -220,9 +218,9 @@ def _scalar(kind: int, memory: Any, start: int, size: int, dtype: Any, decode: A
         try:
             return decode(data)
         except ValueError as error:
-            raise ProtocolError(f"a str, bytes or int in a batch cannot be decoded: {str(error)[:200]}") from None
+            raise malformed(f"a str, bytes or int in a batch cannot be decoded: {str(error)[:200]}") from None
     if data > b"\1":
-        raise ProtocolError(f"a bool in a batch must be the byte 0 or 1, got {data[0]}")
+        raise malformed(f"a bool in a batch must be the byte 0 or 1, got {data[0]}")
     return data == b"\1"
 
 

@@ -382,7 +382,8 @@ class Flattener:
             if self._strict and self._first is not None and structure is not self._first:
                 raise StructureChangedError(
                     f"the batch is {structure.describe()}, but the first one was {self._first.describe()}; "
-                    "in strict mode all batches must have the same tree, dtypes and ranks"
+                    "in strict mode all batches must have the same tree, dtypes and ranks. Yield such batches, or "
+                    "leave out strict_structure"
                 )
             self._table[key] = structure
             if len(self._table) > self._max_structures:

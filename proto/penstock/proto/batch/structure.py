@@ -34,7 +34,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from penstock.proto.errors import ProtocolError, UnsupportedLeafError
+from penstock.proto.errors import ProtocolError, UnsupportedLeafError, malformed
 
 __all__ = [
     "ALIGN",
@@ -233,19 +233,18 @@ class Structure:
         Raises ProtocolError for anything that `to_bytes` would not have written.
         """
         data = bytes(data) if len(data) <= MAX_STRUCTURE_BYTES else b""
-        problem = _too_long(data) if data else f"0 or more than {MAX_STRUCTURE_BYTES} bytes"
+        problem = _too_long(data) if data else f"0 bytes, or more than {MAX_STRUCTURE_BYTES}"
         if problem:
-            raise ProtocolError(f"the structure of a batch takes {problem}")
+            raise malformed(f"the structure of a batch takes {problem}")
         try:
             raw = json.loads(data.decode("utf-8", "surrogatepass"), parse_float=_refuse, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"the structure of a batch must be JSON: {str(error)[:200]}") from None
+            raise malformed(f"the structure of a batch must be JSON: {str(error)[:200]}") from None
         if type(raw) is not list or len(raw) != 2 or type(raw[0]) is not int:
-            raise ProtocolError("the structure of a batch must be a list of a format number and a node")
+            raise malformed("the structure of a batch must be a list of its format number and its tree")
         if raw[0] != FORMAT:
-            raise ProtocolError(
-                f"the structure of a batch must be in format {FORMAT} for this Penstock, got {str(raw[0])[:20]}: "
-                "install one release on both ends"
+            raise malformed(
+                f"the structure of a batch must be in format {FORMAT} for this Penstock, got {str(raw[0])[:20]}"
             )
         count = [0, 0]
         try:
@@ -253,7 +252,7 @@ class Structure:
         except UnsupportedLeafError as error:
             raise ProtocolError(str(error)) from None
         if structure.encoded != data:
-            raise ProtocolError("the structure of a batch must be in its canonical encoding")
+            raise malformed("the structure of a batch must be in its canonical encoding")
         return structure
 
     def describe(self) -> str:
@@ -269,9 +268,9 @@ def required_nbytes(structure: Structure, shapes: Sequence[int]) -> int:
     Raises ProtocolError if a dimension, or the number of dimensions, is invalid.
     """
     if len(shapes) != structure.dims:
-        raise ProtocolError(f"the structure of a batch needs {structure.dims} dimensions in shapes, got {len(shapes)}")
+        raise malformed(f"the structure of a batch needs {structure.dims} dimensions in shapes, got {len(shapes)}")
     if structure.dims and min(shapes) < 0:
-        raise ProtocolError(f"the dimensions in a batch's shapes must be >= 0, got {min(shapes)}")
+        raise malformed(f"the dimensions in a batch's shapes must be >= 0, got {min(shapes)}")
     at = total = 0
     for leaf in structure.leaves:
         total += padded(prod(shapes[at : at + leaf.dims], start=leaf.itemsize))
@@ -325,7 +324,7 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
     if type(raw) is str and raw in _SCALARS:
         return _counted(Leaf(raw), path, count)
     if type(raw) is not list or not raw or type(raw[0]) is not str:
-        raise _wrong(path, f"a node must be a list that begins with its kind, got {raw!r:.100}")
+        raise _wrong(path, f"a container or leaf must be a list that begins with its kind, got {raw!r:.100}")
     kind, *rest = raw
     if kind in ("t", "a", "n"):
         return _counted(_array_leaf(kind, rest, path), path, count)
@@ -393,7 +392,7 @@ def _counted(leaf: Leaf, path: Path, count: list[int]) -> Leaf:
 
 
 def _wrong(path: Path, what: str) -> ProtocolError:
-    return ProtocolError(f"invalid structure of a batch: {render_path(path)}: {what}")
+    return malformed(f"invalid structure of a batch: {render_path(path)}: {what}")
 
 
 def _describe(tree: Tree, budget: list[int]) -> str:

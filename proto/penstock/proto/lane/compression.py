@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from penstock.proto.errors import InvalidArgumentError, ProtocolError
+from penstock.proto.errors import InvalidArgumentError, ProtocolError, malformed
 from penstock.proto.v1 import lane_pb2
 
 __all__ = ["NAMES", "PIECE", "Codec", "Packer", "Unpacker", "check_claim", "first_of", "load", "require"]
@@ -61,7 +61,8 @@ class Codec:
     compress: Callable[[Buffer], bytes]
     decompress: Callable[[Buffer, int], bytes]
     """Function that decompresses a piece, called with the compressed bytes and the number of decompressed bytes. It
-    allocates no more than this number of bytes, and raises ProtocolError if the piece is damaged."""
+    allocates no more than this number of bytes, and raises ProtocolError if the piece is damaged. The message has no
+    remedy, because the receiver adds it."""
 
 
 def _lz4() -> Codec:
@@ -171,7 +172,7 @@ class Packer:
 def check_claim(wire: int, size: int) -> None:
     """Raise ProtocolError if a batch of `size` bytes cannot have `wire` bytes when compressed."""
     if not _table(size) < wire < size:
-        raise ProtocolError(
+        raise malformed(
             f"a batch of {size} bytes must have {_table(size) + 1} to {size - 1} bytes when compressed, got {wire}"
         )
 

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.proto.errors import LaneClosedError, LaneLostError, PenstockError, ProtocolError
+from penstock.proto.errors import LaneClosedError, LaneLostError, PenstockError, ProtocolError, malformed
 from penstock.proto.lane.frames import (
     BATCH,
     CLOSE,
@@ -129,7 +129,7 @@ class Consumer:
         view = self._view
         while self._coming is None:
             if self._unused > MAX_UNUSED:
-                raise ProtocolError(
+                raise malformed(
                     f"{self.name}: a worker must send at most {MAX_UNUSED} frames in a row without a batch, got "
                     f"{self._unused}"
                 )
@@ -140,14 +140,14 @@ class Consumer:
                 begin = 0
             start = begin + HEAD.size
             if start > self._end:
-                raise ProtocolError(
+                raise malformed(
                     f"{self.name}: a packet of {self._end} bytes must end with a whole frame, got "
                     f"{self._end - begin} bytes "
                     "of one"
                 )
             stop = start + _length(view, begin)[0]
             if stop > self._end:
-                raise ProtocolError(
+                raise malformed(
                     f"{self.name}: a frame must end within its packet of {self._end} bytes, got one of "
                     f"{stop - start} bytes"
                 )
@@ -164,13 +164,14 @@ class Consumer:
                 ring = self._ring if frame.ring == self._ring_id else self._turn_to(frame.ring)
                 # `size` is the number of dims after the batch in its entry.
                 if ring is None or frame.entry >= ring.entries or frame.nbytes + 8 * frame.size > ring.entry_bytes:
-                    raise ProtocolError(
-                        f"{self.name}: a batch of {frame.nbytes} bytes must lie within an entry of a known ring, got "
-                        f"entry {frame.entry} of ring {frame.ring}"
+                    raise malformed(
+                        f"{self.name}: a batch of {frame.nbytes} bytes must lie within an entry of a known ring "
+                        f"(shared buffer), got entry {frame.entry} of ring {frame.ring}"
                     )
                 if frame.structure not in self.structures:
-                    raise ProtocolError(
-                        f"{self.name}: a batch's structure must be announced before it, got structure {frame.structure}"
+                    raise malformed(
+                        f"{self.name}: the structure of a batch must be announced before the batch, got the unknown "
+                        f"structure {frame.structure}"
                     )
                 self._unused = 0
                 return frame
@@ -190,9 +191,7 @@ class Consumer:
             elif kind in (ERROR, CLOSE):
                 return frame
             else:
-                raise ProtocolError(
-                    f"{self.name}: a frame must have a known kind, got {kind}; install one release on both ends"
-                )
+                raise malformed(f"{self.name}: a frame must have a known kind, got {kind}")
         return self._take_ring(self._coming)
 
     @property
@@ -220,7 +219,7 @@ class Consumer:
         if not size:
             raise LaneLostError(f"{self.name}: the worker closed the connection")
         if size > MAX_PACKET:
-            raise ProtocolError(f"{self.name}: a packet must have at most {MAX_PACKET} bytes, got {size}")
+            raise malformed(f"{self.name}: a packet must have at most {MAX_PACKET} bytes, got {size}")
         self._end = size
         return True
 
@@ -228,13 +227,18 @@ class Consumer:
         """Receive once more after an error, because a killed peer causes one ECONNRESET before its last frames. Return
         the number of received bytes; None if nothing can be read now."""
         if self.closed:
-            raise LaneClosedError(f"{self.name}: the lane is closed") from None
+            raise self._was_closed() from None
         try:
             return self._sock.recv_into(self._buffer, MAX_PACKET, socket.MSG_TRUNC)
         except BlockingIOError:
             return None
         except OSError:
             raise LaneLostError(f"{self.name}: the connection was lost: {error}") from error
+
+    def _was_closed(self) -> LaneClosedError:
+        return LaneClosedError(
+            f"{self.name}: this process has closed the lane. Do not iterate over a loader whose appliance is closed"
+        )
 
     def _turn_to(self, ring_id: int) -> Ring | None:
         """Return the ring with this id, and make this ring the current one. Older rings are dropped, because producers
@@ -248,9 +252,9 @@ class Consumer:
 
     def _expect_ring(self, frame: Frame) -> None:
         if frame.ring <= self._newest or len(self.rings) >= MAX_RINGS:
-            raise ProtocolError(
-                f"{self.name}: a new ring must have a number above {self._newest}, and at most {MAX_RINGS} may be in "
-                f"use, got ring {frame.ring} with {len(self.rings)} in use"
+            raise malformed(
+                f"{self.name}: a new ring (shared buffer) must have a number above {self._newest}, and at most "
+                f"{MAX_RINGS} may be in use, got ring {frame.ring} with {len(self.rings)} in use"
             )
         self._coming = frame
 
@@ -263,18 +267,23 @@ class Consumer:
             return None
         except OSError as error:
             if self.closed:
-                raise LaneClosedError(f"{self.name}: the lane is closed") from None
+                raise self._was_closed() from None
             if isinstance(error, ConnectionResetError) and not self._reset:
                 self._reset = True  # occurs once, before the last packets
                 return self._take_ring(frame)
-            raise LaneLostError(f"{self.name}: the file descriptor of a ring did not arrive: {error}") from error
+            raise LaneLostError(
+                f"{self.name}: the file descriptor of a ring (shared buffer) did not arrive: {error}"
+            ) from error
         try:
             if not data:
                 raise LaneLostError(
-                    f"{self.name}: the worker closed the connection before the file descriptor of its ring arrived"
+                    f"{self.name}: the worker closed the connection before the file descriptor of its ring (shared "
+                    "buffer) arrived"
                 )
             if len(fds) != 1:
-                raise ProtocolError(f"{self.name}: a ring must come with one file descriptor, got {len(fds)}")
+                raise malformed(
+                    f"{self.name}: a ring (shared buffer) must come with one file descriptor, got {len(fds)}"
+                )
             try:
                 ring = Ring.open(fds[0], frame.entry_bytes, frame.entries)
             except PenstockError as error:
@@ -296,8 +305,8 @@ class Consumer:
         if whole is None:
             return
         if self.structures.pop(frame.structure, whole) != whole:
-            raise ProtocolError(
-                f"{self.name}: structure {frame.structure} must have the same contents each time, got others"
+            raise malformed(
+                f"{self.name}: batch structure {frame.structure} must have the same contents each time, got others"
             )
         self.structures[frame.structure] = whole
         forget_oldest(self.structures)

@@ -9,6 +9,7 @@ again.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
@@ -117,7 +118,7 @@ def _look(where: tuple[str, int], look_s: float) -> socket.socket:
                     return found
                 poll.unregister(fd)
                 trying.pop(fd).close()
-                error = OSError(failed, f"connect: {where}")
+                error = OSError(failed, os.strerror(failed))
             if not trying:
                 raise error
         raise error

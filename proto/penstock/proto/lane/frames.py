@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from penstock.proto.errors import ProtocolError
+from penstock.proto.errors import ProtocolError, malformed
 from penstock.proto.lane.ring import Ring
 from penstock.proto.v1 import records_pb2
 
@@ -120,9 +120,7 @@ def pack_shapes(shapes: Sequence[int]) -> bytes:
 def unpack_shapes(packed: bytes) -> list[int]:
     """Return the shapes that `pack_shapes` has packed. Raises ProtocolError for a wrong length."""
     if len(packed) & 7:
-        raise ProtocolError(
-            f"the packed shapes of a batch must have 8 bytes for each dimension, got {len(packed)} bytes"
-        )
+        raise malformed(f"the packed shapes of a batch must have 8 bytes for each dimension, got {len(packed)} bytes")
     return list(struct.unpack(f"<{len(packed) >> 3}Q", packed))
 
 
@@ -185,9 +183,7 @@ class Frame(NamedTuple):
         try:
             return records_pb2.ErrorDetail.FromString(self.rest)
         except DecodeError as error:
-            raise ProtocolError(
-                f"the worker sent an error that cannot be decoded ({error}): install one release on both ends"
-            ) from error
+            raise malformed(f"the worker sent an error that cannot be decoded ({error})") from error
 
 
 _pack_framed = struct.Struct("<I" + _FRAME.format.removeprefix("<")).pack
@@ -229,18 +225,14 @@ def counts_of(frame: Frame) -> bytes:
     end = len(rest) - HEAD.size
     size = HEAD.unpack_from(rest, end)[0] if end >= 0 else 0
     if not 0 < size <= end:
-        raise ProtocolError(
-            f"the counts of a batch must have 1 to {end} bytes at the end of its frame, got {size} bytes"
-        )
+        raise malformed(f"the counts of a batch must have 1 to {end} bytes at the end of its frame, got {size} bytes")
     return rest[end - size : end]
 
 
 def read_frame(view: memoryview, start: int, stop: int) -> Frame:
     """Return the frame in the bytes `start` to `stop` of `view`. Raises ProtocolError if there are too few bytes."""
     if stop - start < FRAME_BYTES:
-        raise ProtocolError(
-            f"a frame must have at least {FRAME_BYTES} bytes, the size of its header, got {stop - start}"
-        )
+        raise malformed(f"a frame must have at least {FRAME_BYTES} bytes, the size of its header, got {stop - start}")
     return _new(Frame, (*_unpack_frame(view, start), view[start + FRAME_BYTES : stop].tobytes()))
 
 
@@ -276,12 +268,10 @@ def read_ack(view: memoryview, start: int, stop: int) -> Ack:
     bytes."""
     size = stop - start
     if size < _ACK.size:
-        raise ProtocolError(
-            f"an acknowledgement must have at least {_ACK.size} bytes, the size of its header, got {size}"
-        )
+        raise malformed(f"an acknowledgement must have at least {_ACK.size} bytes, the size of its header, got {size}")
     close, released, wanted, delivered, open_epochs, abandon_epoch = _ACK.unpack_from(view, start)
     if size != _ACK.size + 4 * released + 8 * wanted:
-        raise ProtocolError(
+        raise malformed(
             f"an acknowledgement of {released} released and {wanted} wanted numbers must have "
             f"{_ACK.size + 4 * released + 8 * wanted} bytes, got {size}"
         )
@@ -296,11 +286,11 @@ def dims_of(frame: Frame, ring: Ring) -> bytes:
     if not frame.size:
         return frame.dims
     if frame.size > MAX_DIMS:
-        raise ProtocolError(f"a batch must have <= {MAX_DIMS} dimensions in its shapes, got {frame.size}")
+        raise malformed(f"a batch must have <= {MAX_DIMS} dimensions in its shapes, got {frame.size}")
     if frame.entry >= ring.entries or frame.nbytes + 8 * frame.size > ring.entry_bytes:
-        raise ProtocolError(
-            f"the {frame.size} dimensions and {frame.nbytes} bytes of a batch must lie within one ring entry of "
-            f"{ring.entry_bytes} bytes, got entry {frame.entry} of {ring.entries}"
+        raise malformed(
+            f"the {frame.size} dimensions and {frame.nbytes} bytes of a batch must lie within one entry of "
+            f"{ring.entry_bytes} bytes of its ring (shared buffer), got entry {frame.entry} of {ring.entries}"
         )
     start = frame.entry * ring.entry_bytes + frame.nbytes
     return ring.view[start : start + 8 * frame.size].tobytes()
@@ -329,13 +319,14 @@ class StructurePieces:
         """
         size, piece, data = frame.size, frame.rest, self._data
         if data and frame.structure != self._structure:
-            raise ProtocolError(
-                f"all pieces of structure {self._structure} must arrive before others, got one of {frame.structure}"
+            raise malformed(
+                f"all pieces of batch structure {self._structure} must arrive before those of others, got one of "
+                f"structure {frame.structure}"
             )
         if size > MAX_STRUCTURE or len(data) + len(piece) > size or (size and not piece):
-            raise ProtocolError(
-                f"the pieces of a structure must have {size} bytes together (at most {MAX_STRUCTURE}), got "
-                f"{len(data) + len(piece)} bytes"
+            raise malformed(
+                f"the pieces of the structure of a batch must have {size} bytes together (at most {MAX_STRUCTURE}), "
+                f"got {len(data) + len(piece)} bytes"
             )
         self._structure = frame.structure
         data += piece
@@ -365,6 +356,7 @@ def check_peer(sock: socket.socket) -> int:
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid not in (0, os.getuid()):
         raise ProtocolError(
-            f"the other end of a lane's Unix socket must run as user {os.getuid()} or root, got user {uid}"
+            f"the other end of a lane's Unix socket must run as user {os.getuid()} or root, got user {uid}. Run the "
+            'worker and the training job as the same user, or pass lane="tcp" to Appliance'
         )
     return int(pid)

@@ -14,7 +14,7 @@ import socket
 from collections import deque
 from itertools import islice
 
-from penstock.proto.errors import ProtocolError
+from penstock.proto.errors import malformed
 from penstock.proto.lane.frames import MAX_PACKET
 
 __all__ = ["Outbox"]
@@ -39,7 +39,7 @@ class Outbox:
         forwarded.
         """
         if not isinstance(message, int) and len(message) > MAX_PACKET:
-            raise ProtocolError(f"a frame must have at most {MAX_PACKET} bytes, got {len(message)}")
+            raise malformed(f"a frame must have at most {MAX_PACKET} bytes, got {len(message)}")
         self._unsent.append(message)
 
     def clear(self) -> None:

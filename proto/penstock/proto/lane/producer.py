@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.proto.batch.digest import DigestCover
-from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, ProtocolError
+from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, ProtocolError, malformed
 from penstock.proto.lane.frames import (
     CLOSE,
     END,
@@ -192,8 +192,8 @@ class Producer:
         if wanted <= self.delivered or hello.abandons < self.abandons:
             self._refuse(
                 sock,
-                f"a training job requests batch {wanted}, having abandoned {hello.abandons} epochs, but batch "
-                f"{self.delivered} was already delivered and {self.abandons} epochs were abandoned",
+                f"a training job requests batch {wanted} after {hello.abandons} abandoned epochs, but batch "
+                f"{self.delivered} was already delivered and {self.abandons} epochs were abandoned. Start the job anew",
             )
             return
         self.closed = False
@@ -253,10 +253,10 @@ class Producer:
                 return
             try:
                 if size > MAX_FRAME:
-                    raise ProtocolError(f"an acknowledgement must have at most {MAX_FRAME} bytes, got {size}")
+                    raise malformed(f"an acknowledgement must have at most {MAX_FRAME} bytes, got {size}")
                 ack = read_ack(self._view, 0, size)
                 if ack.delivered > max(self.delivered, self._sent_total):
-                    raise ProtocolError(
+                    raise malformed(
                         f"delivered batches must have been sent, at most batch {self._sent_total}, got {ack.delivered}"
                     )
                 self._apply(ack)
@@ -358,7 +358,7 @@ class Producer:
                     break
                 held -= len(known.pop(old))
         if known.setdefault(structure, data) != data:
-            raise ProtocolError(f"structure {structure} must be announced with the same contents each time, got others")
+            raise malformed(f"batch structure {structure} must be announced with equal contents each time, got others")
 
     def publish(
         self,
@@ -486,7 +486,7 @@ class Producer:
     def _announce_structure(self, structure: int) -> None:
         data = self._structures.get(structure)
         if data is None:
-            raise InvalidArgumentError(f"structure {structure} must be registered by know_structure before its batch")
+            raise InvalidArgumentError(f"batch structure {structure} must be registered by know_structure first")
         self._announced[structure] = data
         forget_oldest(self._announced)
         for start in range(0, max(len(data), 1), PIECE):
@@ -532,7 +532,7 @@ class Producer:
             self.open_epochs = ack.open_epochs
         if ack.abandon_epoch:
             if self.abandons >= MOST_ABANDONS or len(self.abandoned) >= MOST_ABANDONED:
-                raise ProtocolError(
+                raise malformed(
                     f"a consumer must abandon at most {MOST_ABANDONED} epochs that the runner has not processed, and "
                     f"{MOST_ABANDONS} in all, got one more after {len(self.abandoned)} and {self.abandons}"
                 )
@@ -543,7 +543,7 @@ class Producer:
         if wanted:
             under_way = sum(map(len, self.wanted.values())) + len(wanted) // 2
             if under_way > MOST_WANTED:
-                raise ProtocolError(f"a consumer may request {MOST_WANTED} snapshots at a time, got {under_way}")
+                raise malformed(f"a consumer may request {MOST_WANTED} snapshots at a time, got {under_way}")
         for index in range(0, len(wanted) - 1, 2):
             steps = self.wanted.setdefault(wanted[index + 1], [])
             if wanted[index] not in steps:
@@ -572,7 +572,7 @@ class Producer:
         if total is None:
             return  # repeated, or of a ring that this producer does not have (any more)
         if total > self.delivered:
-            raise ProtocolError(
+            raise malformed(
                 f"a consumer may release delivered batches only, at most batch {self.delivered}, got {total}"
             )
         self._give_back(ring_id, entry)

@@ -23,7 +23,7 @@ import mmap
 import os
 import weakref
 
-from penstock.proto.errors import LaneLostError, ProtocolError
+from penstock.proto.errors import LaneLostError, malformed
 from penstock.runtime.process.forks import silence, unshare
 from penstock.runtime.process.free_memory import free_memory
 
@@ -121,7 +121,9 @@ class Ring:
         except OSError as error:
             os.close(fd)
             raise OSError(
-                error.errno, f"a ring (buffer for batches) of {size:,} bytes cannot be made: {error.strerror}"
+                error.errno,
+                f"a ring (buffer for batches) of {size:,} bytes cannot be made: {error.strerror}. Give the "
+                "process more memory",
             ) from error
         except BaseException:
             os.close(fd)
@@ -137,35 +139,40 @@ class Ring:
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
-            raise ProtocolError(f"the ring that the other end passed must be a memfd: {error}") from error
+            raise malformed(f"the ring (shared buffer) that the other end passed must be a memfd: {error}") from error
         if seals & _SEALS != _SEALS:
-            raise ProtocolError(
-                "the ring that the other end passed must be sealed, or it could be truncated while read"
+            raise malformed(
+                "the ring (shared buffer) that the other end passed must be sealed, or it could be truncated while read"
             )
         if (page := os.fstatvfs(fd).f_bsize) != PAGE:
             # With huge pages the maker could punch a hole and use up the last free huge page: a read of the hole would
             # then end the reader with SIGBUS, which no seal prevents.
-            raise ProtocolError(f"a ring must be of pages of {PAGE} bytes, got huge pages of {page}")
+            raise malformed(f"a ring (shared buffer) must be of pages of {PAGE} bytes, got huge pages of {page}")
         status = os.fstat(fd)
         size = status.st_size
         if entry_bytes <= 0 or entries <= 0 or entry_bytes % PAGE or size != entry_bytes * entries:
-            raise ProtocolError(
-                f"a ring announced with {entries} entries of {entry_bytes} bytes must have as many bytes, got {size}"
+            raise malformed(
+                f"a ring (shared buffer) announced with {entries} entries of {entry_bytes} bytes must have as many "
+                f"bytes, got {size}"
             )
         if entries > MAX_ENTRIES:
-            raise ProtocolError(f"a ring must have <= {MAX_ENTRIES} entries, got {entries}")
+            raise malformed(f"a ring (shared buffer) must have <= {MAX_ENTRIES} entries, got {entries}")
         # Half, because st_blocks is not exact (it was once a page short). Half is enough: a peer then pays as much
         # memory as this end.
         if status.st_blocks * _BLOCK < size // 2:
-            raise ProtocolError(
-                f"the {size} bytes of a ring must be allocated, got {status.st_blocks * _BLOCK} allocated bytes"
+            raise malformed(
+                f"the {size} bytes of a ring (shared buffer) must be allocated, got {status.st_blocks * _BLOCK} "
+                "allocated bytes"
             )
         try:
             return cls(fd, entry_bytes, entries)
         except PermissionError as error:  # sealed against writing, or opened for reading only
-            raise ProtocolError(f"the ring that the other end passed cannot be mapped: {error}") from error
+            raise malformed(f"the ring (shared buffer) that the other end passed cannot be mapped: {error}") from error
         except OSError as error:
-            raise LaneLostError(f"a ring of {size} bytes cannot be mapped here: {error}") from error
+            raise LaneLostError(
+                f"a ring (shared buffer) of {size:,} bytes cannot be mapped: {error}. Give this process more memory "
+                "and address space (ulimit -v)"
+            ) from error
 
     def forked(self) -> None:
         """Make the ring's memory private in a forked child, for penstock.runtime.process.forks. Does nothing for a ring

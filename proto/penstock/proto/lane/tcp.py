@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from penstock.proto.batch.digest import FULL_BELOW, DigestCover
-from penstock.proto.errors import BatchCorruptError, DeadlineError, LaneLostError, ProtocolError
+from penstock.proto.errors import BatchCorruptError, DeadlineError, LaneLostError, malformed
 from penstock.proto.lane.frames import COVER, MAX_FRAME, Frame
 from penstock.proto.v1 import lane_pb2
 
@@ -115,7 +115,7 @@ def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
             "sender is not Penstock"
         )
     if size > MAX_FRAME:
-        raise ProtocolError(f"a message must have at most {MAX_FRAME} bytes, got {size}")
+        raise malformed(f"a message must have at most {MAX_FRAME} bytes, got {size}")
     return int(size)
 
 
@@ -186,7 +186,7 @@ class HelloReader:
             self._seal, self._data = self._data, b""
             self.missing = length_of(self._seal)
             if not self.missing:
-                raise ProtocolError("a request to read batches (Hello) must not be empty, got 0 bytes")
+                raise malformed("a request to read batches (Hello) must not be empty, got 0 bytes")
 
     def hello(self) -> lane_pb2.Hello:
         check_message(self._seal, 0, self._data)
@@ -194,9 +194,7 @@ class HelloReader:
         try:
             hello.ParseFromString(self._data)
         except DecodeError as error:
-            raise ProtocolError(
-                f"a request to read batches (Hello) cannot be decoded ({error}): install one release on both ends"
-            ) from error
+            raise malformed(f"a request to read batches (Hello) cannot be decoded ({error})") from error
         return hello
 
 

@@ -148,7 +148,8 @@ async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
     except ssl.SSLError as error:
         wrapped.close()
         raise TlsError(
-            f"the TLS handshake of a connection to read batches failed ({error.reason or error}): see docs/security.md"
+            f"the TLS handshake of a connection to read batches failed ({error.reason or error}). Check tls_ca, "
+            "tls_cert and tls_key at both ends (docs/security.md)"
         ) from error
     except BaseException:
         wrapped.close()

@@ -89,7 +89,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         if method not in METHODS or _OURS + method not in self._handlers:
             return VersionSkewError(
                 f"the coordinator (Penstock {VERSION}) does not know the call {_short(method)}, which Penstock "
-                f"{_short(sent.get(VERSION_KEY, 'of unknown version'))} makes: install one release on both ends"
+                f"{_short(sent.get(VERSION_KEY, 'of unknown version'))} makes: install the same release on both ends"
             )
         protocol = sent.get(PROTOCOL_KEY)
         if protocol != str(PROTOCOL) and method not in READ_ONLY:
@@ -102,7 +102,8 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         if not caller.roles & allowed:
             have, need = " or ".join(sorted(caller.roles)), " or ".join(sorted(allowed))
             return NotPermittedError(
-                f"{method} needs a token of the role {need}, got one of the role {have}: see docs/security.md"
+                f"{method} needs a token of the role {need}, got one of the role {have}. Pass a token of that role "
+                "(docs/security.md)"
             )
         return None
 
@@ -137,8 +138,8 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         if not tls.roles_named(shown, roles):
             wanted = " or ".join(sorted(map(tls.expected, roles)))
             raise NotPermittedError(
-                f"{name} needs a certificate for the name {wanted}, got one for {_short(', '.join(shown))}: see "
-                "docs/security.md"
+                f"{name} needs a certificate for the name {wanted}, got one for {_short(', '.join(shown))}. Pass a "
+                "certificate with that name (docs/security.md)"
             )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:

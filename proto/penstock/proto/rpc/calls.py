@@ -119,7 +119,8 @@ def _sendable(address: str, method: str, request: Any) -> Any:
     a request without a proof of the token, and the refusal would look like that of another server."""
     if isinstance(request, Message) and (size := request.ByteSize()) > REQUEST_MAX:
         raise InvalidArgumentError(
-            f"the request {method} to the coordinator at {address} must have at most {REQUEST_MAX} bytes, got {size}"
+            f"the request {method} to the coordinator at {address} must have at most {REQUEST_MAX} bytes, got {size}. "
+            "Report this as a bug of Penstock"
         )
     return request
 

@@ -312,5 +312,8 @@ def _why_not_bound(listen: str) -> PenstockError:
             probe.bind(where)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            return InvalidArgumentError(f"cannot listen on {listen}: {error}")
+            return InvalidArgumentError(
+                f"cannot listen on {listen}: {error}. Name an address of this machine, and a port that this user may "
+                "use"
+            )
     return PortTakenError(f"{listen} is in use by another process: choose another port, or 0 for any free one")

@@ -223,7 +223,7 @@ def _read(what: str, file: str) -> bytes:
                 )
             data = opened.read(MAX_FILE + 1)
     except OSError as error:
-        raise TlsError(f"{what}={file} cannot be read: {error.strerror}") from error
+        raise TlsError(f"{what}={file} cannot be read: {error.strerror}. Name a readable file") from error
     if len(data) > MAX_FILE or b"-----BEGIN " not in data:
         raise TlsError(f"{what}={file} must be a PEM file of a certificate or key")
     return data
@@ -275,7 +275,7 @@ def _show(context: ssl.SSLContext, tls: Tls) -> None:
             "and the key without a password"
         ) from error
     except OSError as error:
-        raise TlsError(f"tls_cert={tls.cert_file} cannot be read: {error.strerror}") from error
+        raise TlsError(f"tls_cert={tls.cert_file} cannot be read: {error.strerror}. Name a readable file") from error
 
 
 def dns_names(certificate: Mapping[str, Any]) -> list[str]:
@@ -315,7 +315,10 @@ def _rehearse(tls: Tls) -> dict[str, Any]:
             except ssl.SSLCertVerificationError as error:
                 raise TlsError(f"tls_cert={tls.cert_file}: {_verification(error)}") from error
             except ssl.SSLError as error:
-                raise TlsError(f"tls_cert={tls.cert_file} cannot be used: {_reason(error)}") from error
+                raise TlsError(
+                    f"tls_cert={tls.cert_file} cannot be used: {_reason(error)}. Make a new certificate "
+                    "(docs/security.md)"
+                ) from error
     return ends[1].getpeercert() or {}
 
 
@@ -327,7 +330,7 @@ def _verification(error: ssl.SSLCertVerificationError) -> str:
         return (
             f"the certificate is not valid yet (it is {now:%Y-%m-%d %H:%M} UTC here): check the clock of this machine"
         )
-    return f"the certificate is invalid: {error.verify_message}"
+    return f"the certificate is invalid: {error.verify_message}. Make a new one (docs/security.md)"
 
 
 def _reason(error: Exception) -> str:

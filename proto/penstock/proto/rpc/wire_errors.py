@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.proto.errors import (
     CATALOGUE,
+    SAME_RELEASE,
     AuthenticationError,
     CoordinatorUnavailableError,
     DeadlineError,
@@ -119,20 +120,32 @@ def _error_of_rpc(error: grpc.RpcError, address: str, method: str, deadline_s: f
             return found
     where = f"the coordinator at {address}"
     if code is grpc.StatusCode.CANCELLED and closed:
-        return LaneClosedError(f"the connection to {where} was closed on this side during {method}")
+        return _closed_here(address, f"during {method}")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return CoordinatorUnavailableError(f"{where} cannot be reached ({method}): {details}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineError(f"{where} did not answer {method} within {deadline_s:g} s")
+        return DeadlineError(
+            f"{where} did not answer {method} within {deadline_s:g} s. Check the load of its machine and the "
+            "network to it"
+        )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return VersionSkewError(
-            f"{where} does not know the call {method}, which Penstock {VERSION} makes: install one release on both ends"
+            f"{where} does not know the call {method}, which Penstock {VERSION} makes: install the "
+            "same release on both ends"
         )
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return AuthenticationError(f"{where} refused {method}: {details}")
+        return AuthenticationError(
+            f"{where} refused {method}: {details}. Set the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE at both ends"
+        )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return InvalidArgumentError(f"the request {method} to {where} is too large: {details}")
-    return PenstockError(f"{method} at {where} failed with {code.name}: {details}")
+        return InvalidArgumentError(f"the request {method} to {where} is too large: {details}. {SAME_RELEASE}")
+    return PenstockError(f"{method} at {where} failed with {code.name}: {details}. Read the log of the coordinator")
+
+
+def _closed_here(address: str, when: str) -> LaneClosedError:
+    return LaneClosedError(
+        f"the connection to the coordinator at {address} was closed on this side {when}. Close it after the last call"
+    )
 
 
 def _retry_after(trailing: tuple[Any, ...]) -> float:
@@ -161,17 +174,13 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
     except (grpc.aio.UsageError, ValueError) as error:
         if isinstance(error, PenstockError) or not closed():
             raise
-        raise LaneClosedError(
-            f"the connection to the coordinator at {address} was closed on this side before {method}"
-        ) from error
+        raise _closed_here(address, f"before {method}") from error
     except asyncio.CancelledError as error:
         # A closed aio channel cancels its pending calls, which looks like a cancellation of this task.
         task = asyncio.current_task()
         if not closed() or task is None or task.cancelling():
             raise
-        raise LaneClosedError(
-            f"the connection to the coordinator at {address} was closed on this side during {method}"
-        ) from error
+        raise _closed_here(address, f"during {method}") from error
 
 
 async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:

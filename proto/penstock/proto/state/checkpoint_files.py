@@ -370,7 +370,9 @@ def pinned(path: Path) -> Iterator[int]:
             manifest = open_plain(MANIFEST, folder=folder)
             held.callback(os.close, manifest)
         except OSError as error:
-            raise CheckpointNotFoundError(f"{path} cannot be read: {error.strerror}") from error
+            raise CheckpointNotFoundError(
+                f"{path} cannot be read: {error.strerror}. Name a checkpoint that this user can read"
+            ) from error
         if not _free_for(manifest, fcntl.LOCK_SH):
             raise CheckpointNotFoundError(f"{path} is being deleted by another process: use a newer checkpoint")
         if not os.fstat(manifest).st_nlink:
@@ -433,7 +435,8 @@ def locked(
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
-        raise CheckpointError(f"{folder / LOCK} cannot be locked: {error.strerror}") from error
+        remedy = ": move it away" if error.errno == errno.ENXIO else ""  # the text of ELOOP has its own
+        raise CheckpointError(f"{folder / LOCK} cannot be locked: {error.strerror}{remedy}") from error
     ended = threading.Event()
     try:
         _take(handle, folder, timeout_s, silence_s)
@@ -464,7 +467,8 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
                 holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
                 why = f", which gave no sign of life for {silence_s:g} s" if silent else ""
                 raise DeadlineError(
-                    f"waited {max(timeout_s, 0):g} s for {holder}, which is writing a checkpoint into {folder}{why}"
+                    f"waited {max(timeout_s, 0):g} s for {holder}, which is writing a checkpoint into {folder}{why}. "
+                    "Give each job a folder of its own"
                 ) from None
             time.sleep(POLL_S)
         except OSError:  # the file system has no locks

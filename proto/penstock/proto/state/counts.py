@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from xxhash import xxh3_64_intdigest
 
-from penstock.proto.errors import ProtocolError, StateCorruptError
+from penstock.proto.errors import StateCorruptError, malformed
 
 __all__ = [
     "BINS",
@@ -227,7 +227,7 @@ def read_changes(data: bytes) -> Rows:
                 raise ValueError(f"names of {of_source} and {of_key} bytes, and counts up to {max(row)}")
             found[str(data[begin:middle], "utf-8"), str(data[middle:at], "utf-8")] = row
     except (struct.error, ValueError) as error:
-        raise ProtocolError(f"the counts of a batch must be rows of a Tally, got {error}") from error
+        raise malformed(f"the counts of a batch must be rows of counts, got {error}") from error
     return found
 
 

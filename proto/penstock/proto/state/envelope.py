@@ -84,22 +84,22 @@ def opened(
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
     size = len(view)
     if size < HEADER.size + CHECKSUM_BYTES:
-        raise StateCorruptError(f"an encoded state must have >= {HEADER.size + CHECKSUM_BYTES} bytes, got {size}")
+        raise _damaged(f"an encoded state must have >= {HEADER.size + CHECKSUM_BYTES} bytes, got {size}")
     magic, version, flags, tree_size, blob_size = HEADER.unpack_from(view)
     if magic != MAGIC:
-        raise StateCorruptError(f"an encoded state must begin with {MAGIC!r}, got {magic!r}")
+        raise _damaged(f"an encoded state must begin with {MAGIC!r}, got {magic!r}")
     end = size - CHECKSUM_BYTES
     announced = HEADER.size + tree_size + blob_size + CHECKSUM_BYTES
     if xxhash.xxh3_64_digest(view[:end]) != view[end:]:
         hint = f" (the header announces {announced} bytes, got {size})" if announced != size else ""
-        raise StateCorruptError(f"the checksum of an encoded state does not match its content{hint}")
+        raise _damaged(f"the checksum of an encoded state does not match its content{hint}")
     if version > FORMAT_VERSION:
         raise StateVersionError(
             f"this state is in format {version}, written by a newer Penstock; the Penstock here reads formats up to "
             f"{FORMAT_VERSION}. Upgrade Penstock on the side that reads."
         )
     if version != FORMAT_VERSION or flags or announced != size:
-        raise StateCorruptError(
+        raise _damaged(
             f"the header of an encoded state is damaged: format {version}, flags {flags:#x}, {announced} bytes "
             f"announced, {size} found"
         )
@@ -112,8 +112,12 @@ def opened(
     except MemoryError:
         raise
     except Exception as error:  # the checksum matches, so another program or an attacker made these bytes
-        raise StateCorruptError(f"an encoded state cannot be decoded: {type(error).__name__}: {error}") from error
+        raise _damaged(f"an encoded state cannot be decoded: {type(error).__name__}: {error}") from error
     return value
+
+
+def _damaged(what: str) -> StateCorruptError:
+    return StateCorruptError(f"{what}. Load an older state")
 
 
 def _reject_constant(name: str) -> NoReturn:

@@ -106,11 +106,14 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
     if len(view) < _FIXED or view[:8] != _MAGIC:
         raise StateCorruptError(
-            f"a captured random state must begin with {_MAGIC!r}, got {len(view)} bytes with {bytes(view[:8])!r}"
+            f"a captured random state must begin with {_MAGIC!r}, got {len(view)} bytes with {bytes(view[:8])!r}. "
+            "Load an older state"
         )
     end = len(view) - _CHECKSUM_BYTES
     if xxhash.xxh3_64_digest(view[:end]) != view[end:]:
-        raise StateCorruptError(f"the checksum of a captured random state of {len(view)} bytes does not match")
+        raise StateCorruptError(
+            f"the checksum of a captured random state of {len(view)} bytes does not match. Load an older state"
+        )
     _, version, flags, python_gauss, numpy_gauss, position, torch_size = _HEADER.unpack_from(view)
     if version > RNG_FORMAT_VERSION:
         raise StateVersionError(
@@ -135,7 +138,8 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
         torch.Generator().set_state(torch_state)
     except RuntimeError as error:
         raise StateCorruptError(
-            f"torch {torch.__version__} cannot load the captured state of its generator ({torch_size} bytes): {error}"
+            f"torch {torch.__version__} cannot load the captured state of its generator ({torch_size} bytes): {error}. "
+            "Install the version of torch that saved the state"
         ) from error
     try:
         np.random.set_state(("MT19937", words, position, 1 if flags & _NUMPY_GAUSS else 0, numpy_gauss))

@@ -171,7 +171,8 @@ class Position:
         """Return the position in a message. Raises InvalidArgumentError if a round robin cannot reach it."""
         if len(message.live) > len(message.slots):
             raise InvalidArgumentError(
-                f"a position of {len(message.slots)} slots must have at most as many live ones, got {len(message.live)}"
+                f"a position of {len(message.slots)} worker slots must have at most as many live ones (with batches "
+                f"left in the epoch), got {len(message.live)}"
             )
         position = cls(
             message.step,
@@ -187,23 +188,25 @@ class Position:
         count = len(position.total)
         if not position.live or sorted(set(position.live)) != position.live or position.live[-1] >= count:
             raise InvalidArgumentError(
-                f"the live slots of a position must be rising numbers below {count}, got {position.live}"
+                f"the live worker slots of a position must be ascending numbers below {count}, got {position.live}"
             )
         if position.cursor >= len(position.live):
             raise InvalidArgumentError(
-                f"the cursor of a position must be below {len(position.live)}, its number of live slots, got "
+                f"the cursor of a position must be below {len(position.live)}, its number of live worker slots, got "
                 f"{position.cursor}"
             )
         if position.first is not None and position.first >= count:
-            raise InvalidArgumentError(f"the first slot of a position must be below {count}, got {position.first}")
+            raise InvalidArgumentError(
+                f"the first worker slot of a position must be below {count}, got {position.first}"
+            )
         if max(position.step, position.epoch, *position.total) > MOST:
             raise InvalidArgumentError(
                 f"counts of a position must be <= {MOST}, got step {position.step}, epoch {position.epoch}"
             )
         if any(d > t for d, t in zip(position.delivered, position.total, strict=True)):
             raise InvalidArgumentError(
-                f"a slot must have at most as many batches in this epoch as in all, got {position.delivered} and "
-                f"{position.total}"
+                "a worker slot must have at most as many batches in this epoch as in all, got "
+                f"{position.delivered} and {position.total}"
             )
         return position
 

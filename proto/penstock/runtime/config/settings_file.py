@@ -115,10 +115,14 @@ def _read(path: Path) -> SettingsFile:
             _refuse_others(path, os.fstat(opened.fileno()))
             raw = opened.read(MAX_FILE + 1)
     except OSError as error:
-        raise InvalidArgumentError(f"the settings file {path} cannot be read: {error.strerror}") from error
+        raise InvalidArgumentError(
+            f"the settings file {path} cannot be read: {error.strerror}. Name a readable file in {VARIABLE} "
+            f"(--config), or {os.devnull} to use no file"
+        ) from error
     if len(raw) > MAX_FILE:
         raise InvalidArgumentError(
-            f"the settings file {path} must have at most {MAX_FILE} bytes, got more: name the settings file"
+            f"the settings file {path} must have at most {MAX_FILE} bytes, got more: name another file in "
+            f"{VARIABLE} (--config)"
         )
     try:
         text = raw.decode()
@@ -135,7 +139,8 @@ def _read(path: Path) -> SettingsFile:
 def _refuse_others(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise InvalidArgumentError(
-            f"the settings file {path} must be a regular file: name one, or {os.devnull} to use no file"
+            f"the settings file {path} must be a regular file: name one in {VARIABLE} (--config), or {os.devnull} to "
+            "use no file"
         )
     if found.st_uid not in (0, os.geteuid()):
         raise InvalidArgumentError(

@@ -25,7 +25,9 @@ class HeldFolder:
         try:
             self._fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError:
-            raise OSError(errno.ENOTDIR, "the path must be a folder, got a link or a file", str(name)) from None
+            raise OSError(
+                errno.ENOTDIR, "the path must be a folder, got a link or a file: move it away", str(name)
+            ) from None
         self.path = Path(f"/proc/self/fd/{self._fd}")
         """Path of the folder through its descriptor, for functions that take paths; valid even after the folder is
         renamed."""

@@ -75,6 +75,7 @@ def refuse_strange_links(path: Path) -> None:
         if shared and is_strange_link(part) and os.lstat(part).st_uid != above.st_uid:
             raise OSError(
                 errno.EACCES,
-                f"the path must not contain a link of another user, got one of user {os.lstat(part).st_uid}",
+                f"the path must not contain a link of another user, got one of user {os.lstat(part).st_uid}: remove "
+                "the link",
                 str(part),
             )

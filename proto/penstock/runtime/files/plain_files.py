@@ -15,6 +15,8 @@ from pathlib import Path
 
 __all__ = ["is_ours", "open_plain", "read_plain"]
 
+_IRREGULAR = "the path must be a regular file, got a folder, pipe, socket or device"
+
 
 def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, folder: int | None = None) -> int:
     """Open a regular file and return its descriptor. Can be used as `opener` of `open`.
@@ -35,12 +37,12 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *,
             why = f"the path must not be a symbolic link ({_target(path, folder)}): remove the link"
             raise OSError(errno.ELOOP, why, str(path)) from None
         if error.errno == errno.ENXIO:  # a FIFO or a socket
-            raise OSError(errno.ENXIO, "the path must be a regular file", str(path)) from None
+            raise OSError(errno.ENXIO, _IRREGULAR, str(path)) from None
         raise
     try:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.ENXIO, "the path must be a regular file", str(path))
+            raise OSError(errno.ENXIO, _IRREGULAR, str(path))
         if written and found.st_nlink > 1:
             raise OSError(errno.EMLINK, "the file must not have a second name (hard link): remove that name", str(path))
         if flags & os.O_TRUNC:

@@ -143,7 +143,7 @@ def _held(path: Path) -> Iterator[HeldFolder]:
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise PermissionError(
                 f"{path} must belong to this user and have mode 0700, got user {found.st_uid} and mode "
-                f"{stat.S_IMODE(found.st_mode):04o}"
+                f"{stat.S_IMODE(found.st_mode):04o}. Remove it, or set XDG_RUNTIME_DIR to a folder of your own"
             )
         yield folder
 

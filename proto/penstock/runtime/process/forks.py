@@ -5,9 +5,9 @@ it receives frames that the parent waits for, writes batches into the parent's r
 Children that never return to Penstock's code do no harm (worker processes of multiprocessing and torch, `subprocess`),
 so forking is not forbidden. Instead an at-fork hook disconnects each child when it starts:
 
-    keep(thing)         registers an object of this process: in a child its method `forked()` is called, before user
-    code silence(fd)         for `forked()`: the descriptor keeps its number, but is connected to nothing unshare(map,
-    fd)    for `forked()`: memory keeps its content and its address, and the child's writes stay in the child
+    keep(thing)         registers an object of this process. In a child its method `forked()` is called first.
+    silence(fd)         for `forked()`: the descriptor keeps its number, but is connected to nothing.
+    unshare(map, fd)    for `forked()`: memory keeps its content and address, and the child's writes stay in the child.
 
 A process of Penstock that calls user code (a runner, a helper) calls `host_user_code()`. `strayed` is True in the
 children that user code forks. If such a child returns to Penstock's code, that code calls `leave`: the child ends, and
@@ -124,7 +124,7 @@ def unshare(memory: mmap.mmap, fd: int) -> None:
     if found != address:
         raise OSError(
             ctypes.get_errno(),
-            "mmap cannot make a private copy of a ring that a forked child shares with its parent",
+            "mmap cannot make a private copy of a ring (buffer for batches) that a forked child shares with its parent",
         )
 
 

@@ -98,8 +98,13 @@ class WebServer:
             self._server = _Server((host, port), routes, access, files)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise PortTakenError(f"{listen} is in use by another process: choose another port, or 0") from error
-            raise InvalidArgumentError(f"cannot listen on {listen}: {error.strerror}") from error
+                raise PortTakenError(
+                    f"{listen} is in use by another process: choose another port, or 0 for any free one"
+                ) from error
+            raise InvalidArgumentError(
+                f"cannot listen on {listen}: {error.strerror}. Name an address of this machine, and a port that this "
+                "user may use"
+            ) from error
         self.address = f"{listen.rpartition(':')[0]}:{self._server.server_address[1]}"
         """Address on which the server listens, "host:port"."""
         self.url = f"{'https' if files else 'http'}://{self.address}"

@@ -129,7 +129,10 @@ def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Re
         return answer.result(LOOP_DEADLINE_S)
     except concurrent.futures.TimeoutError:
         answer.cancel()
-        raise DeadlineError(f"the event loop did not answer a scrape of metrics within {LOOP_DEADLINE_S:g} s") from None
+        raise DeadlineError(
+            f"the event loop of this process did not answer a scrape of metrics within {LOOP_DEADLINE_S:g} s. Scrape "
+            "again later"
+        ) from None
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:

@@ -41,15 +41,13 @@ class BlockFooters:
                 footer = Footer.parse(tail)
                 found = ranges_of(footer.groups, file.ranges[-1])
                 if found != file.ranges or file.blocks != tuple(group.rows for group in footer.groups):
-                    raise ValueError(
-                        "its row groups must be those that the dataset's index lists. Index the file again"
-                    )
+                    raise ValueError("its row groups differ from those in the dataset's index")
             except DatasetError:
                 raise
             except Exception as error:
                 raise ShardCorruptError(
                     f"{source}: the copy of the file's footer, {path}, cannot be read: {error}. Remove the copy to "
-                    "fetch the footer again"
+                    "fetch the footer again; if that does not help, index the file again"
                 ) from error
             self._known[key] = footer
             if len(self._known) > MOST:

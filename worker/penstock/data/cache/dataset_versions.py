@@ -69,14 +69,15 @@ def _numbered(make: Callable[[str], ShardCache], version: int, name: str) -> tup
         index = cache.index()
         if version_of(file_notes(index)) != version:
             raise DatasetError(
-                f"{name}: {version_index(version)} must be the index of version {version}, got another one"
+                f"{name}: {version_index(version)} must be the index of version {version}, got another one. "
+                "Restore the file, or give another version"
             )
     except BaseException as error:
         cache.close()
         if isinstance(error, ShardUnavailableError) and isinstance(error.__cause__, FileNotFoundError):
             raise DatasetError(
-                f"{name} must have version {version}: {error.message}. Give version=None for the newest one; a writer "
-                "with append=True makes versions"
+                f"{name} must have version {version}, but its index {version_index(version)} is missing. Give "
+                "version=None for the newest version"
             ) from error
         raise
     return cache, index, version

@@ -171,7 +171,7 @@ class Downloads:
             size_and_time = file_stat(str(path))
             if size_and_time is None:
                 raise ShardUnavailableError(
-                    f"{path} was removed while it was fetched: let no other program change the cache folder"
+                    f"{path} was removed while it was fetched. Let no other program change the cache folder"
                 )
             in_place = path != self._own(file.raw)
             raw.append((str(path) if in_place else file.raw.name, *size_and_time))
@@ -242,7 +242,10 @@ class Downloads:
             return False
         try:
             if found[0] != stored.size:
-                raise ShardCorruptError(f"{path} has {found[0]} bytes, but its index says {stored.size}")
+                raise ShardCorruptError(
+                    f"{path} must have {stored.size} bytes, as the dataset's index lists, got {found[0]}. Copy "
+                    "the file again"
+                )
             self._verify(path, stored, str(path))
         except ShardCorruptError:
             if self._is_only_copy(path, stored):
@@ -265,13 +268,13 @@ class Downloads:
             known = ", ".join(sorted(stored.hashes)) or "none"
             raise DatasetError(
                 f"{name}: the index must have the {algorithm} hash of each file to validate by it, got the hashes "
-                f"{known}: write the dataset with hashes=, or leave validate out"
+                f"{known}. Write the dataset with hashes=, or leave validate out"
             )
         digest = digest_of(source, algorithm)
         if digest != expected.lower():
             raise ShardCorruptError(
-                f"{name} is damaged: its {algorithm} hash must be {expected}, got {digest}. If the dataset was written "
-                "again since its index was fetched, use another cache folder"
+                f"{name} is damaged: its {algorithm} hash must be {expected}, got {digest}. Copy or upload the file "
+                "again; if the dataset was written again since its index was fetched, use another cache folder"
             )
 
     def _fetch(self, stored: StoredFile, temporary: Path, until: float) -> None:
@@ -299,7 +302,8 @@ class Downloads:
         its name. Downloads it again if it is corrupt, up to ATTEMPTS times."""
         if self._remote is None:
             raise ShardUnavailableError(
-                f"{self._own(stored)} is missing, and there is no remote to fetch it from: give remote, or put it there"
+                f"{self._own(stored)} is missing, and there is no remote to fetch it from. Give remote, or copy the "
+                "file there"
             )
         source = self._remote.url_of(stored.source or stored.name)
         for last in range(1 - ATTEMPTS, 1):
@@ -338,7 +342,8 @@ class Downloads:
             raise ShardCorruptError(f"{source}: {error}") from error
         if len(raw) != file.raw.size:
             raise ShardCorruptError(
-                f"{source} must decompress to {file.raw.size} bytes ({file.raw.name} in the index), got {len(raw)}"
+                f"{source} must decompress to {file.raw.size} bytes ({file.raw.name} in the index), got {len(raw)}. "
+                "Copy or upload the file again"
             )
         self._verify(raw, file.raw, f"{source} inflated")
         put(raw, temporary, self._folder, file.raw.name, source)

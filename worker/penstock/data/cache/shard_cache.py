@@ -219,10 +219,13 @@ class ShardCache:
             try:
                 return Descriptor(self.index_path)
             except FileNotFoundError as error:
-                what = f"{self._in_place} must be a dataset's folder: it has no {self._index_name}{self._remedy()}"
+                what = f"{self._in_place} must be a dataset's folder, but has no {self._index_name}. {self._remedy()}"
                 raise ShardUnavailableError(what) from error
             except OSError as error:
-                raise ShardUnavailableError(f"{self.index_path} cannot be read: {error.strerror}") from error
+                raise ShardUnavailableError(
+                    f"{self.index_path} cannot be read: {error.strerror}. Check that it is a file that this "
+                    "user may read"
+                ) from error
         assert self.remote is not None
         self._state.prepare()
         path = self.index_path
@@ -251,8 +254,8 @@ class ShardCache:
         be millions of files."""
         for pattern in ("*.*", "*/*.*"):
             if any(path.suffix.lower() in INDEXABLE_ENDINGS for path in Path(self._in_place).glob(pattern)):
-                return f"; index_folder({self._in_place!r}) writes one of the files in it"
-        return ""
+                return f"Call index_folder({self._in_place!r}) to index the files in it"
+        return "Give the folder to which the dataset was written"
 
     def _check_index(self, file: Descriptor) -> None:
         """Raise DatasetError if a file is not an index, but a login page or a proxy's answer, for example. Such data
@@ -271,7 +274,7 @@ class ShardCache:
         if not is_index:
             raise DatasetError(
                 f"{self.remote.url_of(self._index_name)} must be the index of a dataset, got a file that begins with "
-                f"{data[:40]!r}"
+                f"{data[:40]!r}. Check the address, and whether a proxy or a login page answers for it"
             )
 
     # One shard
@@ -312,7 +315,7 @@ class ShardCache:
                 paths = self._fill(shard, key, lock, until)
             if paths is None:
                 raise ShardUnavailableError(
-                    f"{shard.name} was changed in {self.folder} while it was fetched: let no other program change it"
+                    f"{shard.name} was changed in {self.folder} while it was fetched. Let no other program change it"
                 )
         except BaseException:
             lock.release()

@@ -43,7 +43,7 @@ class RowDigest:
             try:
                 parts += [_tagged(b"c", name.encode()), value_bytes(row[name])]
             except (TypeError, ValueError, RecursionError) as error:
-                raise DatasetError(f"column {name!r}: {error}") from None
+                raise DatasetError(f"column {name!r}: {error}. Leave the column out with --columns") from None
         data = b"".join(parts)
         self._digest.update(_tagged(b"r", data))
         self.rows += 1

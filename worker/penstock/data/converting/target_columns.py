@@ -98,25 +98,33 @@ CHANGES: Mapping[str, Callable[[Any], Any]] = {
 
 def stored_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[TargetColumn]) -> list[dict[str, Any]]:
     """Return rows with the values that a reader of the result gets. Raises DatasetError, which names the column."""
-    changes = [(column.name, CHANGES[column.change]) for column in columns]
+    changes = [(column.name, column.change, CHANGES[column.change]) for column in columns]
     found = []
     for number, row in enumerate(rows):
         made = {}
-        for name, change in changes:
+        for name, change, function in changes:
             try:
-                made[name] = change(row[name])
+                made[name] = function(row[name])
             except KeyError:
                 raise _missing(number, name, row) from None
             except (TypeError, ValueError) as error:
-                raise DatasetError(f"row {number}: column {name!r}: {error}") from None
+                raise DatasetError(f"row {number}: column {name!r}: {error}. {_remedy(change, name)}") from None
         found.append(made)
     return found
+
+
+def _remedy(change: str, name: str) -> str:
+    """Return what to do about a value that a function of CHANGES refused, for errors."""
+    if change == "float":
+        return f"Give the column's type with --as {name}=json"
+    leave_out = "eave the column out with --columns"
+    return f"Convert to Parquet, or l{leave_out}" if change in ("only", "file") else f"L{leave_out}"
 
 
 def _missing(number: int, name: str, row: Mapping[str, Any]) -> DatasetError:
     return DatasetError(
         f"row {number}: column {name!r} must be there, got {', '.join(map(repr, row))}. Leave the column out with "
-        "columns=, or write samples that all have it"
+        "--columns, or write samples that all have it"
     )
 
 
@@ -156,7 +164,7 @@ def _mds_column(name: str, values: Sequence[Any], given: str | None) -> TargetCo
         return TargetColumn(name, "json", "listed")
     raise DatasetError(
         f"column {name!r} must have values that MDS can store, got {_names(kinds)}. Convert to Parquet, or leave the "
-        "column out"
+        "column out with --columns"
     )
 
 
@@ -262,7 +270,8 @@ def _parquet_column(
     if all(map(_is_json, values)):
         return TargetColumn(name, "string", "json"), arrow.string()
     raise DatasetError(
-        f"column {name!r} must have values that Parquet can store, got {_names(kinds)}. Leave the column out"
+        f"column {name!r} must have values that Parquet can store, got {_names(kinds)}. Leave the column out with "
+        "--columns"
     )
 
 

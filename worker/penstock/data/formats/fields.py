@@ -8,7 +8,8 @@ __all__ = ["InvalidField", "check_text", "column_encodings", "kind_of", "names"]
 
 
 class InvalidField(Exception):
-    """Error about one field of a shard's entry in the index. `read_index` adds the shard's name to the message."""
+    """Error about one field of a shard's entry in the index. `invalid_index` adds the index's
+    address, the shard's number and the remedy to the message."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field} {why}")

@@ -29,6 +29,7 @@ __all__ = [
     "file_notes",
     "first_notes",
     "index_notes",
+    "invalid_index",
     "join_indexes",
     "read_index",
     "shard_of",
@@ -68,7 +69,7 @@ def read_index(data: bytes, where: str) -> list[Shard]:
     try:
         entries = _entries(data)
     except InvalidField as error:
-        raise DatasetError(f"{where}: {error}") from None
+        raise invalid_index(where, error) from None
     shards: list[Shard] = []
     known: dict[str, Mapping[str, Any]] = {}
     files: dict[str, StoredFile] = {}
@@ -76,8 +77,15 @@ def read_index(data: bytes, where: str) -> list[Shard]:
         try:
             shards.append(shard_of(entry, known, files))
         except (InvalidField, DatasetError) as error:
-            raise DatasetError(f"{where}: shard {number}: {error}") from None
+            raise invalid_index(f"{where}: shard {number}", error) from None
     return shards
+
+
+def invalid_index(where: str, error: Exception) -> DatasetError:
+    """Return the error of an index with an invalid field. `where`: address of the index, with the shard's number for a
+    field of a shard; `error`: what is wrong."""
+    remedy = "Fetch or write the index again, or upgrade Penstock if a newer release wrote it"
+    return DatasetError(f"{where}: {error}. {remedy}")
 
 
 def write_index(shards: Iterable[Shard], notes: Mapping[str, Any] | None = None) -> bytes:
@@ -139,9 +147,9 @@ def _entries(data: bytes) -> list[Any]:
     try:
         index = json.loads(data.decode(), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise InvalidField("is not JSON:", str(error)) from None
+        raise InvalidField("the index", f"must be JSON: {error}") from None
     if not isinstance(index, dict):
-        raise InvalidField("is not an index:", f"it must be a JSON object, got {kind_of(index)}")
+        raise InvalidField("the index", f"must be a JSON object, got {kind_of(index)}")
     if "version" not in index:
         raise InvalidField("version", "is missing")
     check_version(index["version"])
@@ -211,7 +219,7 @@ def _blocks(entry: dict[str, Any], samples: int, size: int) -> tuple[tuple[int, 
     if not isinstance(blocks, list) or not all(type(rows) is int and rows >= 0 for rows in blocks):
         raise InvalidField("blocks", "must be a list of numbers of samples, none below 0")
     if sum(blocks) != samples:
-        raise InvalidField("blocks", f"must have {samples} samples together, as the shard, got {sum(blocks)}")
+        raise InvalidField("blocks", f"must add up to the shard's {samples} samples, got {sum(blocks)}")
     decoded = _count(entry, "decoded_bytes", "decoded_bytes") if "decoded_bytes" in entry else 0
     ranges = entry.get("ranges", [])
     if not isinstance(ranges, list) or not all(type(at) is int and 0 <= at <= size for at in ranges):
@@ -236,7 +244,9 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
         raise InvalidField(f"{field}.basename", f"must be a plain path below the dataset's folder, got {name!r}")
     encoded = name.encode(errors="replace")
     if encoded.decode() != name or len(encoded) > 3000 or any(len(step) > 255 for step in encoded.split(b"/")):
-        raise InvalidField(f"{field}.basename", f"must be a name that a file can have, got {name[:100]!r}")
+        raise InvalidField(
+            f"{field}.basename", f"must be valid text of at most 255 bytes a part and 3000 in all, got {name[:100]!r}"
+        )
     if _OURS.fullmatch(name):
         raise InvalidField(f"{field}.basename", f"must not be a name that the cache uses itself, got {name!r}")
     size = _count(info, "bytes", f"{field}.bytes")

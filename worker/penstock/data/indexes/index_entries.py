@@ -59,18 +59,18 @@ class IndexEntries:
         try:
             yield from self._index()
         except (ValueError, RecursionError) as error:
-            raise InvalidField("is not JSON:", str(error)) from None
+            raise InvalidField("the index", f"must be JSON: {error}") from None
 
     def _index(self) -> Iterator[Entry]:
         if self._next() != "{":
-            raise InvalidField("is not an index:", "it must be a JSON object")
+            raise InvalidField("the index", "must be a JSON object")
         self._take("{")
         seen: set[str] = set()
         separator = "," if self._next() != "}" else "}"
         while separator == ",":
             key = self._value().value
             if not isinstance(key, str):
-                raise ValueError("the name of a field must be a string")
+                raise ValueError("the name of a field must be text in quotes")
             self._take(":")
             if key in seen:
                 raise InvalidField(key, "must be given once")
@@ -85,7 +85,7 @@ class IndexEntries:
         if not seen:
             self._take("}")
         if self._next():
-            raise ValueError("text after the index")
+            raise ValueError(f"the file must end after the index, got more text at byte {self._offset}")
         for key in ("version", "shards"):
             if key not in seen:
                 raise InvalidField(key, "is missing")
@@ -134,7 +134,7 @@ class IndexEntries:
                     break
             except json.JSONDecodeError as error:
                 if len(self._text) - self._at > LONGEST_VALUE:
-                    raise ValueError(f"a value must have at most {LONGEST_VALUE} characters, or: {error}") from None
+                    raise ValueError(f"{error}, or a value has more than {LONGEST_VALUE} characters") from None
                 if sum(self._more() for _ in range(pieces)) == 0:
                     raise
                 pieces *= 2

@@ -95,9 +95,9 @@ def _reopened(path: Path, where: str, place: ColumnsPlace, digest: str) -> Shard
         path = path.with_name(version_index(1))
         first = _preceded(path, digest)
     except OSError as error:
-        raise ShardUnavailableError(f"{path} cannot be read: {error.strerror}: open the dataset again") from error
+        raise ShardUnavailableError(f"{path} cannot be read: {error.strerror}. Open the dataset again") from error
     if first is None:
-        raise DatasetError(f"{where} was written again since the dataset was opened: open the dataset again")
+        raise DatasetError(f"{where} was written again since the dataset was opened. Open the dataset again")
     return open_index(path, first, where, place)[0]
 
 
@@ -126,8 +126,8 @@ class _OpenIndex:
                 return self._opened(Descriptor(f"/proc/self/fd/{file.fileno()}"))
         except OSError as error:
             raise ShardUnavailableError(
-                f"the columns of {self._where} cannot be written: {error.strerror}; give a cache folder or TMPDIR with "
-                f"as much free space as the index has"
+                f"{self._where}: the temporary file of the index's columns cannot be written: {error.strerror}. Give a "
+                "cache folder or TMPDIR with as much free space as the index has"
             ) from error
 
     def _shared(self) -> ShardTable:
@@ -154,8 +154,9 @@ class _OpenIndex:
                 return lock
             if time.monotonic() >= until:
                 raise ShardUnavailableError(
-                    f"the columns of {self._where} were not made within {self._place.timeout_s:g} s: another process "
-                    f"has the lock {self._place.root}/{self._name}.lock. Set timeout_s higher"
+                    f"{self._where}: another process must read the index within {self._place.timeout_s:g} s, but it "
+                    f"still holds the lock {self._place.root}/{self._name}.lock. Set timeout_s higher, or end that "
+                    "process"
                 )
             time.sleep(pause)
             pause = min(LONGEST_PAUSE_S, 2 * pause)
@@ -192,7 +193,7 @@ class _OpenIndex:
 
     def _write(self, file: object) -> None:
         if write_columns(self._index, file, self._where) != self._digest:  # type: ignore[arg-type]
-            raise DatasetError(f"{self._where} was changed while it was read: open the dataset again")
+            raise DatasetError(f"{self._where} was changed while it was read. Open the dataset again")
 
     def _opened(self, columns: Descriptor) -> ShardTable:
         table = _CopiedShards(self._index, columns, self._digest, self._where)

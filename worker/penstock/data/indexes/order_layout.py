@@ -64,14 +64,15 @@ class OrderLayout:
         try:
             units, counts = (np.array(note[each], np.int64).reshape(-1) for each in ("units", "files"))
             if (units < 0).any() or (counts < 0).any() or int(counts.sum()) != len(units):
-                raise ValueError("units and files must be numbers that fit each other")
+                raise ValueError("its lists units and files must describe the same blocks")
             if int(units.sum()) != int(table.starts[-1]):
-                raise ValueError(f"the units have {int(units.sum())} samples, the shards another number")
+                raise ValueError(f"it must have {int(table.starts[-1])} samples, as the shards, got {int(units.sum())}")
             decoded = int(note["decoded"][0]), int(note["decoded"][1])
             return OrderLayout(str(note["fingerprint"]), units, counts, bool(note["blocks"]), decoded, own=False)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise DatasetError(
-                f"{name}: the index's notes of another dataset's order are damaged: {error}. Convert it again"
+                f"{name}: penstock.order in the index must be the order of the dataset from which this one was "
+                f"converted: {type(error).__name__}: {error}. Convert that dataset again"
             ) from None
 
     def note(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import xxhash
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import InvalidField
-from penstock.data.formats.index import shard_of
+from penstock.data.formats.index import invalid_index, shard_of
 from penstock.data.formats.parquet.parquet_ranges import has_ranges
 from penstock.data.formats.shards import Shard
 from penstock.data.indexes.index_entries import IndexEntries
@@ -207,7 +207,7 @@ def write_columns(index: Descriptor, file: BinaryIO, where: str) -> str:
             try:
                 shard = shard_of(entry.value, known, {})
             except (InvalidField, DatasetError) as error:
-                raise DatasetError(f"{where}: shard {len(begins)}: {error}") from None
+                raise invalid_index(f"{where}: shard {len(begins)}", error) from None
             for stored in (one for pair in shard.files for one in (pair.raw, pair.packed) if one is not None):
                 names.append(xxhash.xxh3_64_intdigest(stored.name.encode()))
                 contents.append(xxhash.xxh3_64_intdigest(repr((stored.size, sorted(stored.hashes.items()))).encode()))
@@ -218,7 +218,7 @@ def write_columns(index: Descriptor, file: BinaryIO, where: str) -> str:
             checks.append(xxhash.xxh3_64_intdigest(entry.text))
             lines += file.write(_line(shard))
     except InvalidField as error:
-        raise DatasetError(f"{where}: {error}") from None
+        raise invalid_index(where, error) from None
     suspects = _same_names(names, contents, owners)
     del names, contents, owners
     files: dict[str, Any] = {}
@@ -227,7 +227,7 @@ def write_columns(index: Descriptor, file: BinaryIO, where: str) -> str:
         try:
             shard_of(json.loads(text), known, files)
         except (InvalidField, ValueError) as error:
-            raise DatasetError(f"{where}: shard {number}: {error}") from None
+            raise invalid_index(f"{where}: shard {number}", error) from None
     sizes = np.array(columns.sizes, np.int64)
     arrays: dict[str, Any] = {"sizes": sizes, "starts": _starts(sizes)}
     arrays |= {"begins": begins, "lengths": lengths, "checks": checks}

@@ -246,7 +246,8 @@ def _value(sample: Any, part: _Part, what: str) -> Any:
     except (KeyError, AttributeError):
         fields = f"has the fields {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else "has none"
         raise DatasetError(
-            f"Counts({what}={part!r}) needs a field of this name in each sample, but a {type(sample).__name__} {fields}"
+            f"Counts({what}={part!r}) needs a field of this name in each sample, but a {type(sample).__name__} "
+            f"{fields}. Name a field that all samples have, or give a function of a sample"
         ) from None
 
 

@@ -214,7 +214,9 @@ class _Batches(torch.utils.data.Dataset[Any]):
         except Exception as error:
             if _sendable(type(error)):
                 raise
-            raise DatasetError(f"{type(error).__qualname__}: {error}") from error
+            raise DatasetError(
+                f"{self._reader.name} raised {type(error).__qualname__} in a process of fetch_processes: {error}"
+            ) from error
         try:
             return bytes(ForkingPickler.dumps(batch))
         except Exception as error:

@@ -106,7 +106,7 @@ class MapLoader(PositionLoader):
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
             balance: distribution of the rows of a step, or of several steps, to the boxes by cost, see Balance; None:
-                rows are dealt in turn. A step has the same rows on any number of boxes. A balance over several steps
+                rows are assigned in turn. A step has the same rows on any number of boxes. A balance over several steps
                 needs the same global batch after a resume, so give `global_batch_size`.
             collate_fn: function from a list of samples to a batch.
 

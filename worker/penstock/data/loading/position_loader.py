@@ -85,7 +85,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             name: name of the data in messages.
             described: all settings that decide the order. load_state_dict refuses a state with other settings.
             batch: rows of all boxes' batches together.
-            balance: balance of the loader, see Balanced; None: rows are dealt in turn.
+            balance: balance of the loader, see Balanced; None: rows are assigned in turn.
             counts: counts of the samples. If the loader counts, `_make_batch` and fetchers return a CountedBatch.
         """
         super().__init__()
@@ -386,8 +386,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         remainder = self._remainder(self._epoch, self._start)
         balance = self._balance
         # a balance that only reports is measured for the counts
-        deal = balance.deal if balance and (balance.deals or self._counts.tally is not None) else None
-        return WorkerBatches(remainder, self._order, self._identity.turn(self._first), self._identity.box, deal)
+        assign = balance.assign if balance and (balance.assigns or self._counts.tally is not None) else None
+        return WorkerBatches(remainder, self._order, self._identity.turn(self._first), self._identity.box, assign)
 
     def _remainder(self, epoch: int, start: int) -> EpochRemainder:
         return self._epochs.remainder(epoch, start, self._batch, self._identity.boxes)
@@ -486,7 +486,7 @@ def balanced_order(
     if found.described and ORDER_FILE in described:
         raise InvalidArgumentError(
             f"over_steps must be 1 with order_file, got {balance.over_steps}, because rows that were delivered before "
-            "would be dealt again. Pass Balance(cost, over_steps=1) until a state lies in a later epoch"
+            "would be assigned again. Pass Balance(cost, over_steps=1) until a state lies in a later epoch"
         )
     if found.described:
         described["balance"] = found.described

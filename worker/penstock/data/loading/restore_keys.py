@@ -70,6 +70,7 @@ class PositionKeys:
             )
         if int(position) >= self.length:
             raise InvalidArgumentError(
-                f"the restore key {key!r} must name a position below {self.length}, the length of an epoch"
+                f"the restore key {key!r} must have a position below {self.length}, the length of an epoch. Use "
+                "the unchanged text from a batch"
             )
         return int(epoch), int(position)

@@ -155,7 +155,7 @@ class StreamingLoader(PositionLoader):
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
             balance: distribution of the rows of a step, or of several steps, to the boxes by cost, see Balance; None:
-                rows are dealt in turn. A step has the same rows on any number of boxes. A balance over several steps
+                rows are assigned in turn. A step has the same rows on any number of boxes. A balance over several steps
                 needs the same global batch after a resume, so give `global_batch_size`. With `partitions`, a box reads
                 other parts' shards too. Cannot be combined with interleave="batches".
             collate_fn: function from a list of samples to a batch.
@@ -244,7 +244,7 @@ class StreamingLoader(PositionLoader):
             described[ORDER_FILE] = file.described
         if balance is not None and interleave == "batches" and mixed:
             raise InvalidArgumentError(
-                "balance must be None with interleave='batches', because it deals the rows of several batches. Use "
+                "balance must be None with interleave='batches', because it assigns the rows of several batches. Use "
                 "another interleave"
             )
         balanced = balanced_order(balance, filed or order, dataset, int(order.starts[-1]), batch, described)
@@ -430,7 +430,7 @@ class StreamingLoader(PositionLoader):
     @property
     def _box(self) -> int | None:
         """The box whose rows are known from their positions; None if costs decide which box gets a row."""
-        return self._identity.box if self._balance is None or not self._balance.deals else None
+        return self._identity.box if self._balance is None or not self._balance.assigns else None
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
         """Return this box's positions among the next `count`, from `position` on. Of too many positions, only some

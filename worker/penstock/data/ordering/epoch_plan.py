@@ -19,14 +19,14 @@ from penstock.data.ordering.partition import Partition, Tail, WorkerTurn
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.skips import KeptPositions, Ranges
 
-__all__ = ["BatchPlan", "Deal", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
+__all__ = ["Assign", "BatchPlan", "EpochPlan", "EpochRemainder", "SampleOrder", "WorkerBatches"]
 
 ORDERED_AT_ONCE = 2048
 """Largest number of rows whose samples are looked up in one call. In calls of this size a row takes 0.1 us; in calls of
 64 rows it takes 2 us."""
 
 
-Deal = Callable[[Ints, int, int], tuple[Sequence[Ints], float]]
+Assign = Callable[[Ints, int, int], tuple[Sequence[Ints], float]]
 """(samples of a global batch, number of boxes, turn of the boxes) -> (the rows of each box, cost of the most expensive
 box divided by the mean of all boxes)."""
 
@@ -175,8 +175,8 @@ class WorkerBatches:
     order: SampleOrder
     turn: WorkerTurn
     box: int
-    deal: Deal | None = None
-    """Function that deals the rows of a global batch to the boxes; None: box b of N takes the rows b, b + N, ..."""
+    assign: Assign | None = None
+    """Function that assigns the rows of a global batch to the boxes; None: box b of N takes the rows b, b + N, ..."""
 
     def ended(self, done: int) -> bool:
         """Return True if the worker has no further batch after its first `done` batches."""
@@ -188,8 +188,8 @@ class WorkerBatches:
         remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []
-        if self.deal is not None:
-            return [self._dealt(first, self.deal)]
+        if self.assign is not None:
+            return [self._assigned(first, self.assign)]
         rows = [remainder.positions(first, self.box)]
         while (number := first + len(rows) * self.turn.of) < remainder.batches:
             if (len(rows) + 1) * len(rows[0]) > ORDERED_AT_ONCE:
@@ -202,13 +202,13 @@ class WorkerBatches:
         plans = [BatchPlan(remainder.epoch, own, numbers) for own, numbers in zip(rows, ids, strict=True)]
         return [*plans[:-1], plans[-1]._replace(empty=empty)]
 
-    def _dealt(self, number: int, deal: Deal) -> BatchPlan:
-        """Return the plan of the box's rows in batch `number`, which `deal` chooses."""
+    def _assigned(self, number: int, assign: Assign) -> BatchPlan:
+        """Return the plan of the box's rows in batch `number`, which `assign` chooses."""
         positions = self.remainder.all_positions(number)
         ids = self._ids(positions)
         # the turn follows from the position, so that it is the same after any resume
-        dealt, imbalance = deal(ids, self.remainder.boxes, int(positions[0]) // len(positions))
-        own = dealt[self.box]
+        assigned, imbalance = assign(ids, self.remainder.boxes, int(positions[0]) // len(positions))
+        own = assigned[self.box]
         empty = not len(own)
         own = np.zeros(1, np.int64) if empty else own
         return BatchPlan(self.remainder.epoch, positions[own], ids[own], empty, imbalance)

@@ -41,7 +41,8 @@ def write_order(path: Path, epoch: int, ids: Ints) -> OrderFile:
     from 0 to len(ids) - 1 once."""
     if len(ids) == 0 or not np.array_equal(np.bincount(ids, minlength=len(ids)), np.ones(len(ids), np.int64)):
         raise InvalidArgumentError(
-            f"an order must have each of the samples 0 to {len(ids) - 1} once, got repeated or other numbers"
+            f"an order must have each of the samples 0 to {len(ids) - 1} once, got repeated or other numbers. Use "
+            "the dataset and the settings of the saved run"
         )
     kind = np.dtype("<u4" if len(ids) <= 1 << 32 else "<u8")
     numbers = ids.astype(kind)

@@ -83,7 +83,8 @@ class ShardedOrder:
         self._length = sum(self._shares)
         if not 0 < self._length < SAMPLE_LIMIT:
             raise DatasetError(
-                f"an epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {self._length}"
+                f"an epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {self._length}. Check the "
+                "dataset and its split"
             )
         self._seed, self._shuffle, self._block, self._inner = seed, shuffle, block, inner
         self._files = files

@@ -207,7 +207,8 @@ class RemoteFolder:
                 with open(self.local / name, "rb", opener=open_plain) as file:
                     return file.read(first)
             except OSError as error:
-                raise ShardUnavailableError(f"{self.url_of(name)} cannot be read: {error.strerror}") from error
+                what = f"{self.url_of(name)} cannot be read: {error.strerror}. Check the path and its permissions"
+                raise ShardUnavailableError(what) from error
         if first is not None:
             return self._part(name, 0, first, deadline_s)[:first]
         buffer = io.BytesIO()
@@ -246,7 +247,8 @@ class RemoteFolder:
             info = self._call(until, "info", self._path_of(name, until))
             if type(info.get("size")) is not int:
                 raise DatasetError(
-                    f"{self.url_of(name)}: the server must report the file's size, got {info.get('size')!r}"
+                    f"{self.url_of(name)}: the server must report the file's size, got {info.get('size')!r}. Use "
+                    "another server, or a copy of the files in a local folder"
                 )
             return int(info["size"])
 
@@ -259,14 +261,13 @@ class RemoteFolder:
         data = self._part(name, begin, end, deadline_s)
         if len(data) < end - begin:
             raise ShardCorruptError(
-                f"{self.url_of(name)}: bytes {begin} to {end} must be {end - begin}, got {len(data)}: it has changed, "
-                "or is truncated"
+                f"{self.url_of(name)} must have {end - begin} bytes from byte {begin} on, got {len(data)}. Upload the "
+                "file again if it is truncated, or index it again if it has changed"
             )
         if len(data) > end - begin:
             raise DatasetError(
-                f"{self.url_of(name)}: the server must send bytes {begin} to {end} of it, got {len(data)}: it knows no "
-                "ranges. Use another server; or make the index of a copy of the files, with "
-                "index_parquet(ranges=False)"
+                f"{self.url_of(name)}: the server must send bytes {begin} to {end} of it, got {len(data)} bytes. Use "
+                "a server that supports ranges, or index a copy of the files by index_parquet(ranges=False)"
             )
         return data
 

@@ -1,4 +1,5 @@
-"""Pauses between the attempts of a transfer that failed; `RemoteFolder._retry` (folders.py) makes the attempts."""
+"""Pauses between the attempts of a transfer that failed; `RemoteFolder` (folders.py) makes the attempts, in `_fetch`
+for downloads and in `_retry` for other calls."""
 
 from __future__ import annotations
 

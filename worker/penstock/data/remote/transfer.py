@@ -165,6 +165,8 @@ def unwritable(error: OSError, path: str, needed: int, source: str) -> ShardUnav
             f"; it needs {needed} bytes, {disk.f_bavail * disk.f_frsize} are free. Free space or raise the quota, set "
             "cache_limit, or give a cache folder on another disk"
         )
+    else:
+        text += ". Give a cache folder that this user can write to"
     return ShardUnavailableError(text)
 
 

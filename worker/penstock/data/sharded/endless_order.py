@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.protocol import Place
+from penstock.data.sharded.protocol import PositionOf
 
 __all__ = ["EndlessOrder"]
 
@@ -58,16 +58,16 @@ class EndlessOrder:
         found: Ints = np.maximum(0, -(-(rows[:, None] - np.arange(self.partitions)) // self.partitions)).reshape(-1)
         return found
 
-    def place(self, shard: int) -> Place:
+    def position_of(self, shard: int) -> PositionOf:
         """Return a function from the index of a sample in a shard to the sample's position in the stream (see
-        protocol.Place)."""
+        protocol.PositionOf)."""
         column, partition = divmod(shard, self.partitions)
 
-        def place(index: int) -> int:
+        def position_of(index: int) -> int:
             column_block, inside = divmod(index * self.partitions + partition, self.block)
             return (column_block * self.columns + column) * self.block + inside
 
-        return place
+        return position_of
 
     def own(self, start: int, batch: int, workers: int, box: int, boxes: int) -> Ints:
         """Return the numbers of the shards from which a box takes rows in every `workers`-th batch, counted from the

@@ -81,8 +81,8 @@ class EpochStream:
         if self._round_robin.length < self._start:
             raise DatasetError(
                 f"the epoch must have more than the {self._start} samples of the loaded state's position, got "
-                f"{self._round_robin.length}. The data may have changed since the state was saved: use the same data, "
-                "or start without the state"
+                f"{self._round_robin.length}. Use the data of the saved run, or start "
+                "without the state"
             )
         if number >= partition.batches:
             return None

@@ -2,22 +2,22 @@
 
 A source has a fixed number L of logical shards, for any number of boxes (data-parallel ranks) and workers. A shard of
 an epoch is read sequentially by a cursor, and each sample's position is (shard, index). Everything that has a buffer or
-a counter (packing, mixing, windows) works inside one shard, and a cursor's token contains its state. So a change of the
-number of workers moves whole shards and never divides a buffer. Layers are sources made from sources:
+a counter (packing, mixing, windows) works inside one shard, and a cursor's saved position contains its state. So a
+change of the number of workers moves whole shards and never divides a buffer. Layers are sources made from sources:
 
     LogicalShards -> Mapped -> Chunked -> Packed -> WindowShuffled -> ShardLoader
 
 Every source makes these promises, and tests/datasets/sharded checks them for each:
 
 - `open(shard, epoch, seed)` yields the same samples each time, in any process, whatever else is open.
-- `open(shard, epoch, seed, token)` with a token taken after n samples yields the samples from n on. A token is a value
-  of penstock.proto.state.codec without references to mutable objects. A token can be taken before the first sample,
-  between two samples, and after the last; taking a token changes nothing, and takes microseconds. For a source with
-  restore keys a position must always have the same token, however the position was reached, because restore keys
-  contain tokens, and batches contain restore keys.
+- `open(shard, epoch, seed, saved)` with a position saved after n samples yields the samples from n on. A saved
+  position is a value of penstock.proto.state.codec without references to mutable objects. A position can be saved
+  before the first sample, between two samples, and after the last; saving it changes nothing, and takes microseconds.
+  For a source with restore keys the saved position after n samples must always be the same, however the cursor got
+  there, because restore keys contain saved positions, and batches contain restore keys.
 - `skip(n)` leaves the cursor where n times `next` would have left it, without making samples where possible.
-- A layer never loses samples that it took from its source: while samples are in its buffer, the layer's token contains
-  the source's position from which to read these samples again.
+- A layer never loses samples that it took from its source: while samples are in its buffer, the layer's saved
+  position contains the source's saved position from which to read these samples again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["NOWHERE", "Cursor", "Origin", "Place", "ShardedSource", "Token", "cursor_origin", "is_traced", "summed"]
+__all__ = [
+    "NOWHERE",
+    "Cursor",
+    "Origin",
+    "PositionOf",
+    "SavedPosition",
+    "ShardedSource",
+    "cursor_origin",
+    "is_traced",
+    "summed",
+]
 
-Token = Any
-"""State of a cursor: None, or a small tree of dicts, lists, numbers, text, bytes, tensors and arrays (a value of
-penstock.proto.state.codec)."""
+SavedPosition = Any
+"""Saved position of a cursor in its shard, with the state of its buffers: None, or a small tree of dicts, lists,
+numbers, text, bytes, tensors and arrays (a value of penstock.proto.state.codec)."""
 
-Place = Callable[[int], int]
+PositionOf = Callable[[int], int]
 """Function from the index of a sample in a shard to the sample's position among those of all shards, in the order in
 which batches contain them."""
 
@@ -94,9 +104,9 @@ class Cursor(Iterator[Any], Protocol):
     def skip(self, count: int) -> int:
         """Skip `count` samples, or all remaining ones if there are fewer. Return the number of skipped samples."""
 
-    def token(self) -> Token:
-        """Return the cursor's position as a token. `ShardedSource.open` with this token continues at the next
-        sample."""
+    def saved_position(self) -> SavedPosition:
+        """Return the position in the form in which it is saved. `ShardedSource.open` with this value continues at
+        the next sample."""
 
     def close(self) -> None:
         """Close files. May be called twice."""
@@ -123,16 +133,24 @@ class ShardedSource(Protocol):
         """Return the number of samples in each shard in this epoch; None if the numbers are unknown before the shards
         are read."""
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
-        """Return a cursor at the shard's beginning, or at the token's position.
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
+        """Return a cursor at the shard's beginning, or at a saved position.
 
         Args:
             seed: seed of all randomness. A layer derives its own seed by derive_seed(seed, NAME, ...), and passes
                 `seed` on to its source, or a different seed to each of several sources.
-            place: function from the index of a sample to its position among the samples of all shards; None: sample i
-                of shard s is at position i * num_shards + s. A layer that yields one sample for each sample of its
-                source passes `place` on, unless the layer changes the order.
+            saved: what `saved_position` of an earlier cursor of this shard and epoch returned; None: the beginning.
+            position_of: function from the index of a sample to its position among the samples of all shards; None:
+                sample i of shard s is at position i * num_shards + s. A layer that yields one sample for each sample of
+                its source passes `position_of` on, unless the layer changes the order.
 
         Raises DatasetError for data that cannot be read or differ from their description, StateCorruptError for an
-        invalid token.
+        invalid saved position.
         """

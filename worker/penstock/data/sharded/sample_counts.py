@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.data.loading.counting import SampleCounter, skipped_rows
-from penstock.data.sharded.layers.layer import placed
+from penstock.data.sharded.layers.layer import position_function
 from penstock.data.sharded.layers.mapped import Mapped
 from penstock.data.sharded.layers.mixture import Mixture
-from penstock.data.sharded.protocol import Place, ShardedSource, Token, summed
+from penstock.data.sharded.protocol import PositionOf, SavedPosition, ShardedSource, summed
 from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.proto.state.counts import Group, Row, cut_name, merged_rows
 
@@ -40,32 +40,35 @@ def changes_shares(source: ShardedSource) -> bool:
 
 
 def wanted_shares(
-    source: ShardedSource, shard: int = 0, token: Token | None = None, place: Place | None = None
+    source: ShardedSource, shard: int = 0, saved: SavedPosition | None = None, position_of: PositionOf | None = None
 ) -> dict[str, tuple[int, int]]:
     """Return, for each source of the mixtures in a stack, its share in millionths of (samples, tokens), as the weights
     want it; one of the two is 0. Nested mixtures with different units have no shares.
 
-    `token`: position of a cursor of `shard`, from which the position of each mixture is taken; None: the beginning.
-    `place`: function from the shard's samples to their positions, as the source was opened with it.
+    `saved`: saved position of a cursor of `shard`, from which the position of each mixture is taken; None: the
+    beginning.
+    `position_of`: function from the shard's samples to their positions, as the source was opened with it.
     """
     units: set[str] = set()
 
-    def walk(source: object, name: str, share: float, token: object, place: Place | None) -> dict[str, float]:
+    def walk(
+        source: object, name: str, share: float, saved: object, position_of: PositionOf | None
+    ) -> dict[str, float]:
         inner = getattr(source, "source", None)
         if not isinstance(source, Mixture):
-            kept = place if isinstance(source, Mapped) and source.one_to_one else None
-            return {name: share} if inner is None else walk(inner, name, share, _entry(token, "source"), kept)
+            kept = position_of if isinstance(source, Mapped) and source.one_to_one else None
+            return {name: share} if inner is None else walk(inner, name, share, _entry(saved, "source"), kept)
         units.add(source.by)
-        index, tokens = _entry(token, "index"), _entry(token, "sources")
-        position = placed(place, shard, source.num_shards)(index) if isinstance(index, int) else 0
-        below = tokens if isinstance(tokens, list) else []
+        index, sources = _entry(saved, "index"), _entry(saved, "sources")
+        position = position_function(position_of, shard, source.num_shards)(index) if isinstance(index, int) else 0
+        below = sources if isinstance(sources, list) else []
         found: dict[str, float] = {}
         for number, part in enumerate(source.wanted(position)):
             own, at = source.names[number], below[number] if number < len(below) else None
             found.update(walk(source.sources[number], f"{name}/{own}" if name else own, share * part, at, None))
         return found
 
-    shares = walk(source, "", 1.0, token, place)
+    shares = walk(source, "", 1.0, saved, position_of)
     if len(units) != 1:
         return {}
     of_tokens = units == {"tokens"}
@@ -75,5 +78,5 @@ def wanted_shares(
     }
 
 
-def _entry(token: object, name: str) -> object:
-    return token.get(name) if isinstance(token, Mapping) else None
+def _entry(saved: object, name: str) -> object:
+    return saved.get(name) if isinstance(saved, Mapping) else None

@@ -1,9 +1,9 @@
 """Cursors that read the shards of one epoch on demand, and the state of each cursor, which goes into saved states.
 
-A cursor state consists of the index of a sample and the token (saved position) before that sample. A cursor state may
-lie before the saved position, because a resume skips the samples between the two, but must not lie beyond the saved
-position. This has two consequences. Tokens are taken only when a state is saved, and only of shards that were read
-since the last save. When a reader reads ahead, it keeps the cursor state from before.
+A cursor state consists of the index of a sample and the cursor's saved position before that sample. A cursor
+state may lie before the position of the whole state, because a resume skips the samples between the two, but must not
+lie beyond it. This has two consequences. Positions of cursors are saved only when a state is saved, and only of shards
+that were read since the last save. When a reader reads ahead, it keeps the cursor state from before.
 
 Samples are kept until their batch was yielded: if reading or collating fails, the same batch can be made again.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, cursor_origin
+from penstock.data.sharded.protocol import Cursor, Origin, PositionOf, SavedPosition, ShardedSource, cursor_origin
 from penstock.proto.errors import DatasetError, StateCorruptError
 
 __all__ = ["CursorStates", "HeldSample", "ShardReaders"]
@@ -26,15 +26,15 @@ class CursorStates:
     objects."""
 
     indices: dict[int, int] = field(default_factory=dict)
-    tokens: dict[int, Token] = field(default_factory=dict)
-    """Token of each shard, for the same shards and in the same order as `indices`."""
+    saved: dict[int, SavedPosition] = field(default_factory=dict)
+    """Saved position of each shard's cursor, for the same shards and in the same order as `indices`."""
 
-    def put(self, shard: int, index: int, token: Token) -> None:
+    def put(self, shard: int, index: int, saved: SavedPosition) -> None:
         self.indices[shard] = index
-        self.tokens[shard] = token
+        self.saved[shard] = saved
 
     def copy(self) -> CursorStates:
-        return CursorStates(self.indices.copy(), self.tokens.copy())
+        return CursorStates(self.indices.copy(), self.saved.copy())
 
     def among(self, shards: Container[int]) -> CursorStates:
         return CursorStates(
@@ -42,8 +42,8 @@ class CursorStates:
         )
 
     @property
-    def columns(self) -> tuple[dict[int, int], dict[int, Token]]:
-        return self.indices, self.tokens
+    def columns(self) -> tuple[dict[int, int], dict[int, SavedPosition]]:
+        return self.indices, self.saved
 
 
 class HeldSample(NamedTuple):
@@ -65,16 +65,17 @@ class ShardReaders:
         seed: int,
         states: CursorStates,
         *,
-        place: Callable[[int], Place] | None = None,
-        key: Callable[[int, int, Token], str] | None = None,
+        position_of: Callable[[int], PositionOf] | None = None,
+        key: Callable[[int, int, SavedPosition], str] | None = None,
     ) -> None:
         """
         Args:
-            place: function from a shard to the Place of its samples; None: the shards are read round robin.
-            key: function from (shard, index, token before the sample) to the restore key that `get` returns with the
-                sample.
+            position_of: function from a shard to the function that gives its samples' positions; None: the shards are
+                read round robin.
+            key: function from (shard, index, saved position before the sample) to the restore key that `get` returns
+                with the sample.
         """
-        self._source, self._epoch, self._seed, self._place, self._key = source, epoch, seed, place, key
+        self._source, self._epoch, self._seed, self._position_of, self._key = source, epoch, seed, position_of, key
         self._cursors: dict[int, Cursor] = {}
         self._at: dict[int, int] = {}
         """Index of the next sample of each shard's cursor."""
@@ -83,7 +84,7 @@ class ShardReaders:
         self._states = states.copy()
         self._touched: set[int] = set()
         """Numbers of shards that were read since their cursor states in `_states` were taken."""
-        self._ahead: dict[int, tuple[int, Token]] = {}
+        self._ahead: dict[int, tuple[int, SavedPosition]] = {}
         """Cursor states, taken before, of the shards from which samples of later batches have been read."""
         self._held: dict[tuple[int, int], HeldSample] = {}
         self._second: dict[int, tuple[Cursor, int]] = {}
@@ -110,8 +111,8 @@ class ShardReaders:
         reached = self.reach(shard, index)
         if reached > index:
             raise StateCorruptError(
-                f"the state is damaged: the cursor state of shard {shard} must lie at or before its next sample, "
-                f"{index}, got {reached}. Load an older state"
+                f"the state is damaged: the saved position of shard {shard} must be at most its next sample, {index}, "
+                f"got {reached}. Load an older state"
             )
         return reached == index and self._read(shard, index, self._cursors[shard])
 
@@ -134,7 +135,7 @@ class ShardReaders:
         shard."""
         if shard not in self._ahead:
             cursor = self._open(shard)
-            self._ahead[shard] = self._at[shard], cursor.token()
+            self._ahead[shard] = self._at[shard], cursor.saved_position()
 
     def begin(self) -> None:
         """Begin the next batch, and drop the cursor states that were kept by `look_ahead`."""
@@ -157,14 +158,14 @@ class ShardReaders:
                 if shard in self._ahead:
                     self._states.put(shard, *self._ahead[shard])
                 elif shard in self._cursors:
-                    self._states.put(shard, self._at[shard], self._cursors[shard].token())
+                    self._states.put(shard, self._at[shard], self._cursors[shard].saved_position())
             self._touched.clear()
         return self._states.copy()
 
-    def latest(self) -> tuple[int, Token] | None:
-        """Return the shard that was read last, and its token; None if none was read."""
+    def latest(self) -> tuple[int, SavedPosition] | None:
+        """Return the shard that was read last, and its saved position; None if none was read."""
         cursor = self._cursors.get(self._latest)
-        return None if cursor is None else (self._latest, cursor.token())
+        return None if cursor is None else (self._latest, cursor.saved_position())
 
     def close(self) -> None:
         for cursor in [*self._cursors.values(), *(cursor for cursor, _ in self._second.values())]:
@@ -178,20 +179,20 @@ class ShardReaders:
     def _open(self, shard: int) -> Cursor:
         cursor = self._cursors.get(shard)
         if cursor is None:
-            index, token = self._states.indices.get(shard, 0), self._states.tokens.get(shard)
+            index, saved = self._states.indices.get(shard, 0), self._states.saved.get(shard)
             cursor = self._cursors[shard] = self._source.open(
-                shard, self._epoch, self._seed, token, self._placed(shard)
+                shard, self._epoch, self._seed, saved, self._positions(shard)
             )
             self._at[shard] = index
         return cursor
 
-    def _placed(self, shard: int) -> Place | None:
-        return None if self._place is None else self._place(shard)
+    def _positions(self, shard: int) -> PositionOf | None:
+        return None if self._position_of is None else self._position_of(shard)
 
     def _read(self, shard: int, index: int, cursor: Cursor) -> bool:
         self._touched.add(shard)
         try:
-            key = self._key(shard, index, cursor.token()) if self._key is not None else None
+            key = self._key(shard, index, cursor.saved_position()) if self._key is not None else None
             sample = next(cursor)
         except StopIteration:
             return False
@@ -212,11 +213,11 @@ class ShardReaders:
             return True
         cursor, at = self._second.pop(shard, (None, 0))
         if cursor is None:
-            cursor = self._source.open(shard, self._epoch, self._seed, None, self._placed(shard))
+            cursor = self._source.open(shard, self._epoch, self._seed, None, self._positions(shard))
         try:
             if cursor.skip(index - at) < index - at:
                 return False
-            key = self._key(shard, index, cursor.token()) if self._key is not None else None
+            key = self._key(shard, index, cursor.saved_position()) if self._key is not None else None
             sample = next(cursor)
             self._held[shard, index] = HeldSample(sample, key, cursor_origin(cursor))
         except StopIteration:

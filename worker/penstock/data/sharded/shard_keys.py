@@ -1,10 +1,10 @@
-"""Restore keys: texts with the position of a sample, and with the place from which to read to get the sample again.
+"""Restore keys: texts with the position of a sample, and with the saved position from which to read it again.
 
     epoch.shard.index.order.more
 
 `order` is a digest of everything that decides the order. `more` is an encoded state (penstock.proto.state.codec) in
-base64. The state contains the token (saved position) before the sample, unless the token is large, and for an endless
-source the block, which determines the sample's position.
+base64. The state contains the saved position before the sample, unless that is large, and for an endless source
+the block, which determines the sample's position.
 
 A key is part of its batch. A batch that is made again, for example by another worker after the first one died, must be
 identical to the bit. So a key depends only on the sample's position, and not on when a stream's state was taken.
@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from penstock.data.sharded.protocol import Token
+from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.sources.opaque import without_snapshots
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError
 from penstock.proto.state.codec import decode_state, encode_state
@@ -29,8 +29,8 @@ from penstock.proto.state.codec import decode_state, encode_state
 __all__ = ["SampleKey", "digest_of"]
 
 LARGEST = 4096
-"""Largest size in bytes of an encoded token in a key. A larger token is left out of the key, and the sample is found by
-skipping from the shard's beginning."""
+"""Largest size in bytes of an encoded saved position in a key. A larger one is left out of the key, and the sample is
+found by skipping from the shard's beginning."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class SampleKey:
     index: int
     order: str
     at: int
-    """Index at which reading begins: the sample's own index if the key has a token, else 0."""
-    token: Token | None
+    """Index at which reading begins: the sample's own index if the key has a saved position, else 0."""
+    saved: SavedPosition | None
     block: int | None
     """Block size of an endless source's order; None for a finite source."""
 
     @staticmethod
-    def text(epoch: int, shard: int, index: int, order: str, token: Token, block: int | None) -> str:
+    def text(epoch: int, shard: int, index: int, order: str, saved: SavedPosition, block: int | None) -> str:
         more = {} if block is None else {"block": block}
-        encoded = encode_state({"token": without_snapshots(token), **more})
+        encoded = encode_state({"saved": without_snapshots(saved), **more})
         if len(encoded) > LARGEST:
             encoded = encode_state(more)
         return f"{epoch}.{shard}.{index}.{order}.{base64.urlsafe_b64encode(encoded).decode()}"
@@ -70,10 +70,10 @@ class SampleKey:
             block = more.get("block")
             if block is not None and (type(block) is not int or block < 1):
                 raise ValueError(f"block must be an int >= 1, got {block!r:.100}")
-            return SampleKey(epoch, shard, index, parts[3], index if "token" in more else 0, more.get("token"), block)
+            return SampleKey(epoch, shard, index, parts[3], index if "saved" in more else 0, more.get("saved"), block)
         except (AttributeError, TypeError, ValueError, binascii.Error, StateCorruptError) as error:
             raise StateCorruptError(
-                f"the restore key must be the unchanged text from a batch, got {text!r:.200} ({error})"
+                f"the restore key must be the unchanged text from a batch, got {text!r:.200}"
             ) from error
 
 

@@ -232,9 +232,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 "batch"
             )
         endless_order = None if found.block is None else self._fixed_order.endless_order(found.block)
-        place = None if endless_order is None else endless_order.place(found.shard)
+        position_of = None if endless_order is None else endless_order.position_of(found.shard)
         epoch, seed = self._plan.opening(found.epoch)
-        cursor = self.source.open(found.shard, epoch, seed, found.token, place)
+        cursor = self.source.open(found.shard, epoch, seed, found.saved, position_of)
         try:
             cursor.skip(found.index - found.at)
             return next(cursor)
@@ -378,9 +378,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """Set the shares that mixtures want at the present position, if they change."""
         latest = self._share.latest() if self._wants_change and self._share is not None else None
         if latest is not None:
-            shard, token = latest
+            shard, saved = latest
             order = self._begun.endless_order
-            self._counts.want(wanted_shares(self.source, shard, token, None if order is None else order.place(shard)))
+            self._counts.want(
+                wanted_shares(self.source, shard, saved, None if order is None else order.position_of(shard))
+            )
 
     def _make(self, samples: list[HeldSample]) -> tuple[Any, dict[Group, Row]]:
         """Return the batch of samples, and their counts."""

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.data.ordering.order_states import OrderProgress
 from penstock.data.ordering.partition import Partition, WorkerTurn
 from penstock.data.sharded.epoch_stream import EpochStream
-from penstock.data.sharded.protocol import Token
+from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.shard_cursors import HeldSample, ShardReaders
 from penstock.data.sharded.shard_keys import SampleKey
 from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition
@@ -43,16 +43,18 @@ class SharePlan:
 
     def readers(self, position: ShardedPosition) -> ShardReaders:
         epoch, endless_order = position.progress.epoch, position.endless_order
-        key: Callable[[int, int, Token], str] | None = None
+        key: Callable[[int, int, SavedPosition], str] | None = None
         if self.keys:
 
-            def key(shard: int, index: int, token: Token) -> str:
+            def key(shard: int, index: int, saved: SavedPosition) -> str:
                 return SampleKey.text(
-                    epoch, shard, index, self.order, token, None if endless_order is None else endless_order.block
+                    epoch, shard, index, self.order, saved, None if endless_order is None else endless_order.block
                 )
 
-        place = None if endless_order is None else endless_order.place
-        return ShardReaders(self.fixed_order.source, *self.opening(epoch), position.cursors, place=place, key=key)
+        position_of = None if endless_order is None else endless_order.position_of
+        return ShardReaders(
+            self.fixed_order.source, *self.opening(epoch), position.cursors, position_of=position_of, key=key
+        )
 
     def stream(self, position: ShardedPosition, readers: ShardReaders) -> EpochStream:
         """Return the stream of samples of a finite source's epoch, from a position on."""
@@ -164,11 +166,11 @@ class WorkerShare:
         progress = OrderProgress(begun.epoch, begun.start, self._done, begun.topology, begun.first)
         return ShardedPosition(progress, cursors, ended, self._begun.endless_order)
 
-    def latest(self) -> tuple[int, Token] | None:
-        """Return one of the shards that were read furthest, and its token; None at the beginning."""
+    def latest(self) -> tuple[int, SavedPosition] | None:
+        """Return one of the shards that were read furthest, and its saved position; None at the beginning."""
         states = self._begun.cursors
         furthest = max(states.indices, key=lambda shard: (states.indices[shard], shard), default=None)
-        return self._readers.latest() or (None if furthest is None else (furthest, states.tokens[furthest]))
+        return self._readers.latest() or (None if furthest is None else (furthest, states.saved[furthest]))
 
     @property
     def begun_at_end(self) -> bool:

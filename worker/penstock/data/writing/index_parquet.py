@@ -76,13 +76,14 @@ def index_parquet(
         )
     names = data_files(found, pattern)
     if not names:
-        what = (
-            "the folder and its subfolders must have a *.parquet file, got none"
-            if not pattern
-            else f"a file must match the pattern {pattern}, got none"
+        what, remedy = (
+            (f"a file must match the pattern {pattern}", "Correct the pattern")
+            if pattern
+            else ("the folder and its subfolders must have a *.parquet file", "Give the folder of the files")
         )
         raise DatasetError(
-            f"{remote.url}: {what} (hidden files, and files in _temporary and similar folders, are ignored)"
+            f"{remote.url}: {what}, got none; hidden files, and files in _temporary and similar folders, are ignored. "
+            f"{remedy}"
         )
     if local:
         shards = parquet_shards((name, local / name) for name in names)

@@ -15,6 +15,9 @@ from penstock.proto.errors import DatasetError
 
 __all__ = ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"]
 
+REMEDY = "Write the dataset with JSONWriter, which stores any text"
+"""What to do about a value that separated values cannot hold, for errors."""
+
 
 class _TextWriter(Writer):
     def __init__(
@@ -92,7 +95,9 @@ class XSVWriter(_TextWriter):
         ordered = {name: columns[name] for name in sorted(columns)}
         for name in ordered:
             if separator in name or newline in name:
-                raise DatasetError(f"{out}: column {name!r}: the name must not contain the separator or the newline")
+                raise DatasetError(
+                    f"{out}: column {name!r}: the name must not contain the separator or the newline. Rename the column"
+                )
         super().__init__(out, ordered, newline, **settings)
         self._header = (separator.join(ordered) + newline).encode()
         self._most -= len(self._header)  # the size limit does not count the header
@@ -108,7 +113,7 @@ class XSVWriter(_TextWriter):
     def _plain(self, text: str) -> str:
         for mark in (self.separator, self.newline):
             if mark in text:
-                raise ValueError(f"the value must not contain {mark!r}, which ends a value, got {text!r}")
+                raise ValueError(f"the value must not contain {mark!r}, which ends a value, got {text!r}. {REMEDY}")
         return text
 
     def _encode_column(self, name: str, value: Any) -> bytes:
@@ -120,7 +125,7 @@ class XSVWriter(_TextWriter):
         if line.split(self.separator.encode()) != list(values.values()):
             raise DatasetError(
                 f"{self.name}: sample {self._written}: a value must not end with the separator's first characters, got "
-                f"{line!r}"
+                f"{line!r}. {REMEDY}"
             )
         return line + self.newline.encode()
 

@@ -275,7 +275,10 @@ class Writer(ABC):
             where = f"{self.name}: sample {self._written}, column {name!r}"
             if name not in sample:
                 found = ", ".join(map(repr, sample))
-                raise DatasetError(f"{where}: the sample must have this column, got the columns {found}") from None
+                raise DatasetError(
+                    f"{where}: the sample must have this column, got the columns {found}. Add it to the sample, or "
+                    "leave it out of columns"
+                ) from None
             raise DatasetError(f"{where}, {self.columns[name]!r}: {type(error).__name__}: {error}") from error
         if len(sample) != len(values):
             extra = ", ".join(repr(name) for name in sample if name not in values)

@@ -31,10 +31,10 @@ from penstock.proto.errors import (
     LaneLostError,
     PenstockError,
     PortTakenError,
-    ProtocolError,
     SupersededError,
     TlsError,
     VersionSkewError,
+    malformed,
 )
 from penstock.proto.lane import tcp
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, MAX_FRAME, check_peer
@@ -327,7 +327,10 @@ async def _first_bytes(connection: socket.socket) -> bytes:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     first = connection.recv(PEEKED, socket.MSG_PEEK)
     if len(first) < PEEKED:
-        raise LaneLostError("the other end closed the connection before it sent a request")
+        raise LaneLostError(
+            "the other end closed the connection before it sent a request. Let health checks call /healthz of --http "
+            "instead"
+        )
     return first
 
 
@@ -356,7 +359,7 @@ def _parse(data: bytes) -> lane_pb2.Hello:
     try:
         return lane_pb2.Hello.FromString(data)
     except Exception as error:
-        raise ProtocolError(f"the request to read batches (a Hello message) cannot be decoded: {error}") from error
+        raise malformed(f"the request to read batches (a Hello message) cannot be decoded: {error}") from error
 
 
 def _refusal(error: PenstockError) -> bytes:

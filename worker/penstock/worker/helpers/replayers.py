@@ -143,6 +143,7 @@ async def _by_child(
             status = child.exited.result()
             if last or child.unwanted or status != -signal.SIGKILL:
                 how = f"{what} {describe_exit(status)} during the task {task}; the stream of batches continues"
+                how += ". See the cause in its stack or in the worker's log"
                 raise descriptors_closed(status, what) or WorkerLostError(how, remote_traceback=child.last_stack)
         finally:
             child.kill()
@@ -171,7 +172,8 @@ async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.Wo
 
 def _late(what: str, task: str, deadline_s: float, stack: str) -> DeadlineError:
     return DeadlineError(
-        f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues",
+        f"{what} did not finish the task {task} in {deadline_s:.0f} s; the stream of batches continues. Make the code "
+        "that its stack shows faster",
         remote_traceback=stack,
     )
 

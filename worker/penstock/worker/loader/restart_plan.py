@@ -46,7 +46,8 @@ class _History(Protocol):
 
 
 class _WithHistory(RestartPoint, Protocol):
-    """Interface of a restart point that holds the history of the stream up to its position."""
+    """Interface of a restart point that also knows how the stream came to its position: where it began, and which
+    epochs the loop abandoned. A replay needs that to repeat the way."""
 
     @property
     def history(self) -> _History: ...

@@ -172,8 +172,8 @@ class _Resume:
             source.drop()
             if not _leads_on(source, slot, (slot - first) % slots, cast(dict[str, Any], resume)):
                 raise ReplayMismatchError(
-                    f"{source.name}: resumed from the state after batch {self._total}, slot {slot} of the box would "
-                    "continue with another batch than when the state was saved (see penstock doctor)"
+                    f"{source.name}: resumed from the state after batch {self._total}, worker slot {slot} of the box "
+                    "would continue with another batch than when the state was saved (see penstock doctor)"
                 )
         self._by_own_methods((a.slot - first) % slots)
 

@@ -18,14 +18,14 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, WorkerLostError
+from penstock.proto.errors import LaneLostError, PenstockError, WorkerLostError
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.end import kill_group, zombie_status
 from penstock.runtime.process.spawn import Spawned
 from penstock.runtime.process.watch import Process
 from penstock.runtime.telemetry.logs import SubjectLogger
 from penstock.worker.processes.child_output import PAUSE_S, READ_BYTES, OutputLines
-from penstock.worker.processes.control_channel import ControlChannel, ControlMessage
+from penstock.worker.processes.control_channel import ControlChannel, ControlMessage, invalid_message
 from penstock.worker.processes.control_groups import ControlGroups, OutOfMemory, out_of_memory
 from penstock.worker.processes.interpreters import StartedForkServer, start_fork_server
 from penstock.worker.processes.orphans import GRACE_S, Orphans
@@ -84,9 +84,8 @@ def _refuse_descriptors(message: ControlMessage) -> None:
     if message.fds:
         for fd in message.fds:
             os.close(fd)
-        raise ProtocolError(
-            f"a runner must not send file descriptors, got {len(message.fds)} with its message {message.kind[:40]!r}. "
-            "User code may have written to Penstock's control socket"
+        raise invalid_message(
+            f"a runner must not send file descriptors, got {len(message.fds)} with its message {message.kind[:40]!r}"
         )
 
 

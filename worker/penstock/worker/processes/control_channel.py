@@ -36,6 +36,7 @@ __all__ = [
     "begin_slot",
     "counts",
     "describe",
+    "invalid_message",
     "payload_of",
     "plain_detail",
 ]
@@ -71,6 +72,14 @@ class ControlMessage:
     fds: list[int] = field(default_factory=list)
 
 
+def invalid_message(what: str) -> ProtocolError:
+    """Return the error for a control message that no process of Penstock sends. what: sentence about the message,
+    without a full stop."""
+    return ProtocolError(
+        f"{what}. User code may have written to Penstock's control socket: let it write only to files that it opened"
+    )
+
+
 def encode_head(message: ControlMessage) -> bytes:
     """Return the bytes of a message before its payload: the three sizes, and the kind and fields as JSON."""
     text = json.dumps({"kind": message.kind, **message.fields}).encode()
@@ -92,7 +101,7 @@ class MessageInbox:
         if len(self._fds) > MAX_FDS:
             count = len(self._fds)
             self.close()
-            raise ProtocolError(f"a control message must have at most {MAX_FDS} file descriptors, got {count}")
+            raise invalid_message(f"a control message must have at most {MAX_FDS} file descriptors, got {count}")
 
     def close(self) -> None:
         """Close received descriptors that belong to no message taken so far."""
@@ -107,7 +116,7 @@ class MessageInbox:
             return None
         text, payload, fds = _HEAD.unpack_from(buffer)
         if text > MAX_JSON or payload > MAX_PAYLOAD or fds > MAX_FDS:
-            raise ProtocolError(
+            raise invalid_message(
                 f"a control message must have at most {MAX_JSON} bytes of JSON, {MAX_PAYLOAD} bytes of payload and "
                 f"{MAX_FDS} file descriptors, got {text}, {payload} and {fds}"
             )
@@ -117,10 +126,10 @@ class MessageInbox:
         try:
             fields = json.loads(bytes(buffer[_HEAD.size : _HEAD.size + text]))
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"a control message cannot be read: {error}") from error
+            raise invalid_message(f"a control message cannot be read: {error}") from error
         kind = fields.pop("kind", None) if type(fields) is dict else None
         if type(kind) is not str:
-            raise ProtocolError(f"a control message must be an object with a text 'kind', got {fields!r:.200}")
+            raise invalid_message(f"a control message must be an object with a text 'kind', got {fields!r:.200}")
         if len(self._fds) < fds:
             raise ProtocolError(
                 f"{fds - len(self._fds)} file descriptors of a control message were lost, because this process has "
@@ -268,7 +277,7 @@ def counts(message: ControlMessage, *names: str) -> list[int]:
     """Return the fields `names` of a message. Raise ProtocolError unless each is an integer from 0 to 2**64 - 1."""
     found = [message.fields.get(name) for name in names]
     if not all(type(value) is int and 0 <= value < 1 << 64 for value in found):
-        raise ProtocolError(
+        raise invalid_message(
             f"fields of the control message {message.kind[:40]!r} must be integers from 0 to 2**64 - 1, got "
             f"{dict(zip(names, found, strict=True))!r:.200}"
         )

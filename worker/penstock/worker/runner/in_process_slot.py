@@ -301,7 +301,7 @@ class InProcessSlot:
         if self._start_data is None:
             raise StateUnavailableError(
                 f"{source.name}: the state after batch {total} cannot be saved, because no earlier state of the loader "
-                "is kept"
+                "is kept. Start the job again from a saved state"
             )
         position, exact = source.position, self.capabilities.exact_states
         is_here = (position.epoch, position.total) == (epoch, total) and source.is_open and not source.is_ahead

@@ -264,7 +264,8 @@ def state_at(
         source.restore(point)
         return _replayed(source, point, point.position.epoch, fields, replay_digest)
     except UNFIT as mismatch:
-        if point.is_beginning or not point.history.complete:
+        as_made = point.is_beginning and not source.capabilities.exact_states  # see RestorableLoader.restore
+        if as_made or not point.history.complete:
             raise
         _log.warning("%s; the slot's batches are replayed from the beginning of the run instead", mismatch.message)
         history = source.history = point.history

@@ -22,7 +22,6 @@ from typing import Any
 from penstock.proto.errors import (
     JournalError,
     PenstockError,
-    ProtocolError,
     SupersededError,
     WorkerLostError,
 )
@@ -34,7 +33,7 @@ from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.runtime.telemetry.logs import SubjectLogger
 from penstock.worker.helpers.replayers import DEADLINE_S, run_task, send_assignment
 from penstock.worker.processes.child_processes import Child, about_slot
-from penstock.worker.processes.control_channel import ControlMessage, counts
+from penstock.worker.processes.control_channel import ControlMessage, counts, invalid_message
 from penstock.worker.processes.control_groups import OutOfMemory
 from penstock.worker.processes.exit_causes import descriptors_closed, how_it_ended
 from penstock.worker.processes.progress_page import ProgressPage
@@ -78,7 +77,7 @@ _STAGES = {
 """Start stage to report for each activity of a starting runner."""
 _NO_ROOM = (
     "{name}: the coordinator cannot keep the loader's first snapshot, without which the slot could not be recovered: "
-    "{why}. End jobs that are no longer needed, or start another coordinator for this job"
+    "{why}"
 )
 
 
@@ -399,7 +398,7 @@ class Slot:
             return
         if message.kind == "ready":
             if len(message.payload) > MAX_REPORT_BYTES:
-                raise ProtocolError(
+                raise invalid_message(
                     f"a runner's report about its loader must have at most {MAX_REPORT_BYTES} bytes, got "
                     f"{len(message.payload)}"
                 )

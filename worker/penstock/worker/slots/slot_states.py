@@ -89,7 +89,7 @@ class SlotStates:
             late = DeadlineError(
                 f"{self._slot.name} on worker {self._slot.host.name} did not return the state of step {request.step} "
                 f"within {request.deadline_s:.0f} s: the runner has made {page.total} of {request.position.total} "
-                f"batches, and has been in {doing} for {since:.1f} s"
+                f"batches, and has been in {doing} for {since:.1f} s. Save again, or raise timeout_s"
             )
             answer.error.CopyFrom(detail_of(late))
         for epoch, total in self._slot.progress_page.ends().items():
@@ -265,9 +265,7 @@ class SlotStates:
                 return False
             if abandoned:
                 if self._slot.phase == coordinator_pb2.FAILED:
-                    raise StateUnavailableError(
-                        f"{self._slot.name}: the state cannot be saved, because the runner failed before epoch {epoch}"
-                    )
+                    raise self._runner_failed(f"epoch {epoch}")
                 await _pauses.next()
                 continue
             if ends.get(epoch, total) < total:
@@ -281,10 +279,14 @@ class SlotStates:
                 self._slot.drain()  # the runner sent its snapshots before the progress page showed the batch
                 return True
             if self._slot.phase == coordinator_pb2.FAILED:
-                raise StateUnavailableError(
-                    f"{self._slot.name}: the state cannot be saved, because the runner failed before batch {total}"
-                )
+                raise self._runner_failed(f"batch {total}")
             await _pauses.next()
+
+    def _runner_failed(self, before: str) -> StateUnavailableError:
+        return StateUnavailableError(
+            f"{self._slot.name}: the state cannot be saved, because the runner failed before {before}. The training "
+            "loop raises the runner's error: correct its cause, and resume from an earlier state"
+        )
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
         """Wait until the runner has begun the requested epoch, after an abandoned epoch, and has taken a restart point
@@ -296,9 +298,7 @@ class SlotStates:
         waits = not (self._waits_for_loop or position.delivered)
         while waits and slot.progress_page.begun < epoch:
             if slot.phase == coordinator_pb2.FAILED:
-                raise StateUnavailableError(
-                    f"{slot.name}: the state cannot be saved, because the runner failed before epoch {epoch}"
-                )
+                raise self._runner_failed(f"epoch {epoch}")
             await _pauses.next()
         slot.drain()
         if not waits or self._start(request) is tried:

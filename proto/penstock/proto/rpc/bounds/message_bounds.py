@@ -18,7 +18,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from penstock.proto.errors import InvalidArgumentError, OverloadedError, ProtocolError
+from penstock.proto.errors import SAME_RELEASE, InvalidArgumentError, OverloadedError, malformed
 from penstock.proto.v1 import coordinator_pb2
 
 __all__ = [
@@ -138,7 +138,8 @@ _METHODS = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].methods_by
 
 
 def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """Return the parsed request of a method of any service. Raises InvalidArgumentError.
+    """Return the parsed request of a method of any service. Raises InvalidArgumentError for a request that Penstock's
+    own programs never send.
 
     Unknown fields are dropped, because no limit counts them, and a stored request would keep them.
     """
@@ -148,8 +149,7 @@ def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> A
         request = parse(data)
     except DecodeError as error:
         raise InvalidArgumentError(
-            f"the {len(data)} bytes received as a request of {method} cannot be decoded: install one "
-            "release on both ends"
+            f"the {len(data)} bytes received as a request of {method} cannot be decoded. {SAME_RELEASE}"
         ) from error
     request.DiscardUnknownFields()
     return request
@@ -188,7 +188,7 @@ class LargeRequests:
             if self._bytes[token] + size > LARGE_REQUESTS:
                 raise OverloadedError(
                     f"all large requests of one token that are answered at a time must have at most {LARGE_REQUESTS} "
-                    f"bytes together, got {self._bytes[token] + size}: retry later"
+                    f"bytes together, got {self._bytes[token] + size}. Retry later"
                 )
             self._bytes[token] += size
             counted += size
@@ -216,10 +216,7 @@ def parsed_reply(method: str, data: bytes) -> Any:
         check_fields(data, kind, REPLY_FIELDS)
         return GetMessageClass(kind).FromString(data)
     except (DecodeError, InvalidArgumentError) as error:
-        raise ProtocolError(
-            f"the {len(data)} bytes received as a reply of {method} cannot be decoded ({error}): install one "
-            "release on both ends"
-        ) from error
+        raise malformed(f"the {len(data)} bytes received as a reply of {method} cannot be decoded ({error})") from error
 
 
 class _BytesChannel:

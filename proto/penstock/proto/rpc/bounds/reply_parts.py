@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from penstock.proto.errors import ProtocolError, StateCorruptError
+from penstock.proto.errors import ProtocolError, StateCorruptError, malformed
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.free_memory import free_memory
@@ -67,7 +67,7 @@ class _Received:
         if due and held > (free := free_memory()):
             raise ProtocolError(
                 f"{method}: all replies that this process receives must fit into half of its free memory, got "
-                f"{held} bytes with {free} free: give the process more memory"
+                f"{held} bytes with {free} free. Give the process more memory"
             )
 
     def remove(self, size: int) -> None:
@@ -91,7 +91,7 @@ def receiving(method: str) -> Iterator[Callable[[int], None]]:
     def count(part_size: int) -> None:
         nonlocal size
         if not part_size:
-            raise ProtocolError(f"{method}: a part of a reply must not be empty")
+            raise malformed(f"{method}: a part of a reply must not be empty")
         size += part_size
         _received.add(method, part_size)
 
@@ -114,7 +114,7 @@ class ValueParts:
     def add(self, part: Any) -> None:
         self._bytes += len(part.data)
         if self._bytes > VALUE_MAX:
-            raise ProtocolError(f"{self._what} must have at most {VALUE_MAX} bytes, got more")
+            raise malformed(f"{self._what} must have at most {VALUE_MAX} bytes, got more")
         self._write(part.data)
 
 
@@ -148,7 +148,7 @@ class Histories:
     def add(self, part: pb.HistoryPart) -> None:
         self._bytes += part.ByteSize()
         if len(self.all) >= HISTORIES_MAX or self._bytes > VALUE_MAX:
-            raise ProtocolError(
+            raise malformed(
                 f"FetchHistory: a reply must have at most {HISTORIES_MAX} histories and {VALUE_MAX} bytes, got "
                 f"{len(self.all) + 1} histories and {self._bytes} bytes"
             )
@@ -171,17 +171,17 @@ class _Values(Generic[_Header]):
         if header is not None:
             self._close()
             if len(self._done) >= self._most:
-                raise ProtocolError(f"{self._what}: a reply must have at most {self._most} values, got more")
+                raise malformed(f"{self._what}: a reply must have at most {self._most} values, got more")
             if self._size_of(header) > VALUE_MAX:
                 size = self._size_of(header)
-                raise ProtocolError(f"{self._what}: a value must have at most {VALUE_MAX} bytes, got {size}")
+                raise malformed(f"{self._what}: a value must have at most {VALUE_MAX} bytes, got {size}")
             self._header = header
         if data:
             if self._header is None:
-                raise ProtocolError(f"{self._what}: the coordinator must send a header before data")
+                raise malformed(f"{self._what}: the coordinator must send a header before data")
             self._bytes += len(data)
             if self._bytes > self._size_of(self._header):
-                raise ProtocolError(
+                raise malformed(
                     f"{self._what}: a value must have the declared {self._size_of(self._header)} bytes, got more"
                 )
             self._data.append(data)
@@ -191,7 +191,7 @@ class _Values(Generic[_Header]):
             return
         declared = self._size_of(self._header)
         if declared != self._bytes:
-            raise ProtocolError(f"{self._what}: a value must have the declared {declared} bytes, got {self._bytes}")
+            raise malformed(f"{self._what}: a value must have the declared {declared} bytes, got {self._bytes}")
         self._done.append((self._header, b"".join(self._data)))
         self._header, self._data, self._bytes = None, [], 0
 

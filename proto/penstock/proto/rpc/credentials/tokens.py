@@ -212,7 +212,7 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         text = raw.decode("ascii")
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise AuthenticationError(f"{name} cannot be read: {reason}") from None
+        raise AuthenticationError(f"{name} cannot be read: {reason}. Name a readable file with the token") from None
     mode = stat.S_IMODE(status.st_mode)
     # A file of root may be readable by a group of this user: Kubernetes mounts a Secret into a pod with an fsGroup as
     # root's, with mode 0440.

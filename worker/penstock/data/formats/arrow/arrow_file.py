@@ -271,7 +271,10 @@ class ArrowReader:
         _, body, size, _ = self._file.batches[number]
         layout = self._file.layout(number)
         if layout.rows != self._file.begins[number + 1] - self._file.begins[number]:
-            raise ValueError(f"record batch {number} has changed since the file was opened")
+            raise ShardCorruptError(
+                f"{self.name} must not change while it is read, but record batch {number} did. Index the folder again, "
+                "and open the dataset again"
+            )
         batch = Batch(layout, body, size, self._file.read, self._file.fill)
         if len(self._layouts) >= KEPT_LAYOUTS:
             self._layouts = {}

@@ -70,7 +70,7 @@ def footer_length(end: bytes, size: int) -> int:
     `size`: size of the file. Raises ValueError if the file does not end with a footer."""
     length = int.from_bytes(end[:4], "little")
     if end[4:] == _ENCRYPTED:
-        raise ValueError("the footer must not be encrypted. Write the file without encryption")
+        raise ValueError("the footer must not be encrypted")
     if end[4:] != _MAGIC or length > size - 12:
         raise ValueError("the file must end with a footer, but it is truncated or not Parquet")
     return length + 8

@@ -312,8 +312,8 @@ class ParquetReader:
             ) from error
         except NotImplementedError as error:
             raise DatasetError(
-                f"{self.name}: sample {index}, row group {number} cannot be read by pyarrow: {error}. Write the file "
-                "again"
+                f"{self.name}: sample {index}, row group {number} cannot be read by pyarrow: {error}. Upgrade "
+                "pyarrow, or write the column in another type"
             ) from error
         except Exception as error:
             raise ShardCorruptError(

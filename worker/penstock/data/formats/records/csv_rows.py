@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data.formats.fields import check_text, names
-from penstock.data.formats.records.record_file import RecordFile, opened, store_offsets
+from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, opened, store_offsets
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.plain_files import open_plain
@@ -56,10 +56,11 @@ class CSVRowsReader(RecordFile):
         try:
             rows = csv.reader(io.StringIO(record.decode(), newline=""), delimiter=self._separator, strict=True)
             values = next(rows)
-            if any(rows) or not (record.endswith(b"\n") or index == len(self) - 1):
-                raise ValueError("the rows have other offsets now, because the file was changed after it was indexed")
+            single = not any(rows) and (record.endswith(b"\n") or index == len(self) - 1)
         except (ValueError, csv.Error, StopIteration) as error:
             self._corrupt(index, f"must be a row of CSV in UTF-8: {error or 'it is empty'}")
+        if not single:
+            self._corrupt(index, "must be one row, but the file was changed after it was indexed", INDEX_AGAIN)
         if len(values) != len(self._columns):
             self._corrupt(index, f"must have {len(self._columns)} values, got {len(values)}")
         return dict(zip(self._columns, values, strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.formats.records.record_file import RecordFile, offsets_of, opened, store_offsets
+from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, offsets_of, opened, store_offsets
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import ShardCorruptError
 
@@ -30,7 +30,8 @@ class JSONLinesReader(RecordFile):
         except (ValueError, RecursionError) as error:
             self._corrupt(index, f"must be a line of JSON in UTF-8: {error}")
         if not record.endswith(b"\n") and index != len(self) - 1:
-            self._corrupt(index, "must end at a line's end, but the file was changed after it was indexed")
+            why = "must end at a line's end, but the file was changed after it was indexed"
+            self._corrupt(index, why, INDEX_AGAIN)
         if not isinstance(sample, dict):
             self._corrupt(index, f"must be a JSON object, got {type(sample).__name__}")
         return sample

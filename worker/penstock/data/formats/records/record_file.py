@@ -14,7 +14,10 @@ from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
-__all__ = ["RecordFile", "offsets_of", "opened", "store_offsets"]
+__all__ = ["INDEX_AGAIN", "RecordFile", "offsets_of", "opened", "store_offsets"]
+
+INDEX_AGAIN = "Index the folder again with index_folder"
+"""What to do about a file that was changed after it was indexed, for errors."""
 
 
 class RecordFile:
@@ -78,8 +81,8 @@ class RecordFile:
             self._corrupt(index, f"is truncated: {len(data)} of {size} bytes are left")
         return data
 
-    def _corrupt(self, index: int, why: str) -> NoReturn:
-        raise ShardCorruptError(f"{self.name}: sample {index} {why}. Write the file again, or fetch it again")
+    def _corrupt(self, index: int, why: str, remedy: str = "Write the file again, or fetch it again") -> NoReturn:
+        raise ShardCorruptError(f"{self.name}: sample {index} {why}. {remedy}")
 
 
 def opened(path: Path, name: str) -> tuple[Descriptor, int]:

@@ -55,6 +55,10 @@ _IMAGES: dict[str, tuple[images.Decode, images.Decode]] = {
 """(decoder to an image of Pillow, decoder to an array) of the bytes of an image."""
 
 
+class _RefusedMember(tarfile.ReadError):
+    """Error for a member of a kind that is not read. The message names the member and the remedy."""
+
+
 class TarReader(RecordFile):
     """Reader of a tar archive. A sample's record is the part of the archive that its members lie in."""
 
@@ -72,17 +76,21 @@ class TarReader(RecordFile):
                 if sample.setdefault(KEY, key) != key:
                     raise ValueError(f"a sample must have the members of one key, got {sample[KEY]} and {key}")
                 sample[column] = self._value(column, record, begin, end)
-            if sample and self._fields:
-                name = sample[KEY]
-                fields = {field: field_of(sample, text) for field, text in self._fields.items()}
-                sample = {KEY: sample[KEY], **fields}
         except DatasetError:  # raised for a missing package
             raise
         except Exception as error:
             self._corrupt(index, f"cannot be read: {name}: {type(error).__name__}: {error}")
         if not sample:
             self._corrupt(index, "must have at least one member, got none")
-        return sample
+        return self._mapped(index, sample) if self._fields else sample
+
+    def _mapped(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
+        """Return a sample with the columns that the field map names."""
+        try:
+            return {KEY: sample[KEY], **{field: field_of(sample, text) for field, text in self._fields.items()}}
+        except ValueError as error:
+            remedy = "Write the archive with it, or correct the field map and index the folder again"
+            self._corrupt(index, f"cannot be read: {sample[KEY]}: {error}", remedy)
 
     def _value(self, column: str, record: bytes, begin: int, end: int) -> Any:
         kind = column.rpartition(".")[2]
@@ -145,9 +153,9 @@ def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, str, tarfile.
     """Yield (name, key, column, member) for each member that is part of a sample."""
     for member in archive:
         if member.issparse():
-            raise tarfile.ReadError(f"{member.name} must not be a sparse file. Write the archive without --sparse")
+            raise _RefusedMember(f"{member.name} must not be a sparse file. Write the archive without --sparse")
         if (member.islnk() or member.issym()) and _split(member.name):
-            raise tarfile.ReadError(
+            raise _RefusedMember(
                 f"{member.name} must be a file, got a link. Write the archive with tar --hard-dereference --dereference"
             )
         if member.isreg() and (split := _split(member.name)):
@@ -223,6 +231,8 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
                 columns.add(column)
                 end = archive.offset
             _check_end(file, archive.offset, name)
+    except _RefusedMember as error:
+        raise ShardCorruptError(f"{name}: {error}") from error
     except tarfile.TarError as error:
         with open(path, "rb", opener=open_plain) as file:
             packed = file.read(2) == b"\x1f\x8b"

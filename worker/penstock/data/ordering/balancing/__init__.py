@@ -1,1 +1,1 @@
-"""Rows dealt to steps and boxes by cost."""
+"""Rows assigned to steps and boxes by cost."""

@@ -1,11 +1,11 @@
-"""Balance of cost: rows are dealt to steps and boxes so that in each step all boxes (data-parallel ranks) have about
+"""Balance of cost: rows are assigned to steps and boxes so that in each step all boxes (data-parallel ranks) have about
 the same work.
 
 A step is as slow as its slowest box, and the cost of a row (attention's is the square of its length) varies. Two
-functions deal rows, and both depend on nothing but costs:
+functions assign rows, and both depend on nothing but costs:
 
-    steps   the rows of a window, which are those of `over_steps` global batches, are dealt to its steps
-    boxes   the rows of a step's global batch are dealt to the boxes
+    steps   the rows of a window, which are those of `over_steps` global batches, are assigned to its steps
+    boxes   the rows of a step's global batch are assigned to the boxes
 
 The first function does not depend on the number of boxes. So a position means the same row on any topology, a step's
 rows are the same set on any number of boxes, and a state is the same few integers as without balance. Only which box
@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from penstock.data.arguments import at_least_one
 from penstock.data.ordering.balancing.costs import Cost, Costs
-from penstock.data.ordering.balancing.dealing import cost_ratio, deal_in_turn, deal_to_boxes, deal_to_steps
+from penstock.data.ordering.balancing.row_assignment import assign_in_turn, assign_to_boxes, assign_to_steps, cost_ratio
 from penstock.data.ordering.epoch_plan import EpochRemainder, SampleOrder
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import InvalidArgumentError
@@ -38,13 +38,13 @@ WINDOW_LIMIT = 1 << 20
 STEPS_LIMIT = 1 << 16
 """Largest number of steps in a window."""
 WINDOWS_KEPT = 4
-"""Number of dealt windows that are kept in memory: those of the batches that are planned now, and of restored
+"""Number of assigned windows that are kept in memory: those of the batches that are planned now, and of restored
 samples."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Setting of a loader: deal rows to boxes (data-parallel ranks) and steps so that the boxes of a step have about
+    """Setting of a loader: assign rows to boxes (data-parallel ranks) and steps so that the boxes of a step have about
     the same cost.
 
     Example::
@@ -57,7 +57,7 @@ class Balance:
             memmap, or a CPU tensor); the name of a column, for Hugging Face datasets and datasets with a method
             `column(name)`; or a function from an array of sample numbers to an array of costs. Costs must be finite, at
             least 0, and the same on all workers.
-        over_steps: number of steps whose rows are dealt together, such as those of a gradient accumulation. With 1,
+        over_steps: number of steps whose rows are assigned together, such as those of a gradient accumulation. With 1,
             each step keeps its own rows.
         report: True: do not balance; only `imbalance()` of the loader reports what balancing would bring.
     """
@@ -79,7 +79,7 @@ class Imbalance:
 
 
 class BalancedOrder:
-    """Order whose windows of rows are dealt to steps by cost."""
+    """Order whose windows of rows are assigned to steps by cost."""
 
     def __init__(self, own: SampleOrder, costs: Costs, batch: int, steps: int) -> None:
         """
@@ -98,7 +98,7 @@ class BalancedOrder:
                 "number"
             )
         self._own, self._costs, self._batch, self._window = own, costs, batch, steps * batch
-        self._dealt: dict[tuple[int, int], Ints] = {}
+        self._assigned: dict[tuple[int, int], Ints] = {}
         """Numbers of the samples in the latest windows, by epoch and number of the window."""
 
     def __len__(self) -> int:
@@ -118,22 +118,22 @@ class BalancedOrder:
         return found
 
     def _in_window(self, epoch: int, number: int) -> Ints:
-        """Return the numbers of the samples in a window, dealt to its steps. The rows of an incomplete last batch stay
-        in that batch."""
-        dealt = self._dealt.get((epoch, number))
-        if dealt is None:
+        """Return the numbers of the samples in a window, assigned to its steps. The rows of an incomplete last batch
+        stay in that batch."""
+        assigned = self._assigned.get((epoch, number))
+        if assigned is None:
             begin = number * self._window
             ids = self._own.ids(epoch, np.arange(begin, min(begin + self._window, len(self))))
             whole_rows = len(ids) - len(ids) % self._batch
-            steps = deal_to_steps(self._costs.of(ids[:whole_rows]), whole_rows // self._batch)
-            dealt = np.concatenate([*(ids[rows] for rows in steps), ids[whole_rows:]])
-            kept = list(self._dealt.items())[1 - WINDOWS_KEPT :]
-            self._dealt = {**dict(kept), (epoch, number): dealt}
-        return dealt
+            steps = assign_to_steps(self._costs.of(ids[:whole_rows]), whole_rows // self._batch)
+            assigned = np.concatenate([*(ids[rows] for rows in steps), ids[whole_rows:]])
+            kept = list(self._assigned.items())[1 - WINDOWS_KEPT :]
+            self._assigned = {**dict(kept), (epoch, number): assigned}
+        return assigned
 
 
 class Balanced:
-    """Balance of one loader: the order, and the costs by which the rows of a step are dealt to boxes."""
+    """Balance of one loader: the order, and the costs by which the rows of a step are assigned to boxes."""
 
     def __init__(self, balance: Balance, plain: SampleOrder, dataset: Any, length: int, batch: int) -> None:
         """
@@ -151,10 +151,10 @@ class Balanced:
         if not isinstance(balance.report, bool):
             raise InvalidArgumentError(f"balance: report must be True or False, got {balance.report!r}")
         self._plain, self._costs = plain, Costs(balance.cost, dataset, length)
-        self._dealt = BalancedOrder(plain, self._costs, batch, balance.over_steps)
-        self.order: SampleOrder = plain if balance.report else self._dealt
-        self.deals = not balance.report
-        """True if rows are dealt to boxes by cost, False if the balance only reports."""
+        self._assigned = BalancedOrder(plain, self._costs, batch, balance.over_steps)
+        self.order: SampleOrder = plain if balance.report else self._assigned
+        self.assigns = not balance.report
+        """True if rows are assigned to boxes by cost, False if the balance only reports."""
         over_steps = not balance.report and balance.over_steps > 1
         self.described = {"cost": self._costs.digest, "rows": batch, "steps": balance.over_steps} if over_steps else {}
         """Settings of the balance that decide the order; empty if each step keeps its rows."""
@@ -162,16 +162,16 @@ class Balanced:
     def imbalance(self, epoch: EpochRemainder, steps: int) -> Imbalance:
         """Return the imbalance of the boxes' costs in the first steps of an epoch."""
         boxes, numbers = epoch.boxes, range(min(steps, epoch.batches))
-        plain, dealt = [], []
+        plain, assigned = [], []
         for number in numbers:
             rows = epoch.all_positions(number)
             costs = self._costs.of(self._plain.ids(epoch.epoch, rows))
-            plain.append(cost_ratio(costs, deal_in_turn(len(costs), boxes)))
-            costs = self._costs.of(self._dealt.ids(epoch.epoch, rows))
-            dealt.append(cost_ratio(costs, deal_to_boxes(costs, boxes, number)))
-        return Imbalance(float(np.mean(plain)), float(np.mean(dealt)))
+            plain.append(cost_ratio(costs, assign_in_turn(len(costs), boxes)))
+            costs = self._costs.of(self._assigned.ids(epoch.epoch, rows))
+            assigned.append(cost_ratio(costs, assign_to_boxes(costs, boxes, number)))
+        return Imbalance(float(np.mean(plain)), float(np.mean(assigned)))
 
-    def deal(self, ids: Ints, boxes: int, turn: int) -> tuple[Sequence[Ints], float]:
+    def assign(self, ids: Ints, boxes: int, turn: int) -> tuple[Sequence[Ints], float]:
         """Return the rows of each box in a step whose samples are `ids`, and the cost of the most expensive box divided
         by the mean of all boxes.
 
@@ -179,5 +179,5 @@ class Balanced:
             turn: number of the step; it decides which box gets the row that costs most.
         """
         costs = self._costs.of(ids)
-        rows = deal_to_boxes(costs, boxes, turn) if self.deals else deal_in_turn(len(costs), boxes)
+        rows = assign_to_boxes(costs, boxes, turn) if self.assigns else assign_in_turn(len(costs), boxes)
         return rows, cost_ratio(costs, rows)

@@ -13,7 +13,15 @@ from penstock.data.arguments import at_least_one, whole
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
 from penstock.data.sharded.layers.packed_rows import Document, RowFields
-from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, Place, ShardedSource, Token, cursor_origin
+from penstock.data.sharded.protocol import (
+    NOWHERE,
+    Cursor,
+    Origin,
+    PositionOf,
+    SavedPosition,
+    ShardedSource,
+    cursor_origin,
+)
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Chunked", "DocumentParser", "Documents", "located", "token_of"]
@@ -76,8 +84,15 @@ class Chunked(Layer):
             settings["min_length"] = self._least
         return settings
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
-        (index, piece), inner = entered(token, "Chunked", "index", "piece")
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
+        (index, piece), inner = entered(saved, "Chunked", "index", "piece")
         cursor = self.source.open(shard, epoch, seed, inner)
         parser = DocumentParser("Chunked", shard, epoch, strip=self._strip)
         documents = Documents(self, cursor, shard, index, parser, least=self._least)
@@ -158,7 +173,7 @@ class DocumentParser:
                     return column
                 raise DatasetError(
                     f"{self.where(index)}: {name!r} must have one value for each of the {size} tokens, got "
-                    f"{len(column)}. Mend it by Mapped"
+                    f"{len(column)}. Correct the field by a Mapped"
                 )
             kind = f"{column.dtype} of shape {column.shape}"
         except (ValueError, TypeError):  # a list of lists of different lengths; a dtype that numpy does not have
@@ -202,7 +217,7 @@ class DocumentParser:
         """Return tokens that fit the dtype of the lines. Narrower tokens are widened where they are written."""
         if array.dtype == np.uint64:
             if array.max() > MAX_TOKEN:
-                raise DatasetError(f"{self.where(index)}: tokens must fit int64, got {array.max()}")
+                raise DatasetError(f"{self.where(index)}: tokens must fit int64, got {array.max()}. Use smaller ids")
             array = array.astype(np.int64)
         if self._narrow and not np.can_cast(array.dtype, np.int32):
             least, most = int(array.min()), int(array.max())
@@ -215,7 +230,7 @@ class DocumentParser:
 
 
 class Documents:
-    """Reader of a shard's documents, with the source's tokens (positions) from which they can be read again."""
+    """Reader of a shard's documents, with the source's saved positions from which they can be read again."""
 
     def __init__(
         self, layer: Layer, inner: Cursor, shard: int, index: int, parser: DocumentParser, *, least: int = 1
@@ -230,9 +245,9 @@ class Documents:
         self._next = index
         self._index = index
         """Index of the document that was read last."""
-        self._present: tuple[int, Token] = index, None
-        """Place from which that document is read again: its index, and the source's token (position) before it. If
-        documents were left out just before it, the place is that of the first of them: they are counted again."""
+        self._present: tuple[int, SavedPosition] = index, None
+        """Position from which that document is read again: its index, and the source's saved position before it. If
+        documents were left out just before it, that of the first of them: they are counted again."""
 
     @property
     def where(self) -> str:
@@ -242,7 +257,7 @@ class Documents:
     def read(self) -> Document | None:
         """Return the next document that has enough tokens; None if there is none left."""
         left_out: dict[str, int] = {}
-        place = self.following()
+        begin = self.following()
         while True:
             try:
                 sample = next(self._inner)
@@ -253,27 +268,27 @@ class Documents:
             origin = cursor_origin(self._inner)
             if len(document.tokens) >= self._least:
                 self._limit.found()
-                self._present = place
+                self._present = begin
                 return located(document, origin, left_out)
             self._limit.nothing()
             left_out = origin.leaving_out(left_out)
 
-    def present(self) -> tuple[int, Token]:
-        """Return the place from which the document that was read last is read again: an index, and the source's token
-        (position) before it."""
+    def present(self) -> tuple[int, SavedPosition]:
+        """Return the position from which the document that was read last is read again: an index, and the source's
+        saved position before it."""
         return self._present
 
-    def following(self) -> tuple[int, Token]:
-        """Return the index of the next document, and the source's token (position) before it."""
-        return self._next, self._inner.token()
+    def following(self) -> tuple[int, SavedPosition]:
+        """Return the index of the next document, and the source's saved position before it."""
+        return self._next, self._inner.saved_position()
 
     def expect(self, what: str, there: int, at: int) -> None:
         """Raise DatasetError unless the document that was read last has an item with index `at`. `there`: number of its
         items; `what`: word for the items in the error ("pieces" or "tokens")."""
         if at >= there:
             raise DatasetError(
-                f"{self.where} has {there} {what}, but the state says that {at} of them were read: the data have "
-                "changed since the state was saved"
+                f"{self.where} must have more than the {at} {what} that the saved run read of it, got {there}. Use the "
+                "data of that run"
             )
 
     def close(self) -> None:
@@ -321,7 +336,7 @@ class _ChunkedCursor:
             left -= passed
         return count - left
 
-    def token(self) -> Token:
+    def saved_position(self) -> SavedPosition:
         index, before = self._documents.following() if self._document is None else self._documents.present()
         return {"index": index, "piece": self._piece, "source": before}
 
@@ -369,13 +384,13 @@ def token_of(name: str, value: int | None) -> int | None:
     """Return a token id that was given as an argument. Raises InvalidArgumentError unless it is an int64."""
     number = whole(name, value)
     if number is not None and not -MAX_TOKEN - 1 <= number <= MAX_TOKEN:
-        raise InvalidArgumentError(f"{name} must be a token, which is an int64, got {number}")
+        raise InvalidArgumentError(f"{name} must be a token id, an int64, got {number}")
     return number
 
 
 def _tokens_of(name: str, values: Iterable[int]) -> frozenset[int]:
     if isinstance(values, int) or not isinstance(values, Iterable):
-        raise InvalidArgumentError(f"{name} must be a list of tokens, got {values!r}")
+        raise InvalidArgumentError(f"{name} must be a list of token ids, got {values!r}")
     return frozenset(number for value in values if (number := token_of(name, value)) is not None)
 
 

@@ -1,5 +1,5 @@
-"""Common parts of layers: the shards of a layer's source, and the tokens (positions), keys and places that a layer
-passes to its source.
+"""Common parts of layers: the shards of a layer's source, and the saved positions, keys and positions in the order
+that a layer passes to its source.
 
 A layer has no state except in its cursors, so a source and its layers may be opened many times in one process. If a
 layer uses randomness, its key also contains the layer's depth in the stack. Otherwise two layers of the same kind, one
@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from penstock.data.sharded.protocol import Place, ShardedSource, Token
+from penstock.data.sharded.protocol import PositionOf, SavedPosition, ShardedSource
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 
-__all__ = ["Layer", "SearchLimit", "checked", "depth_of", "entered", "is_keyed", "placed", "title"]
+__all__ = ["Layer", "SearchLimit", "checked", "depth_of", "entered", "is_keyed", "position_function", "title"]
 
 SEARCHED_SAMPLES = 1_000_000
 """Largest number of samples in a row of an endless source for which a layer may yield nothing. A filter whose predicate
@@ -25,7 +25,7 @@ probability e^-100."""
 
 _LAYERS = ("Chunked", "Filtered", "Grouped", "Mapped", "Packed", "Repeated", "WindowShuffled")
 NUMBER_LIMIT = 1 << 62
-"""Exclusive upper bound of every number in a token (saved position)."""
+"""Exclusive upper bound of every number in a saved position."""
 
 
 class Layer:
@@ -78,8 +78,8 @@ class SearchLimit:
         if self._left < 0:
             raise DatasetError(
                 f"{self._what} left out {SEARCHED_SAMPLES:,} samples of shard {self._shard} in a row, and its source "
-                "never ends: check its condition. With Repeated on top of it, not below it, an epoch without samples "
-                "is an error at once"
+                "never ends. Check its function and settings, or put Repeated on top of it and not below it, so that "
+                "an epoch without samples is an error at once"
             )
 
 
@@ -88,33 +88,33 @@ def checked(source: ShardedSource, layer: str) -> ShardedSource:
     for the error."""
     if not isinstance(source, ShardedSource):
         raise InvalidArgumentError(
-            f"{layer} needs a source in logical shards, got {type(source).__name__}: wrap it in LogicalShards or "
+            f"{layer} needs a source in logical shards, got {type(source).__name__}. Wrap it in LogicalShards or "
             "Savable first"
         )
     return source
 
 
-def entered(token: Token | None, layer: str, *names: str) -> tuple[list[int], Token | None]:
-    """Return the integers called `names` in a layer's token (position), and the token of the layer's source that it
-    contains; zeros and None if `token` is None.
+def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[int], SavedPosition | None]:
+    """Return the integers called `names` in a layer's saved position, and the saved position of the layer's source
+    that it contains; zeros and None if `saved` is None.
 
-    Raises StateCorruptError for an invalid token.
+    Raises StateCorruptError for an invalid saved position.
     """
-    if token is None:
+    if saved is None:
         return [0] * len(names), None
-    if not isinstance(token, Mapping):
+    if not isinstance(saved, Mapping):
         raise StateCorruptError(
-            f"the saved position of {layer} must be a dict of integers, got {token!r:.200}: load an older state"
+            f"the saved position of {layer} must be a dict of integers, got {saved!r:.200}. Load an older state"
         )
-    found = [token.get(name) for name in names]
+    found = [saved.get(name) for name in names]
     numbers = [number for number in found if type(number) is int and 0 <= number < NUMBER_LIMIT]
     if len(numbers) < len(names):
         damaged = dict(zip(names, found, strict=True))
         raise StateCorruptError(
             f"each value of the saved position of {layer} must be an integer from 0 to {NUMBER_LIMIT - 1}, got "
-            f"{damaged}: load an older state"
+            f"{damaged}. Load an older state"
         )
-    return numbers, token.get("source")
+    return numbers, saved.get("source")
 
 
 def is_keyed(described: Any) -> bool:
@@ -131,10 +131,10 @@ def is_keyed(described: Any) -> bool:
     return kind in _LAYERS and is_keyed(described["source"])
 
 
-def placed(place: Place | None, shard: int, shards: int) -> Place:
-    """Return `place`; if it is None, the Place of a shard that is read round robin with the others, one sample of each
+def position_function(position_of: PositionOf | None, shard: int, shards: int) -> PositionOf:
+    """Return `position_of`; if it is None, that of a shard that is read round robin with the others, one sample of each
     in turn."""
-    return place or (lambda index: index * shards + shard)
+    return position_of or (lambda index: index * shards + shard)
 
 
 def title(function: Callable[..., Any], name: str | None) -> str:

@@ -23,9 +23,9 @@ from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered, titl
 from penstock.data.sharded.protocol import (
     Cursor,
     Origin,
-    Place,
+    PositionOf,
+    SavedPosition,
     ShardedSource,
-    Token,
     cursor_origin,
     is_traced,
 )
@@ -109,11 +109,18 @@ class Mapped(_PerSample):
     def lengths(self, epoch: int) -> Sequence[int] | None:
         return None if self._skip_failures else self.source.lengths(epoch)
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
         call = self._call(shard, epoch, seed)
-        (index,), inner = entered(token, "Mapped", "index")
+        (index,), inner = entered(saved, "Mapped", "index")
         if not self._skip_failures:
-            return _EachCursor(self.source.open(shard, epoch, seed, inner, place), call, index)
+            return _EachCursor(self.source.open(shard, epoch, seed, inner, position_of), call, index)
         limit = SearchLimit(self.source, f"Mapped {self._name}", shard)
         return _SomeCursor(
             self.source.open(shard, epoch, seed, inner), _Tolerant(call, self._skip_failures), index, limit
@@ -134,9 +141,16 @@ class Filtered(_PerSample):
         """
         super().__init__(source, predicate, random, name)
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
         call = self._call(shard, epoch, seed)
-        (index,), inner = entered(token, "Filtered", "index")
+        (index,), inner = entered(saved, "Filtered", "index")
 
         def taken(sample: Any, index: int) -> tuple[bool, Any]:
             return bool(call(sample, index)), sample
@@ -206,7 +220,7 @@ class _EachCursor:
         except SkipSample as error:
             raise InvalidArgumentError(
                 f"{self._call.where} {self._index - 1} raised SkipSample, but a Mapped with skip_failures=0 must yield "
-                "one sample for each input: set skip_failures to 1 or more, or use Filtered"
+                "one sample for each input. Set skip_failures to 1 or more, or use Filtered"
             ) from error
 
     @property
@@ -222,8 +236,8 @@ class _EachCursor:
         self._index += passed
         return passed
 
-    def token(self) -> Token:
-        return {"index": self._index, "source": self._inner.token()}
+    def saved_position(self) -> SavedPosition:
+        return {"index": self._index, "source": self._inner.saved_position()}
 
     def close(self) -> None:
         self._inner.close()
@@ -263,8 +277,8 @@ class _SomeCursor:
     def skip(self, count: int) -> int:
         return sum(1 for _ in zip(range(count), self, strict=False))
 
-    def token(self) -> Token:
-        return {"index": self._index, "source": self._inner.token()}
+    def saved_position(self) -> SavedPosition:
+        return {"index": self._index, "source": self._inner.saved_position()}
 
     def close(self) -> None:
         self._inner.close()

@@ -2,7 +2,7 @@
 
 Which source a sample comes from is a function of the sample's position among those of all shards (mixture_shares.py;
 for weights that change, mixture_order.py). So there is no counter that a change of topology could reset. How many
-samples a source has given in a shard is part of that source's token (saved position). If the weights are shares of
+samples a source has given in a shard is part of that source's saved position. If the weights are shares of
 tokens, they depend on the documents' lengths, so each shard counts the tokens (mixture_by_tokens.py).
 
 Two sources may read the same data. Each gets a seed of its own; otherwise both would give the same samples in the same
@@ -18,15 +18,15 @@ import numpy as np
 
 from penstock.data.arguments import one_of
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.layers.layer import checked, entered, placed
+from penstock.data.sharded.layers.layer import checked, entered, position_function
 from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, TokenWeights
-from penstock.data.sharded.layers.mixture_members import MixtureMembers, members_of
+from penstock.data.sharded.layers.mixture_members import MixtureMembers, ended_early, members_of
 from penstock.data.sharded.layers.mixture_order import SegmentedOrder, order_of
 from penstock.data.sharded.layers.mixture_schedule import Schedule, Weights, segments_of
 from penstock.data.sharded.layers.mixture_shares import MixtureSchedule, schedule_of
 from penstock.data.sharded.layers.repeated import Repeated
-from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, cursor_origin
-from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.data.sharded.protocol import Cursor, Origin, PositionOf, SavedPosition, ShardedSource, cursor_origin
+from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
 __all__ = ["By", "Mixture", "Stop"]
@@ -89,7 +89,9 @@ class Mixture:
         one_of("by", by, get_args(By))
         if isinstance(sources, Mapping):
             if names is not None:
-                raise InvalidArgumentError("names must be left out if the sources of a Mixture are a dict: it has them")
+                raise InvalidArgumentError(
+                    "names must be left out if the sources of a Mixture are a dict. Use its keys as names"
+                )
             names, sources = [*sources], [*sources.values()]
         if not isinstance(sources, Sized) or not isinstance(weights, Sized | Schedule):
             raise InvalidArgumentError(
@@ -106,12 +108,12 @@ class Mixture:
             other = next(number for number, count in enumerate(shards) if count != shards[0])
             raise InvalidArgumentError(
                 f"the sources of a Mixture must have the same number of shards: sources[0] has {shards[0]}, "
-                f"sources[{other}] has {shards[other]}"
+                f"sources[{other}] has {shards[other]}. Make all with the same shards="
             )
         endless = [number for number, source in enumerate(sources) if source.endless]
         if endless and stop != "never":
             raise InvalidArgumentError(
-                f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends: use stop='never', or mix "
+                f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends. Use stop='never', or mix "
                 "the sources inside Repeated"
             )
         self._stop, self._by = stop, by
@@ -120,7 +122,7 @@ class Mixture:
         if self.changes and stop != "never":
             raise InvalidArgumentError(
                 f"a Schedule needs stop='never', got {stop!r}: each epoch of a finite mixture begins at position 0, "
-                "so its weights cannot depend on the position in the run"
+                "so its weights cannot depend on the position in the run. Leave stop out, or give constant weights"
             )
         self._parts = self._segments[0].parts
         self.sources = [Repeated(source) if stop == "never" and not source.endless else source for source in sources]
@@ -166,21 +168,28 @@ class Mixture:
         counts: list[int] = total.tolist()
         return counts
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
-        (index,), _ = entered(token, "Mixture", "index")
-        tokens, ended = members_of(token, len(self.sources))
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
+        (index,), _ = entered(saved, "Mixture", "index")
+        below, ended = members_of(saved, len(self.sources))
 
-        def opened(number: int, token: Token | None) -> Cursor:
+        def opened(number: int, saved: SavedPosition | None) -> Cursor:
             own = derive_seed(seed, "mixture", number)
-            return self.sources[number].open(shard, epoch, own, token)
+            return self.sources[number].open(shard, epoch, own, saved)
 
-        members, places = MixtureMembers(opened, tokens), _Places(place, shard, self.num_shards)
+        members, positions = MixtureMembers(opened, below), _Positions(position_of, shard, self.num_shards)
         if self._by == "tokens":
             where = f"shard {shard} in epoch {epoch}"
-            weights = TokenWeights(order_of(self._segments), places.at, self.changes)
-            return ByTokens(members, weights, ended, self._stop, index, token, where, self.names)
+            weights = TokenWeights(order_of(self._segments), positions.at, self.changes)
+            return ByTokens(members, weights, ended, self._stop, index, saved, where, self.names)
         order = order_of(self._segments) if self.changes else schedule_of(self._parts)
-        return _Cursor(members, order, self._parts, ended, self._stop, index, places, self.names)
+        return _Cursor(members, order, self._parts, ended, self._stop, index, positions, self.names)
 
     def wanted(self, position: int = 0) -> list[float]:
         """Return the share of each source, of samples or tokens as `by` says, at a position: a number of samples that
@@ -209,13 +218,13 @@ def _checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
     return found
 
 
-class _Places:
+class _Positions:
     """Function from a shard's sample index to the sample's position among those of all shards, for one index or
     many."""
 
-    def __init__(self, place: Place | None, shard: int, shards: int) -> None:
-        self._given, self._shard, self._shards = place, shard, shards
-        self.at = placed(place, shard, shards)
+    def __init__(self, position_of: PositionOf | None, shard: int, shards: int) -> None:
+        self._given, self._shard, self._shards = position_of, shard, shards
+        self.at = position_function(position_of, shard, shards)
 
     def many(self, first: int, count: int) -> Ints:
         if self._given is None:
@@ -232,11 +241,11 @@ class _Cursor:
         ended: set[int],
         stop: Stop,
         index: int,
-        places: _Places,
+        positions: _Positions,
         names: tuple[str, ...],
     ) -> None:
         self._members, self._order, self._parts, self._ended, self._stop = members, order, parts, ended, stop
-        self._index, self._places, self._names = index, places, names
+        self._index, self._positions, self._names = index, positions, names
         self._last = 0
         """Number of the source of the last yielded sample."""
         self._schedule = self._live_schedule()
@@ -246,7 +255,7 @@ class _Cursor:
 
     def __next__(self) -> Any:
         while self._schedule is not None:
-            number = self._schedule.at(self._places.at(self._index))
+            number = self._schedule.at(self._positions.at(self._index))
             for sample in self._members.moving(number):
                 self._index += 1
                 self._last = number
@@ -266,8 +275,8 @@ class _Cursor:
             left -= self._skip_some(1 if left <= FEW else min(left, AT_ONCE), self._schedule)
         return count - left
 
-    def token(self) -> Token:
-        return {"index": self._index, "ended": sorted(self._ended), "sources": self._members.tokens()}
+    def saved_position(self) -> SavedPosition:
+        return {"index": self._index, "ended": sorted(self._ended), "sources": self._members.saved_positions()}
 
     def close(self) -> None:
         self._members.close()
@@ -276,14 +285,14 @@ class _Cursor:
         """Skip `count` samples, but stop at the first turn of a source that has no sample left, and mark that source as
         ended. Returns the number of skipped samples."""
         if count == 1:
-            number = schedule.at(self._places.at(self._index))
+            number = schedule.at(self._positions.at(self._index))
             passed = self._members.moving(number).skip(1)
             if not passed:
                 self._end(number)
             self._index += passed
             return passed
-        order = schedule.many(self._places.many(self._index, count))
-        before = self._members.tokens() if self._stop != "never" else []
+        order = schedule.many(self._positions.many(self._index, count))
+        before = self._members.saved_positions() if self._stop != "never" else []
         passed, ending = self._skip_each(order), None
         if passed < count and self._stop == "never":
             self._end(int(order[passed]))
@@ -307,7 +316,7 @@ class _Cursor:
 
     def _end(self, number: int) -> None:
         if self._stop == "never":
-            raise DatasetError(f"sources[{number}] of a Mixture must be endless, as it declares, but has ended")
+            raise ended_early(number)
         self._ended.add(number)
         self._members.drop(number)
         self._schedule = self._live_schedule()

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from penstock.data.sharded.layers.layer import NUMBER_LIMIT
-from penstock.data.sharded.layers.mixture_members import MixtureMembers
+from penstock.data.sharded.layers.mixture_members import MixtureMembers, ended_early
 from penstock.data.sharded.layers.mixture_order import Piece, SegmentedOrder
-from penstock.data.sharded.protocol import NOWHERE, Origin, Place, Token, cursor_origin
+from penstock.data.sharded.protocol import NOWHERE, Origin, PositionOf, SavedPosition, cursor_origin
 from penstock.proto.errors import DatasetError, StateCorruptError
 
 __all__ = ["ByTokens", "TokenWeights"]
@@ -36,45 +36,45 @@ class TokenWeights(NamedTuple):
     """Weights of a mixture by tokens in one shard."""
 
     order: SegmentedOrder
-    place: Place
+    position_of: PositionOf
     changes: bool
     """True if the weights change with the position."""
 
     def piece(self, index: int) -> Piece:
         """Return the piece of the order in which the shard's sample `index` lies."""
-        return self.order.piece(self.place(index) if self.changes else 0)
+        return self.order.piece(self.position_of(index) if self.changes else 0)
 
-    def last(self, index: int, token: Token | None) -> Piece:
-        """Return the piece of the last document before a token (the mixture's saved position) at sample `index`; before
-        the first document, that of the first."""
-        return self.piece(index - 1 if token is not None and index else index)
+    def last(self, index: int, saved: SavedPosition | None) -> Piece:
+        """Return the piece of the last document before the mixture's saved position at sample `index`; before the
+        first document, that of the first."""
+        return self.piece(index - 1 if saved is not None and index else index)
 
 
-def _given_of(token: Token | None, count: int, piece: Piece) -> list[int]:
-    """Return the number of text tokens that each of `count` sources has given in a piece of the order, from `token`,
-    the mixture's saved position in a shard. Raises StateCorruptError for an invalid one."""
-    if token is None:
+def _given_of(saved: SavedPosition | None, count: int, piece: Piece) -> list[int]:
+    """Return the number of tokens that each of `count` sources has given in a piece of the order, from the mixture's
+    saved position in a shard. Raises StateCorruptError for an invalid one."""
+    if saved is None:
         return [0] * count
-    given, begun = token.get("given"), token.get("piece", [0, 0])
-    least = -NUMBER_LIMIT if "piece" in token else -1
+    given, begun = saved.get("given"), saved.get("piece", [0, 0])
+    least = -NUMBER_LIMIT if "piece" in saved else -1
     if (
         isinstance(given, list)
         and len(given) <= count
         and all(type(n) is int and least < n < NUMBER_LIMIT for n in given)
         and isinstance(begun, list)
     ):
-        # The counts are those of another piece if the Schedule was changed after the token was taken.
+        # The counts are those of another piece if the Schedule was changed after the position was saved.
         # Sources that were added since have given nothing.
         kept = given if begun == [piece.segment, piece.start] else []
         return [*kept, *([0] * (count - len(kept)))]
     raise StateCorruptError(
-        f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {token!r:.200}. "
+        f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {saved!r:.200}. "
         "Load an older state"
     )
 
 
 def _carried(given: Sequence[int], parts: Sequence[int]) -> list[int]:
-    """Return what each source has given beyond its share, in text tokens, rounded down."""
+    """Return what each source has given beyond its share, in tokens, rounded down."""
     total, whole = sum(given), sum(parts)
     return [had - part * total // whole for had, part in zip(given, parts, strict=True)]
 
@@ -89,18 +89,19 @@ class ByTokens:
         ended: set[int],
         stop: str,
         index: int,
-        token: Token | None,
+        saved: SavedPosition | None,
         where: str,
         names: tuple[str, ...],
     ) -> None:
         self._members, self._weights, self._ended, self._stop = members, weights, ended, stop
         self._index, self._where, self._names = index, where, names
-        self._piece = weights.last(index, token)
-        """Piece of the order in which the last document lay, so that a token does not depend on weights after it."""
-        self._parts, self._given = self._piece.parts, _given_of(token, len(names), self._piece)
-        self._next: dict[int, tuple[int, Any, Token, Origin]] = {}
-        """Next document of each source, by the source's number: (number of text tokens, document, the source's token
-        (position) before it, its origin in the source)."""
+        self._piece = weights.last(index, saved)
+        """Piece of the order in which the last document lay, so that a saved position does not depend on weights after
+        it."""
+        self._parts, self._given = self._piece.parts, _given_of(saved, len(names), self._piece)
+        self._next: dict[int, tuple[int, Any, SavedPosition, Origin]] = {}
+        """Next document of each source, by the source's number: (number of tokens, document, the source's saved
+        position before it, its origin in the source)."""
         self.origin = NOWHERE
         self._over = False
 
@@ -123,12 +124,12 @@ class ByTokens:
             self._take(number)
         return count
 
-    def token(self) -> Token:
-        tokens = self._members.tokens()
+    def saved_position(self) -> SavedPosition:
+        below = self._members.saved_positions()
         for number, (_, _, before, _) in self._next.items():
-            tokens[number] = before
+            below[number] = before
         piece = {"piece": [self._piece.segment, self._piece.start]} if self._weights.changes else {}
-        found = {"index": self._index, "ended": sorted(self._ended), "given": self._given.copy(), "sources": tokens}
+        found = {"index": self._index, "ended": sorted(self._ended), "given": self._given.copy(), "sources": below}
         return {**found, **piece}
 
     def close(self) -> None:
@@ -181,12 +182,12 @@ class ByTokens:
     def _read(self, number: int) -> bool:
         """Read a source's next document. Return False if the source has ended."""
         cursor = self._members.moving(number)
-        before = cursor.token()
+        before = cursor.saved_position()
         for document in cursor:
             self._next[number] = (self._length(document, number), document, before, cursor_origin(cursor))
             return True
         if self._stop == "never":
-            raise DatasetError(f"sources[{number}] of a Mixture must be endless, as it declares, but has ended")
+            raise ended_early(number)
         return False
 
     def _end(self, numbers: list[int]) -> None:

@@ -72,7 +72,7 @@ class Schedule:
             position = _position(given, unit)
             if before < 0 and position:
                 raise InvalidArgumentError(
-                    f"the first position of a Schedule must be 0, got {position}: give the weights from the beginning"
+                    f"the first position of a Schedule must be 0, got {position}. Give the weights from the beginning"
                 )
             if position <= before:
                 raise InvalidArgumentError(f"the positions of a Schedule must ascend, got {position} after {before}")
@@ -98,7 +98,7 @@ class Schedule:
                 begin = found[-1].parts
             else:
                 raise InvalidArgumentError(
-                    "a Ramp at position 0 of a Schedule needs weights to begin with: give Ramp(..., start=)"
+                    "a Ramp at position 0 of a Schedule needs weights to begin with. Give Ramp(..., start=)"
                 )
             parts = _parts(given.to, names, f"{where}, end of the Ramp")
             found.append(Segment(position, parts, over, begin))
@@ -111,11 +111,11 @@ class Schedule:
         if end is not None and position + over * self._unit > end:
             raise InvalidArgumentError(
                 f"the Ramp at position {position // self._unit} of a Schedule must end before the next position, "
-                f"{end // self._unit}, got over={over}: make it at most {(end - position) // self._unit} long"
+                f"{end // self._unit}, got over={over}. Make it at most {(end - position) // self._unit} long"
             )
         if over * self._unit > MAX_RAMP:
             raise InvalidArgumentError(
-                f"a Ramp must be at most {MAX_RAMP:,} samples long, got {over * self._unit:,}: divide it into several"
+                f"a Ramp must be at most {MAX_RAMP:,} samples long, got {over * self._unit:,}. Divide it into several"
             )
         return over * self._unit
 

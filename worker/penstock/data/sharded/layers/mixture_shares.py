@@ -77,7 +77,7 @@ def parts_of(weights: Sequence[Weight]) -> tuple[int, ...]:
         if weight and not part:
             raise InvalidArgumentError(
                 f"weights[{number}] must be at least 1/{MAX_PARTS:,} of the sum of all weights, {float(total):g}, got "
-                f"{weight}: its source would never be read. Make it larger, or 0"
+                f"{weight}, with which its source would never be read. Make it larger, or 0"
             )
     return _reduced(tuple(parts))
 

@@ -3,7 +3,7 @@
 Documents are packed in order, or by best fit within windows.
 
 In order, a line may begin in the middle of a document. The state contains the beginning of the line that is being
-filled: the source's token (position) before the document in which the line begins, and an offset in that document.
+filled: the source's saved position before the document in which the line begins, and an offset in that document.
 After a resume the document is read again, and the line is made again.
 
 By best fit, the documents of a window are sorted by length, and each goes into the line in which it leaves the least
@@ -25,7 +25,7 @@ from penstock.data.sharded.layers.documents import DocumentParser, Documents, lo
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
 from penstock.data.sharded.layers.packed_rows import Document, Part, RowFields, row_origin
 from penstock.data.sharded.layers.windows import WindowCursor
-from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, Place, ShardedSource, Token
+from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
 from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["Packed"]
@@ -132,19 +132,26 @@ class Packed(Layer):
         given = (("bos", self._bos), ("eos", self._eos), ("window", self._window))
         return settings | {name: value for name, value in given if value is not None} | self._fields.settings()
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
         longest = None if self._long == "split" else (self._length, self._long == "truncate")
         parser = DocumentParser("Packed", shard, epoch, fields=self._fields, longest=longest)
         if self._window is not None:
-            return self._open_windows(parser, self._window, shard, epoch, seed, token)
-        (index, offset), inner = entered(token, "Packed", "index", "offset")
+            return self._open_windows(parser, self._window, shard, epoch, seed, saved)
+        (index, offset), inner = entered(saved, "Packed", "index", "offset")
         documents = Documents(self, self.source.open(shard, epoch, seed, inner), shard, index, parser)
         return _PackedCursor(documents, self._fields, self._bos, self._eos, self._split, offset)
 
     def _open_windows(
-        self, parser: DocumentParser, window: int, shard: int, epoch: int, seed: int, token: Token | None
+        self, parser: DocumentParser, window: int, shard: int, epoch: int, seed: int, saved: SavedPosition | None
     ) -> Cursor:
-        (number, done), inner = entered(token, "Packed", "window", "done")
+        (number, done), inner = entered(saved, "Packed", "window", "done")
 
         left_out: dict[str, int] = {}
         """Documents without tokens, by source, of windows before that had no other ones."""
@@ -171,22 +178,25 @@ class Packed(Layer):
         separators = (self._bos is not None) + (self._eos is not None)
         if self._length <= separators:
             raise InvalidArgumentError(
-                f"length must leave a token beside a line's BOS and EOS, got {self._length}; make it longer"
+                f"length must leave a token beside a line's BOS and EOS, got {self._length}. Make it longer"
             )
         if not self._split and self._pad is None:
-            raise InvalidArgumentError("split=False needs the pad token that fills up lines; give pad")
+            raise InvalidArgumentError("split=False needs a token that fills up lines. Give pad")
         if self._long not in ("split", "truncate", "refuse"):
             raise InvalidArgumentError(f"long must be 'split', 'truncate' or 'refuse', got {self._long!r}")
         if self._split and (self._long != "split" or self._window is not None):
-            raise InvalidArgumentError("long and window are for whole documents; give split=False")
+            raise InvalidArgumentError(
+                "long and window must be left out with split=True, because they are for whole documents. Give "
+                "split=False"
+            )
         if separators and (not self._fields.plain or self._long != "split" or self._window is not None):
             raise InvalidArgumentError(
-                "bos and eos of lines must be left out with fields, long and window; put them into documents by "
+                "bos and eos of lines must be left out with fields, long and window. Put them into documents by "
                 "Chunked or Mapped"
             )
         if self._fields.attached and (self._split or self._long != "refuse"):
             raise InvalidArgumentError(
-                "attached belongs to whole documents; give split=False and long='refuse', and leave longer documents "
+                "attached must be left out unless split=False and long='refuse'. Give both, and leave longer documents "
                 "out by Filtered"
             )
 
@@ -254,8 +264,8 @@ class _FittedCursor:
     def skip(self, count: int) -> int:
         return self._lines.skip(count)
 
-    def token(self) -> Token:
-        return self._lines.token()
+    def saved_position(self) -> SavedPosition:
+        return self._lines.saved_position()
 
     def close(self) -> None:
         self._lines.close()
@@ -263,8 +273,8 @@ class _FittedCursor:
 
 class _PackedCursor:
     """Cursor of packed lines. The line that is being filled takes its tokens from one or more documents, and may begin
-    in the middle of the first one. The cursor keeps the source's positions before the first of them, and before the
-    last one, because the next line may begin in it."""
+    in the middle of the first one. The cursor keeps the source's saved positions before the first of them, and before
+    the last one, because the next line may begin in it."""
 
     def __init__(
         self,
@@ -287,8 +297,8 @@ class _PackedCursor:
         """True if the filled line gets an EOS."""
         self._offset = offset
         """Offset, in the first document, at which the line that is being filled begins."""
-        self._begin: tuple[int, Token] | None = None
-        """Index of the first document of the line, and the source's token (position) before it; None: the document
+        self._begin: tuple[int, SavedPosition] | None = None
+        """Index of the first document of the line, and the source's saved position before it; None: the document
         still has to be read."""
         self._line: list[Part] = []
         """Parts of the line that was yielded last."""
@@ -324,7 +334,7 @@ class _PackedCursor:
             self._advance()
         return count
 
-    def token(self) -> Token:
+    def saved_position(self) -> SavedPosition:
         index, before = self._begin or self._documents.following()
         return {"index": index, "offset": self._offset, "source": before}
 
@@ -395,5 +405,7 @@ def _flag(name: str, value: bool, otherwise: str = "") -> bool:
 
 def _names(name: str, values: Iterable[str]) -> tuple[str, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise InvalidArgumentError(f"{name} must be a list of names of columns, got {values!r}; give [{values!r}]")
+        raise InvalidArgumentError(
+            f"{name} must be a list of names of columns, got {values!r}. Give a list, such as [{values!r}]"
+        )
     return tuple(values)

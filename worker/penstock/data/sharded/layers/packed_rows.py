@@ -85,7 +85,7 @@ class RowFields:
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
             raise InvalidArgumentError(
-                f"each field of a row must have a name of its own, got {doubled} more than once: rename the columns by "
+                f"each field of a row must have a name of its own, got {doubled} more than once. Rename the columns by "
                 "Mapped"
             )
 
@@ -219,7 +219,8 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
     batch: dict[str, torch.Tensor] = {}
     if not rows or not all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows):
         raise InvalidArgumentError(
-            "collate_packed needs rows that are dicts with the same fields, as Packed makes them with any of its fields"
+            "collate_packed needs rows that are dicts with the same fields, as a Packed with fields makes them. Give "
+            "Packed a field, such as labels=True, or use the default collate_fn"
         )
     for name in rows[0]:
         found = [row[name] for row in rows]
@@ -250,7 +251,7 @@ def row_origin(parts: Sequence[Part]) -> Origin:
 
 
 def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:
-    """Return each part with the place of its last token in the row."""
+    """Return each part with the index of its last token in the row."""
     at, found = -1, []
     for part in parts:
         at += part.end - part.begin

@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.data.sharded.layers.layer import Layer, entered, placed
-from penstock.data.sharded.protocol import Cursor, Origin, Place, ShardedSource, Token, cursor_origin, is_traced
+from penstock.data.sharded.layers.layer import Layer, entered, position_function
+from penstock.data.sharded.protocol import (
+    Cursor,
+    Origin,
+    PositionOf,
+    SavedPosition,
+    ShardedSource,
+    cursor_origin,
+    is_traced,
+)
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Repeated"]
@@ -29,7 +37,9 @@ class Repeated(Layer):
         """
         super().__init__(source)
         if source.endless:
-            raise InvalidArgumentError("Repeated needs a finite source, got one that is endless already: leave it out")
+            raise InvalidArgumentError(
+                "Repeated needs a finite source, got one that is endless already. Leave Repeated out"
+            )
         few = _fewer(source.described())
         if few:
             raise InvalidArgumentError(
@@ -41,8 +51,15 @@ class Repeated(Layer):
     def endless(self) -> bool:
         return True
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
-        return _Cursor(self.source, shard, seed, token, placed(place, shard, self.num_shards))
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
+        return _Cursor(self.source, shard, seed, saved, position_function(position_of, shard, self.num_shards))
 
 
 def _fewer(described: Any) -> str:
@@ -58,9 +75,11 @@ def _fewer(described: Any) -> str:
 
 
 class _Cursor:
-    def __init__(self, source: ShardedSource, shard: int, seed: int, token: Token | None, place: Place) -> None:
-        self._source, self._shard, self._seed, self._place = source, shard, seed, place
-        (self._epoch, self._before, self._index), inner = entered(token, "Repeated", "epoch", "before", "index")
+    def __init__(
+        self, source: ShardedSource, shard: int, seed: int, saved: SavedPosition | None, position_of: PositionOf
+    ) -> None:
+        self._source, self._shard, self._seed, self._position_of = source, shard, seed, position_of
+        (self._epoch, self._before, self._index), inner = entered(saved, "Repeated", "epoch", "before", "index")
         self._inner = self._opened(inner)
 
     def __iter__(self) -> _Cursor:
@@ -88,8 +107,13 @@ class _Cursor:
                 self._next_epoch()
         return count
 
-    def token(self) -> Token:
-        return {"epoch": self._epoch, "before": self._before, "index": self._index, "source": self._inner.token()}
+    def saved_position(self) -> SavedPosition:
+        return {
+            "epoch": self._epoch,
+            "before": self._before,
+            "index": self._index,
+            "source": self._inner.saved_position(),
+        }
 
     def close(self) -> None:
         self._inner.close()
@@ -107,13 +131,13 @@ class _Cursor:
             raise DatasetError(
                 f"shard {self._shard} of the {self._source.num_shards} shards of "
                 f"{self._source.described().get('kind')} "
-                f"has no sample in epoch {self._epoch}, so Repeated would read it for ever: use fewer shards, so that "
+                f"has no sample in epoch {self._epoch}, so Repeated would read it for ever. Use fewer shards, so that "
                 "each has a sample"
             )
         self._inner.close()
         self._epoch, self._before = self._epoch + 1, self._index
         self._inner = self._opened(None)
 
-    def _opened(self, token: Token | None) -> Cursor:
-        before, place = self._before, self._place
-        return self._source.open(self._shard, self._epoch, self._seed, token, lambda index: place(before + index))
+    def _opened(self, saved: SavedPosition | None) -> Cursor:
+        before, position_of = self._before, self._position_of
+        return self._source.open(self._shard, self._epoch, self._seed, saved, lambda index: position_of(before + index))

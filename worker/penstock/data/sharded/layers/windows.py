@@ -19,9 +19,9 @@ from penstock.data.sharded.protocol import (
     NOWHERE,
     Cursor,
     Origin,
-    Place,
+    PositionOf,
+    SavedPosition,
     ShardedSource,
-    Token,
     cursor_origin,
     is_traced,
     summed,
@@ -61,12 +61,19 @@ class WindowShuffled(Layer):
     def lengths(self, epoch: int) -> Sequence[int] | None:
         return self.source.lengths(epoch)
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
-        (number, done), inner = entered(token, "WindowShuffled", "window", "done")
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
+        (number, done), inner = entered(saved, "WindowShuffled", "window", "done")
         key = derive_seed(seed, "windows", self.depth, epoch, shard)
         where = f"shard {shard}, epoch {epoch}"
-        # The place is not passed on: samples are yielded in another order than they are read, so a mixture below would
-        # compute its shares at wrong positions.
+        # position_of is not passed on: samples are yielded in another order than they are read, so a mixture below
+        # would compute its shares at wrong positions.
         cursor = self.source.open(shard, epoch, seed, inner)
 
         def shuffled(samples: list[Any], origins: list[Origin], number: int) -> tuple[list[Any], list[Origin]]:
@@ -112,8 +119,15 @@ class Grouped(Layer):
     def settings(self) -> dict[str, Any]:
         return {"function": self._name, "size": self._size, "window": self._window, "drop_rest": not self._rest}
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
-        (number, done), inner = entered(token, "Grouped", "window", "done")
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
+        (number, done), inner = entered(saved, "Grouped", "window", "done")
         cursor = self.source.open(shard, epoch, seed, inner)
         limit = SearchLimit(self.source, f"Grouped {self._name}", shard)
         where = f"shard {shard}, epoch {epoch}"
@@ -163,8 +177,8 @@ class WindowCursor:
         self._origins: list[Origin] = []
         """Origin of each item in `_held`; empty if the source's samples are not traced."""
         self._origin = NOWHERE
-        self._begin: Token | None = None
-        """Token (position) of the source before the window in `_held`."""
+        self._begin: SavedPosition | None = None
+        """Saved position of the source before the window in `_held`."""
 
     def __iter__(self) -> WindowCursor:
         return self
@@ -204,8 +218,8 @@ class WindowCursor:
                 left -= passed
         return count - left
 
-    def token(self) -> Token:
-        begin = self._inner.token() if self._held is None else self._begin
+    def saved_position(self) -> SavedPosition:
+        begin = self._inner.saved_position() if self._held is None else self._begin
         return {"window": self._number, "done": self._done, "source": begin}
 
     def close(self) -> None:
@@ -215,7 +229,7 @@ class WindowCursor:
     def _hold(self) -> list[Any]:
         """Return the items of the present window, and read it if needed; an empty list after the last window."""
         while self._held is None:
-            self._begin = self._inner.token()
+            self._begin = self._inner.saved_position()
             origins = []
             if self.traced:
                 read = []
@@ -227,8 +241,8 @@ class WindowCursor:
             held, self._origins = self._arrange(read, origins, self._number)
             if self._done and self._done >= len(held):
                 raise DatasetError(
-                    f"{self._where}: window {self._number} has {len(held)} samples, but the state says that "
-                    f"{self._done} of them were read: the data have changed since the state was saved"
+                    f"{self._where}: window {self._number} must have more than the {self._done} samples that the saved "
+                    f"run read of it, got {len(held)}. Use the data of that run"
                 )
             if held or len(read) < self._window or self._limit is None:
                 self._held = held

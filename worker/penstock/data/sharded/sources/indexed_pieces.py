@@ -18,7 +18,7 @@ import numpy as np
 from penstock.data.loading.keyed_random import Seeds, seed_generators, seeds_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import ShardedOrder
-from penstock.data.sharded.protocol import Token
+from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.sources.pieces import Pieces
 from penstock.data.sharded.sources.randomness import OwnGenerators
 from penstock.proto.errors import StateCorruptError
@@ -97,7 +97,7 @@ class RangeCursor(Iterator[Any]):
         begin: int,
         end: int,
         ahead: int,
-        token: Token,
+        saved: SavedPosition,
         key: int | None = None,
     ):
         """
@@ -106,13 +106,13 @@ class RangeCursor(Iterator[Any]):
             ahead: number of upcoming positions whose parts are prefetched.
             key: key from which random generators are seeded for each record; None: the generators are left alone.
         """
-        if token is not None and (type(token) is not int or not 0 <= token <= end - begin):
+        if saved is not None and (type(saved) is not int or not 0 <= saved <= end - begin):
             raise StateCorruptError(
-                f"the saved position in a shard of {end - begin} records is damaged: {token!r:.200}. Load an "
+                f"the saved position in a shard of {end - begin} records is damaged: {saved!r:.200}. Load an "
                 "older state"
             )
         self._parts, self._order, self._epoch, self._ahead = parts, order, epoch, ahead
-        self._begin, self._end, self._at = begin, end, begin + (token or 0)
+        self._begin, self._end, self._at = begin, end, begin + (saved or 0)
         self._found: list[tuple[int, int]] = []
         self._found_from = begin
         self._key, self._seeds = key, list[Seeds]()
@@ -150,7 +150,7 @@ class RangeCursor(Iterator[Any]):
         self._at += count
         return count
 
-    def token(self) -> Token:
+    def saved_position(self) -> SavedPosition:
         return self._at - self._begin
 
     def close(self) -> None:

@@ -132,7 +132,7 @@ class _Lines(Iterator[Any]):
         if type(state) is not int or not 0 <= state <= self._of.size:
             raise DatasetError(
                 f"{self._of.path}: the saved position must be a byte offset from 0 to {self._of.size}, got "
-                f"{state!r:.100}"
+                f"{state!r:.100}. Load an older state"
             )
         self._file.seek(state)
         self._at = state

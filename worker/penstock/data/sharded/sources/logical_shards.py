@@ -17,7 +17,7 @@ import xxhash
 from penstock.data.arguments import at_least_one
 from penstock.data.loading.streaming_loader import BLOCK
 from penstock.data.ordering.sharded_order import ShardedOrder
-from penstock.data.sharded.protocol import Cursor, Place, Token
+from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition
 from penstock.data.sharded.sources.indexed_pieces import PieceParts, RangeCursor, shard_range
 from penstock.data.sharded.sources.lines import LineFile, cut_files
 from penstock.data.sharded.sources.pieces import Pieces
@@ -140,17 +140,24 @@ class LogicalShards:
         bounds = [shard_range(self._parts.records, self._shards, shard) for shard in range(self._shards)]
         return [end - begin for begin, end in bounds]
 
-    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+    def open(
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
+    ) -> Cursor:
         if not 0 <= shard < self._shards:
             raise InvalidArgumentError(f"shard must be at least 0 and below {self._shards}, got {shard}")
         if self._parts is None:
             run, seed_of = self._runs.run(shard, epoch, seed), self._runs.seeds(epoch, seed)
-            return RunCursor(self._runs, run, seed_of, token)
+            return RunCursor(self._runs, run, seed_of, saved)
         begin, end = shard_range(self._parts.records, self._shards, shard)
         order = self._order(seed) if self._parts.records else None
         ahead = 2 * min(self._block or end - begin, max(1, end - begin))
         key = derive_seed(seed, "record") if self._own_random else None
-        return RangeCursor(self._parts, order, epoch, begin, end, ahead, token, key)
+        return RangeCursor(self._parts, order, epoch, begin, end, ahead, saved, key)
 
     def _order(self, seed: int) -> ShardedOrder:
         key = derive_seed(seed, "LogicalShards") if self._shuffle else 0

@@ -4,7 +4,7 @@ reading it again.
 A user's function may return a dataset or loader with `state_dict` and `load_state_dict`, a graph of torchdata.nodes, or
 a generator without any state. For all of them a position is saved in the same way:
 
-    a token = the newest snapshot before the position, if there is one, and the number of samples since
+    a saved position = the newest snapshot before the position, if there is one, and the number of samples since
 
 To resume, the iterable is made again, the snapshot is loaded, and the samples since the snapshot are read again and
 dropped. Without a snapshot, all samples before the position are read again. Three things make this reliable:
@@ -19,8 +19,8 @@ dropped. Without a snapshot, all samples before the position are read again. Thr
   any other order a shuffled loader yields other batches.
 
 Snapshots are taken after a number of samples or seconds, but less often if they would take more than a set share of the
-time (snapshot_cadence.py). A token is as exact with an old snapshot as with a new one. No snapshot is taken after the
-end, because there the state of some loaders already belongs to their next epoch.
+time (snapshot_cadence.py). A saved position is as exact with an old snapshot as with a new one. No snapshot is taken
+after the end, because there the state of some loaders already belongs to their next epoch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.data.sharded.protocol import Token
+from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.sources.randomness import OwnGenerators
 from penstock.data.sharded.sources.sample_digest import BEGINNING, SampleDigests
 from penstock.data.sharded.sources.sole_worker import SoleWorker
@@ -57,7 +57,7 @@ SNAPSHOT_S = 60.0
 """Default number of seconds between snapshots, so that a resume reads again for about a minute at most, even if samples
 are slow."""
 NUMBER_LIMIT = 1 << 62
-"""Exclusive upper bound of every number in a token (saved position)."""
+"""Exclusive upper bound of every number in a saved position."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ class StreamMark:
     iterable's state, encoded; "rng" is the state of the random generators, or None if no number was drawn since they
     were seeded."""
 
-    def token(self) -> Token:
+    def saved_position(self) -> SavedPosition:
         return {"passed": self.passed, "digest": self.digest, "snapshot": self.snapshot}
 
     @staticmethod
-    def of(token: Token, name: str) -> StreamMark:
-        """Return the position in a token. Raises StateCorruptError for an invalid token. `name`: name of the stream,
-        for the error."""
+    def of(saved: SavedPosition, name: str) -> StreamMark:
+        """Return the position in a saved position. Raises StateCorruptError for an invalid one. `name`: name of the
+        stream, for the error."""
         try:
-            mark = StreamMark(token["passed"], token["digest"], token["snapshot"])
+            mark = StreamMark(saved["passed"], saved["digest"], saved["snapshot"])
             numbers = [(mark.passed, mark.digest)]
             if mark.snapshot is not None:
                 own = mark.snapshot
@@ -107,15 +107,15 @@ class StreamMark:
         return mark
 
 
-def without_snapshots(token: Token) -> Token:
-    """Return a source's token without the snapshots of its streams. The snapshots of a position differ between runs, so
-    only tokens without snapshots are equal for equal positions. A stream that resumes from such a token is read from
-    its beginning."""
-    if isinstance(token, Mapping):
-        if token.keys() >= StreamMark().token().keys():
-            return {**token, "snapshot": None}
-        return {name: without_snapshots(value) for name, value in token.items()}
-    return [without_snapshots(value) for value in token] if isinstance(token, list) else token
+def without_snapshots(saved: SavedPosition) -> SavedPosition:
+    """Return a source's saved position without the snapshots of its streams. The snapshots of a position differ between
+    runs, so only without them are saved positions equal for equal positions. A stream that resumes from such a saved
+    position is read from its beginning."""
+    if isinstance(saved, Mapping):
+        if saved.keys() >= StreamMark().saved_position().keys():
+            return {**saved, "snapshot": None}
+        return {name: without_snapshots(value) for name, value in saved.items()}
+    return [without_snapshots(value) for value in saved] if isinstance(saved, list) else saved
 
 
 class _OtherSamplesError(Exception):
@@ -194,8 +194,8 @@ class OpaqueStream(Iterator[Any]):
         number of skipped samples."""
         return sum(1 for _ in zip(range(count), self, strict=False))
 
-    def token(self) -> Token:
-        return self._mark().token()
+    def saved_position(self) -> SavedPosition:
+        return self._mark().saved_position()
 
     def park(self) -> None:
         """Close the stream temporarily, so that others can be opened, after taking a snapshot, so that little has to be

@@ -283,7 +283,9 @@ class Pieces:
 
     def _check_length(self, number: int, length: int, given: int) -> None:
         if length != given:
-            raise DatasetError(f"{self.name(number)} must have {given} records, as counts says, got {length}")
+            raise DatasetError(
+                f"{self.name(number)} must have {given} records, as counts says, got {length}. Correct counts"
+            )
 
     def _one_each(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
         if not isinstance(values, Iterable) or isinstance(values, str):

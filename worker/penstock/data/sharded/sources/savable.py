@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.data.arguments import at_least_one
-from penstock.data.sharded.protocol import Place, Token
+from penstock.data.sharded.protocol import PositionOf, SavedPosition
 from penstock.data.sharded.sources.gc_schedule import GarbageCollection
 from penstock.data.sharded.sources.opaque import SNAPSHOT_EVERY, SNAPSHOT_S, OpaqueStream, StreamMark
 from penstock.data.sharded.sources.sample_digest import BEGINNING, SampleDigests
@@ -114,7 +114,12 @@ class Savable:
         return None
 
     def open(
-        self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None
+        self,
+        shard: int,
+        epoch: int,
+        seed: int,
+        saved: SavedPosition | None = None,
+        position_of: PositionOf | None = None,
     ) -> _Cursor:
         if not 0 <= shard < self._shards:
             raise InvalidArgumentError(f"shard must be at least 0 and below {self._shards}, got {shard}")
@@ -124,17 +129,17 @@ class Savable:
             name,
             digests=self._digests,
             seed=derive_seed(seed, "Savable", shard, epoch) if self._own_random else None,
-            mark=None if token is None else self._mark(token, name),
+            mark=None if saved is None else self._mark(saved, name),
             snapshot_every=self._every,
             snapshot_s=self._seconds,
         )
         return _Cursor(stream, name, self._rows, None if self._collect is None else GarbageCollection(self._collect))
 
-    def _mark(self, token: Token, name: str) -> StreamMark:
-        """Return the position that a token contains, converted to batches of this source's `batch_rows`. `name`: name
-        of the stream, for errors."""
-        mark = StreamMark.of(token, name)
-        rows = token.get("rows")
+    def _mark(self, saved: SavedPosition, name: str) -> StreamMark:
+        """Return the position that a saved position contains, converted to batches of this source's `batch_rows`.
+        `name`: name of the stream, for errors."""
+        mark = StreamMark.of(saved, name)
+        rows = saved.get("rows")
         if rows == self._rows:
             return mark
         if type(rows) is not int or rows < 1 or self._rows is None:
@@ -142,8 +147,9 @@ class Savable:
                 raise StateCorruptError(
                     f"the saved position of {name} is damaged: batch_rows is {rows!r}. Load an older state"
                 )
+            divisor = "" if rows is None else ", or a divisor of it"
             raise StateMismatchError(
-                f"{name}: batch_rows must be {rows}, as in the saved state, or a divisor of it, got {self._rows}"
+                f"{name}: batch_rows must be {rows}, as in the saved state{divisor}, got {self._rows}"
             )
         if rows % self._rows:
             raise StateMismatchError(
@@ -181,8 +187,8 @@ class _Cursor:
     def skip(self, count: int) -> int:
         return sum(1 for _ in zip(range(count), self, strict=False))
 
-    def token(self) -> Token:
-        return {**self._stream.token(), "rows": self._rows}
+    def saved_position(self) -> SavedPosition:
+        return {**self._stream.saved_position(), "rows": self._rows}
 
     def close(self) -> None:
         self._stream.close()

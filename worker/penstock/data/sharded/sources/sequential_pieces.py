@@ -9,8 +9,8 @@ without it.)
 While a piece is read, the random generators of the process have states of this piece, seeded by (seed, epoch, piece).
 So the piece's code draws the same numbers in any shard and worker, and independently of other code.
 
-A cursor's token contains the present piece, the number of the piece's records that were read, and the position from
-which the piece is resumed (StreamMark in opaque.py). A piece that is closed so that others can be opened (see
+A cursor's saved position contains the present piece, the number of the piece's records that were read, and the position
+from which the piece is resumed (StreamMark in opaque.py). A piece that is closed so that others can be opened (see
 OpenPieces) is resumed in the same way.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data.ordering.permutation import Ints, permuted
-from penstock.data.sharded.protocol import Token
+from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.sources.opaque import OpaqueStream, StreamMark
 from penstock.data.sharded.sources.pieces import Pieces
 from penstock.data.sharded.sources.sample_digest import SampleDigests
@@ -96,7 +96,7 @@ class SequentialPieces:
 
     def run(self, shard: int, epoch: int, seed: int) -> list[int]:
         """Return the numbers of a shard's pieces in the order in which they are read. Pieces that are known to be empty
-        are left out, because a position before and after an empty piece would have two tokens."""
+        are left out, because a position before and after an empty piece would be saved in two ways."""
         own: list[int] = self._of(epoch)[shard].tolist()
         run = _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
         return run if self.pieces.counts is None else [n for n in run if self.pieces.counts[n]]
@@ -124,13 +124,13 @@ class RunCursor(Iterator[Any]):
     """Cursor of a shard that reads its pieces one after the other."""
 
     def __init__(
-        self, runs: SequentialPieces, run: list[int], seed_of: Callable[[int], int | None], token: Token
+        self, runs: SequentialPieces, run: list[int], seed_of: Callable[[int], int | None], saved: SavedPosition
     ) -> None:
         self._runs, self._pieces, self._run, self._seed_of = runs, runs.pieces, run, seed_of
         self._turn = 0
         self._stream = self._new(None) if run else None
-        if token is not None:
-            self._go(token)
+        if saved is not None:
+            self._go(saved)
 
     def __next__(self) -> Any:
         while self._stream is not None:
@@ -166,13 +166,13 @@ class RunCursor(Iterator[Any]):
                 self._move_on()
         return count - left
 
-    def token(self) -> Token:
+    def saved_position(self) -> SavedPosition:
         if self._stream is None:
             return {"turn": self._turn, "piece": None, "stream": None}
         if self._is_full(self._stream):
             following = self._turn + 1
             return {"turn": following, "piece": self._piece(following), "stream": None}
-        stream = self._stream.token() if self._stream.passed else None
+        stream = self._stream.saved_position() if self._stream.passed else None
         return {"turn": self._turn, "piece": self._piece(self._turn), "stream": stream}
 
     def close(self) -> None:
@@ -236,24 +236,26 @@ class RunCursor(Iterator[Any]):
         """Raise DatasetError if the stream of a piece has more records than the piece's count."""
         count = self._count()
         if stream.passed != count or (stream.is_open and stream.skip(1)):
-            raise DatasetError(f"{self._name} must have {count} records, as counts says, got more")
+            raise DatasetError(f"{self._name} must have {count} records, as counts says, got more. Correct counts")
 
     def _check_end(self, stream: OpaqueStream) -> None:
         count = self._count()
         if count is not None and stream.passed != count:
-            raise DatasetError(f"{self._name} must have {count} records, as counts says, got {stream.passed}")
+            raise DatasetError(
+                f"{self._name} must have {count} records, as counts says, got {stream.passed}. Correct counts"
+            )
 
-    # ---- tokens
+    # ---- saved positions
 
     def _piece(self, turn: int) -> int | None:
         return self._run[turn] if turn < len(self._run) else None
 
-    def _go(self, token: Token) -> None:
+    def _go(self, saved: SavedPosition) -> None:
         try:
-            turn, piece, stream = token["turn"], token["piece"], token["stream"]
+            turn, piece, stream = saved["turn"], saved["piece"], saved["stream"]
         except (KeyError, TypeError) as error:
             raise StateCorruptError(
-                f"the saved position in a shard of pieces is damaged: {token!r:.200}. Load an older state"
+                f"the saved position in a shard of pieces is damaged: {saved!r:.200}. Load an older state"
             ) from error
         if type(turn) is not int or not 0 <= turn <= len(self._run) or piece != self._piece(turn):
             raise StateCorruptError(

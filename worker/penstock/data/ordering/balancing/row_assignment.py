@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from penstock.data.ordering.permutation import Ints
 
-__all__ = ["cost_ratio", "deal_in_turn", "deal_to_boxes", "deal_to_steps"]
+__all__ = ["assign_in_turn", "assign_to_boxes", "assign_to_steps", "cost_ratio"]
 
 SMALLEST_RUN = 16
 """Smallest number of rows, consecutive in the order of cost, that go to the same step."""
@@ -26,7 +26,7 @@ _SCALE, _BITS = 1 << 44, 17
 """Sum of all costs as integers, and number of low bits for a bin's number: both together fit into a machine word."""
 
 
-def deal_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
+def assign_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
     """Return the rows of each step, in ascending order: equal numbers of rows, and about equal sums of cost.
 
     Rows that are consecutive in the order of cost stay together in runs of at least SMALLEST_RUN, or longer if a row
@@ -42,10 +42,10 @@ def deal_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
     best, least = None, 2.0
     for run in _runs(rows):
         runs = by_cost.reshape(-1, run)
-        dealt = [runs[chosen].ravel() for chosen in _dealt(units[runs].sum(axis=1), [rows // run] * steps)]
-        worst = max(int(units[step].max()) / max(1, int(units[step].sum())) for step in dealt)
+        assigned = [runs[chosen].ravel() for chosen in _assigned(units[runs].sum(axis=1), [rows // run] * steps)]
+        worst = max(int(units[step].max()) / max(1, int(units[step].sum())) for step in assigned)
         if worst < least:
-            best, least = dealt, worst
+            best, least = assigned, worst
         if worst <= 1 / SHARES:
             break
     assert best is not None
@@ -54,7 +54,7 @@ def deal_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
     return [np.sort(step) for step in best]
 
 
-def deal_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> list[Ints]:
+def assign_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> list[Ints]:
     """Return the rows of each box, in ascending order: the same numbers of rows as without balance, and about equal
     sums of cost.
 
@@ -64,25 +64,25 @@ def deal_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> list
     """
     room = [len(range(box, len(costs), boxes)) for box in range(boxes)]
     shift = turn % boxes
-    dealt = _dealt(_units(costs), room[shift:] + room[:shift])
-    return [np.sort(rows) for rows in dealt[boxes - shift :] + dealt[: boxes - shift]]
+    assigned = _assigned(_units(costs), room[shift:] + room[:shift])
+    return [np.sort(rows) for rows in assigned[boxes - shift :] + assigned[: boxes - shift]]
 
 
-def deal_in_turn(rows: int, boxes: int) -> list[Ints]:
+def assign_in_turn(rows: int, boxes: int) -> list[Ints]:
     """Return the rows of each box without balance: every `boxes`-th row, from the box's number on."""
     return [np.arange(box, rows, boxes) for box in range(boxes)]
 
 
-def cost_ratio(costs: npt.NDArray[np.float64], dealt: Sequence[Ints]) -> float:
+def cost_ratio(costs: npt.NDArray[np.float64], assigned: Sequence[Ints]) -> float:
     """Return the cost of the most expensive box of a step, divided by the mean of all boxes; 1 for a step that costs
     nothing.
 
     Args:
         costs: costs of the step's rows.
-        dealt: rows of each box.
+        assigned: rows of each box.
     """
     relative = costs / max(float(costs.max(initial=0)), np.finfo(float).tiny)  # sums of any costs are finite
-    sums = np.array([relative[rows].sum() for rows in dealt])
+    sums = np.array([relative[rows].sum() for rows in assigned])
     return float(sums.max() / sums.mean()) if sums.any() else 1.0
 
 
@@ -103,20 +103,20 @@ def _units(costs: npt.NDArray[np.float64]) -> Ints:
     return units
 
 
-def _dealt(units: Ints, room: Sequence[int]) -> list[Ints]:
+def _assigned(units: Ints, room: Sequence[int]) -> list[Ints]:
     """Return the indexes of the costs that each bin gets: longest processing time first, `room[bin]` of them."""
     by_cost = np.argsort(-units, kind="stable")
     # heap of sum << _BITS | bin: the smallest sum comes first
     heap = [number for number, places in enumerate(room) if places]
-    left, mask, dealt = list(room), (1 << _BITS) - 1, []
+    left, mask, assigned = list(room), (1 << _BITS) - 1, []
     for cost in (units[by_cost] << _BITS).tolist():
         top = heap[0]
         number = top & mask
-        dealt.append(number)
+        assigned.append(number)
         left[number] -= 1
         if left[number]:
             heapreplace(heap, top + cost)
         else:
             heappop(heap)
-    by_bin = by_cost[np.argsort(dealt, kind="stable")]
+    by_bin = by_cost[np.argsort(assigned, kind="stable")]
     return np.split(by_bin, np.cumsum(room)[:-1])

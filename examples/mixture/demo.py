@@ -1,0 +1,158 @@
+"""`make demo-mixture`: kill a training, change its mixture of sources, and resume it on another topology.
+
+    (a) uninterrupted, on 2 boxes with 2 workers each, with all weights in its code (b) with the first weights only,
+    saved and killed (c) resumed from there with the other weights, on 1 box with 3 workers
+
+Then rows, losses and counts are compared: (b) and (c) together must equal (a). The exit status is 1 if they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from demo_cluster import Cluster, DemoError, Step, read_log, saved
+from mixture.data import SOURCES, WEIGHTS
+from mixture.train import GLOBAL_BATCH
+
+STEPS, SAVE_AT, KILL_AT, CHANGE_AT = 120, 40, 50, 60
+CHANGED = {"code": 0.2, "help": 0.4, "licences": 0.4}
+"""Weights from step CHANGE_AT on."""
+WINDOW = 10
+"""Steps of a point of the picture's shares."""
+APART = 1e-2
+"""Largest difference of two losses in nats: with another number of boxes sums have another order."""
+
+
+class Demo(Cluster):
+    """Cluster with the runs that are compared."""
+
+    def run(self, name: str, title: str, boxes: int, workers: int, *, changed: bool, kill: bool = False) -> None:
+        """Run train.py to the end, or until every box has logged step KILL_AT."""
+        command = ["mixture.train", "--steps", str(STEPS), "--checkpoint-every", str(SAVE_AT)]
+        command += ["--out", str(self.out / name)]
+        if changed:
+            command += ["--then", f"{CHANGE_AT}:" + ",".join(f"{source}={CHANGED[source]}" for source in SOURCES)]
+
+        def reached() -> bool:
+            logs = [read_log(self.out / name / f"box{box}.jsonl") for box in range(boxes)]
+            return all(log and log[-1]["step"] >= KILL_AT for log in logs)
+
+        env, kill_when = {"PENSTOCK_JOB": name}, reached if kill else None
+        self.train(name, title, command, boxes=boxes, workers=workers, env=env, kill_when=kill_when)
+
+
+class Run:
+    """Log of a run, all boxes together."""
+
+    def __init__(self, folder: Path, boxes: int, until: int = STEPS) -> None:
+        logs = [read_log(folder / f"box{box}.jsonl")[:until] for box in range(boxes)]
+        self._steps: list[tuple[Step, ...]] = list(zip(*logs, strict=True))
+
+    @property
+    def rows(self) -> list[Counter[str]]:
+        """Rows of each step. Their order depends on the number of boxes."""
+        return [Counter(row for line in lines for row in line["rows"]) for lines in self._steps]
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each step, which is the same on all boxes."""
+        return [lines[0]["loss"] for lines in self._steps]
+
+    def counts(self, source: str) -> list[list[int]]:
+        """[samples, tokens] of a source up to each step."""
+        found = [[line["counts"].get(source, [0, 0]) for line in lines] for lines in self._steps]
+        return [[sum(counts) for counts in zip(*boxes, strict=True)] for boxes in found]
+
+
+def check(a: Run, b: Run, c: Run) -> list[tuple[str, bool]]:
+    """Return claims, and whether each holds."""
+    losses = b.losses + c.losses
+    apart = max(abs(one - other) for one, other in zip(a.losses, losses, strict=False))
+    counts = all(b.counts(source) + c.counts(source) == a.counts(source) for source in SOURCES)
+    lines = sum(a.counts(source)[-1][0] for source in SOURCES)
+    steps = f"{len(b.rows)} and {len(c.rows)} steps"
+    return [
+        (f"(b) and (c), {steps}, have the {lines:,} rows of (a), each at its step", b.rows + c.rows == a.rows),
+        ("they have the counts of (a) at each step, by source, in lines and in tokens", counts),
+        (f"their losses are at most {apart:.1e} apart", len(losses) == STEPS and apart < APART),
+    ]
+
+
+# ---- output
+
+
+def shares_table(a: Run) -> str:
+    """Return the shares wanted and delivered, before and after the change."""
+    rows = [f"{'steps':10}" + "".join(f"{source:>22}" for source in SOURCES)]
+    for first, last, weights in ((0, CHANGE_AT, WEIGHTS[0]), (CHANGE_AT, STEPS, CHANGED)):
+        row = f"{f'{first + 1}-{last}':10}"
+        for source in SOURCES:
+            counts = [0, *(samples for samples, _ in a.counts(source))]
+            delivered = (counts[last] - counts[first]) / ((last - first) * GLOBAL_BATCH)
+            row += f"{f'{delivered:.4f} of {weights[source]:.4f}':>22}"
+        rows.append(row)
+    return "\n".join(rows)
+
+
+def plot(a: Run, c: Run, path: Path) -> str:
+    """Draw the shares and the losses as PNG; return a line about it."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no picture: matplotlib is not installed (pip install 'penstock[demo]')"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (shares, losses) = pyplot.subplots(2, figsize=(8, 7), layout="constrained", sharex=True)
+    ends = range(WINDOW, STEPS + 1, WINDOW)
+    for source in SOURCES:
+        counts = [0, *(samples for samples, _ in a.counts(source))]
+        delivered = [(counts[end] - counts[end - WINDOW]) / (WINDOW * GLOBAL_BATCH) for end in ends]
+        (line,) = shares.plot([end - WINDOW / 2 for end in ends], delivered, "o", label=source)
+        wanted = [WEIGHTS[0][source], CHANGED[source]]
+        shares.stairs(wanted, [0, CHANGE_AT, STEPS], baseline=None, color=line.get_color())
+    shares.set(ylabel="share of the lines", title="The mixture: wanted (lines) and delivered (dots)")
+    losses.plot(range(1, STEPS + 1), a.losses, lw=4, alpha=0.4, label="(a) uninterrupted, 2 boxes with 2 workers each")
+    losses.plot(range(SAVE_AT + 1, STEPS + 1), c.losses, lw=1, label="(c) killed and resumed, 1 box with 3 workers")
+    losses.axvline(SAVE_AT + 0.5, color="gray", linestyle=":", label=f"checkpoint of step {SAVE_AT}")
+    losses.set(xlabel="step", ylabel="loss (nats a byte)")
+    shares.legend(), losses.legend()
+    figure.savefig(path, dpi=120)
+    return f"shares and losses: {os.path.relpath(path)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Change a mixture in mid-run, kill, resume and compare.")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder, emptied first")
+    out: Path = parser.parse_args().out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    began = time.monotonic()
+    demo = Demo(out)
+    try:
+        with demo.daemons("mixture", slots=3):
+            demo.run("a", "(a) uninterrupted, 2 boxes with 2 workers each", 2, 2, changed=True)
+            demo.run("b", "(b) until it is killed", 2, 2, changed=False, kill=True)
+            checkpoint = saved(out / "b" / "checkpoints", SAVE_AT)
+            shutil.copytree(checkpoint, out / "c" / "checkpoints" / checkpoint.name)
+            demo.run("c", f"(c) resumed after step {SAVE_AT}, other weights, 1 box with 3 workers", 1, 3, changed=True)
+    except DemoError as error:
+        print(f"demo failed: {error}", file=sys.stderr)
+        return 1
+    a, b, c = Run(out / "a", 2), Run(out / "b", 2, until=SAVE_AT), Run(out / "c", 1)
+    print(f"\n{shares_table(a)}\nloss {a.losses[0]:.3f} -> {a.losses[-1]:.3f}; {plot(a, c, out / 'mixture.png')}\n")
+    claims = check(a, b, c)
+    for claim, holds in claims:
+        print(f"{'ok    ' if holds else 'FAILED'} {claim}")
+    print(f"{time.monotonic() - began:.0f} s")
+    return 0 if all(holds for _, holds in claims) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
