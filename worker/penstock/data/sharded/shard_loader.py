@@ -343,7 +343,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._check_order(aggregated, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(
-                "the state must be one that aggregate_state_dict returned, got that of one worker: merge all first"
+                "the state must come from aggregate_state_dict, got the state of one worker. Aggregate all states"
             )
         return {**self._part(aggregated).state(self._order), **self._counts_part(aggregated), **self._listed()}
 
