@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 # Environments of what Penstock is compared with, one folder each; `make bench PEERS=DIR` takes others.
 PEERS ?= .peers
-PEER_NAMES := litdata ray streaming tf torchdata
+PEER_NAMES := litdata ray readers streaming tf torchdata
 BENCH_ARGS ?=
 # Of `make chaos` and `make simulate`: the seed of the first run, or of the one to look at, and how many there are.
 SEED ?=
@@ -49,7 +49,7 @@ $(BIN)/python -m grpc_tools.protoc \
 endef
 
 .PHONY: help setup lock dist proto proto-check proto-baseline manifests lint format format-check types docs collect pytest slow test simulate chaos fuzz demo
-.PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers gpu storm peers pythons clean
+.PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers bench-readers gpu storm peers pythons clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -182,7 +182,7 @@ demo: $(STAMP) ## train a small model through Penstock on this machine
 demo-streaming: $(STAMP) ## train from shards on an HTTP server, and resume on other boxes and workers
 	PYTHONPATH=examples $(BIN)/python -m streaming.demo
 
-demo-mixture: $(STAMP) ## change a mixture of three texts at a resume on another topology
+demo-mixture: $(STAMP) ## change a mixture of three texts in mid-run by command, kill, and resume on another topology
 	PYTHONPATH=examples $(BIN)/python -m mixture.demo
 
 bench: $(STAMP) ## measure the whole path beside its peers, 10 minutes; BENCH_ARGS="--quick" for a try
@@ -206,7 +206,11 @@ $(PEERS)/%/.setup-done: benchmarks/peers/requirements/%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	if grep -q '^torch==' $<; then $(@D)/bin/python -m pip install $$(grep -E '^(torch|numpy)==' $<); fi
 	$(@D)/bin/python -m pip install --requirement $<
+	if test -f $(<:.txt=.no-deps.txt); then $(@D)/bin/python -m pip install --no-deps --requirement $(<:.txt=.no-deps.txt); fi
 	touch $@
+
+bench-readers: $(PEERS)/readers/.setup-done ## read other libraries' formats beside their own readers, 20 minutes; 2 GB below PEERS
+	$(PEERS)/readers/bin/python -W ignore -m benchmarks.readers --peers $(PEERS) $(BENCH_ARGS)
 
 clean: ## remove .venv, builds and caches
 	rm -rf $(VENV) $(FUZZ_VENV) $(FRAMEWORKS_VENV) .fuzz .peers benchmarks/out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from benchmarks.streaming_data import BATCH, KINDS, TINY, Kind
 from benchmarks.streaming_quality import quality
 from benchmarks.streaming_report import BEGIN, END, FLOORS, LITDATA, MOSAIC, OURS, judge, markdown, same_values
 
-__all__ = ["Players", "Size", "figures", "main", "run"]
+__all__ = ["Players", "Size", "figures", "main", "run", "warm", "with_conditions"]
 
 ANSWER_S = 90.0
 """Deadline of one request, in seconds."""
@@ -78,14 +78,14 @@ QUICK = Size(tuple(kind.fewer(50) for kind in KINDS.values()), TINY.fewer(100), 
 class Players:
     """Available readers, each started once, and new ones for starts."""
 
-    def __init__(self, peers: Path | None, logs: Path) -> None:
-        self._peers, self._logs = peers, logs
+    def __init__(self, peers: Path | None, logs: Path, modes: Mapping[str, Mode] = MODES) -> None:
+        self._peers, self._logs, self._modes = peers, logs, modes
         self.failures: list[str] = []
         self.missing: dict[str, str] = {}
         """Reader -> reason why it is missing."""
         self.versions: dict[str, dict[str, str]] = {}
         self._players: dict[str, Player] = {}
-        for name, mode in MODES.items():
+        for name, mode in modes.items():
             if not self._python(mode).exists():
                 self.missing[name] = "no such environment; make bench-peers makes it"
                 continue
@@ -115,14 +115,14 @@ class Players:
         except PlayerGoneError as error:
             self._failed(name, request, error)
             player.kill()
-            self._players[name] = self._start(MODES[name])
+            self._players[name] = self._start(self._modes[name])
             return None
 
     def ask_fresh(self, name: str, **request: Any) -> dict[str, Any] | None:
         """Send a request to a new process that has only imported."""
         if name not in self._players:
             return None
-        player = self._start(MODES[name])
+        player = self._start(self._modes[name])
         try:
             return self._answer(name, player, {"do": "hello"}) and self._answer(name, player, request)
         except PlayerGoneError as error:
@@ -210,7 +210,7 @@ class Bench:
                         how = {"shuffle": shuffle, "shape": shape, "workers": workers}
                         span = {"at_least_s": self._size.at_least_s}
                         case = f"{kind.name}, {'shuffled' if shuffle else 'in sequence'}, {shape}"
-                        _warm(Path(self._data(kind, name)))
+                        warm(Path(self._data(kind, name)))
                         self._note(self.warm, case, name, self._players.ask(name, do="rate", **what, **how, **span))
 
     def _read_cold(self) -> None:
@@ -289,9 +289,9 @@ class Bench:
         return found
 
 
-def _warm(folder: Path) -> None:
+def warm(folder: Path) -> None:
     """Read the folder's files into the page cache, because the kernel may have evicted them between two turns."""
-    for path in filter(Path.is_file, folder.iterdir()):
+    for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb", buffering=0) as file:
             while file.read(1 << 20):
                 pass
@@ -335,14 +335,23 @@ def figures(size: Size, rounds: int, players: Players, folder: Path) -> dict[str
 
 def run(size: Size, rounds: int, peers: Path | None, command: str) -> dict[str, Any]:
     """Return all results, as written to the JSON file."""
+
+    def measured(folder: Path) -> dict[str, Any]:
+        players = Players(peers, folder)
+        try:
+            return figures(size, rounds, players, folder)
+        finally:
+            players.close()
+
+    return with_conditions(measured, command)
+
+
+def with_conditions(measured: Callable[[Path], dict[str, Any]], command: str) -> dict[str, Any]:
+    """Return the figures that a function measures in a temporary folder, and the conditions of the run."""
     load, busy = os.getloadavg()[0], busy_cores(2.0)
     used, own, started = machine_s(), cpu_s(os.getpid()), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        players = Players(peers, Path(folder))
-        try:
-            found = figures(size, rounds, players, Path(folder))
-        finally:
-            players.close()
+        found = measured(Path(folder))
     took = time.monotonic() - started
     spent = cpu_s(os.getpid()) - own  # including ended children that were waited for
     return {

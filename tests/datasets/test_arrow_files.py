@@ -112,6 +112,35 @@ def test_lists_of_numbers_are_arrays(compression: str | None, tmp_path: Path) ->
             assert value == table[name][index].as_py()
 
 
+@pytest.mark.parametrize("nulls", [False, True])
+def test_rows_read_together_are_the_same(nulls: bool, tmp_path: Path) -> None:
+    """In runs of any length, over the ends of record batches, and between rows of another order."""
+    kinds = [*((name, kind, value) for name, kind, value in COLUMNS)]
+    kinds += [(name, kind, lambda i: [0, 1]) for name, kind in LISTS if name != "flags"]
+    kinds += [("flags", pyarrow.list_(pyarrow.bool_()), lambda i: [True, None][: 1 + nulls])]
+    columns = {
+        name: pyarrow.array([None if nulls and i % 7 == 2 else value(i) for i in range(100)], kind)
+        for name, kind, value in kinds
+    }
+    reader = opened(write(tmp_path / "a.arrow", pyarrow.table(columns), rows=17))
+    alone = [reader[row] for row in range(100)]
+    draw = random.Random(2)
+    for rows in (range(100), [*range(5), 40, *range(2, 9), 99, 0], draw.sample(range(100), 100), [], [7]):
+        together = reader.get_many(rows)
+        assert plainly(together) == plainly([alone[row] for row in rows])
+        for sample, row in zip(together, rows, strict=True):
+            assert [*map(type, sample.values())] == [*map(type, alone[row].values())]
+            assert all(each.flags.writeable for each in sample.values() if isinstance(each, np.ndarray))
+
+
+def test_damage_among_rows_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.arrow", numbers(20))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"row 5", b"row \xff"))
+    with pytest.raises(ShardCorruptError, match=r"^a\.arrow: sample 5, column 'text' cannot be read: "):
+        opened(path).get_many(range(9))
+
+
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_columns_can_be_selected(compression: str | None, tmp_path: Path) -> None:
     reader = opened(write(tmp_path / "a.arrow", numbers(50), compression=compression))

@@ -246,3 +246,58 @@ def test_plain_headers_are_read_like_tarfile(tmp_path: Path, monkeypatch: pytest
     monkeypatch.undo()
     monkeypatch.setattr(tar_samples, "_any_members", lambda record: [])
     assert samples(tmp_path) == fast
+
+
+def test_times_and_owners_are_read_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """webdataset's writer gives members a time with a fraction, which needs an extended header before each."""
+    stated = {"mtime": "1700000000.25", "uname": "\u00fc", "uid": "5000000"}
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as written:
+        for row in range(6):
+            member = tarfile.TarInfo(f"{row}.txt")
+            member.size, member.pax_headers = 3, stated if row else {}
+            written.addfile(member, io.BytesIO(b"%03d" % row))
+    index_folder(tmp_path)
+    monkeypatch.setattr(tar_samples, "_any_members", lambda record: pytest.fail("tarfile must not be needed"))
+    assert [sample["txt"] for sample in samples(tmp_path)] == [f"{row:03}" for row in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("stated", "fast"),
+    [
+        (b"20 mtime=1700000.25\n", True),
+        (b"11 uname=a\n20 mtime=1700000.25\n", True),
+        (b"20 path=/another/me\n", False),
+        (b"10 size=3\n\n", False),
+        (b"21 mtime=1700000.25\n", False),
+        (b"19 mtime=1700000.25", False),
+        (b"mtime=1\n", False),
+    ],
+)
+def test_other_extended_headers_are_not(stated: bytes, fast: bool) -> None:
+    assert tar_samples._says_times_and_owners(stated) is fast
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype="<i4").reshape(2, 3),
+        np.arange(6, dtype=">f8"),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.float16(3).reshape(()),
+        np.zeros((0, 4), np.uint8),
+        np.array([(1, 2.5)], [("a", "<i2"), ("b", "<f4")]),
+        np.array(["a", "bc"]),
+    ],
+    ids=lambda array: f"{array.dtype} {array.shape}",
+)
+def test_npy_members_are_as_numpy_reads_them(array: Any) -> None:
+    file = io.BytesIO()
+    np.save(file, array)
+    for data in (file.getvalue(), file.getvalue() + b"more"):
+        found = tar_samples._array(data)
+        assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+        assert found.flags.writeable
+    np.save(file := io.BytesIO(), np.array([{}]), allow_pickle=True)
+    for data in (file.getvalue(), b"\x93NUMPY\x01\x00", b"", b"\x93NUMPY\x01\x00\x02\x00{}"):
+        with pytest.raises((ValueError, EOFError)):
+            tar_samples._array(data)

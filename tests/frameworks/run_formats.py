@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.datasets.test_format_contract import (  # noqa: F401
 )
 
 from penstock.data import LanceRows, LogicalShards, MapLoader, StreamingDataset, index_folder
+from penstock.data.formats.lance import lance_rows
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "tfrecord"
@@ -101,6 +103,29 @@ def test_lance_rows_are_read_by_number(lance_folder: Path) -> None:
             rows[wrong]
     assert LanceRows(lance_folder, columns=["text"])[509] == {"text": "row 9"}
     assert pickle.loads(pickle.dumps(rows))[7]["number"] == 7
+
+
+def test_lance_rows_in_order_are_read_ahead(lance_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from the middle, by several threads, and after a jump; a pickle leaves out what was read."""
+    rows = LanceRows(lance_folder, version=1, columns=["number"])
+    calls: list[int] = []
+    plain = LanceRows._read
+
+    def counted(self: LanceRows, numbers: list[int]) -> Any:
+        calls.append(len(numbers))
+        return plain(self, numbers)
+
+    def read(begin: int) -> list[int]:
+        return [row["number"] for row in rows[begin : begin + 7]]
+
+    monkeypatch.setattr(LanceRows, "_read", counted)
+    monkeypatch.setattr(lance_rows, "AHEAD_BYTES", 70 * 8)
+    for begin in (*range(0, 500, 7), 300, *range(100, 500, 7)):
+        assert read(begin) == list(range(begin, min(begin + 7, 500)))
+    assert calls == [7, *[70] * 7, 3, 7, 7, *[70] * 5, 43]
+    assert pickle.loads(pickle.dumps(rows))._ahead is None
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(read, range(0, 490, 7))] == [[*range(begin, begin + 7)] for begin in range(0, 490, 7)]
 
 
 def test_lance_order_holds_on_any_topology(lance_folder: Path) -> None:

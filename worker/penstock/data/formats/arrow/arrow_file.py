@@ -1,8 +1,9 @@
 """Samples of Arrow IPC files, in the file format and in the stream format: a row is a sample, a file is a shard.
 
-A row is read by itself (arrow_columns.py), so rows in any order cost the same. Files with compressed record batches, or
-with columns that are not stored row by row (dictionaries), are read by whole record batches. Such record batches are
-blocks of their shard, like the row groups of Parquet: the order keeps the samples of a block near each other, and
+A row is read by itself (arrow_columns.py), so rows in any order cost the same. Rows of a record batch that follow each
+other are read together, in half the time. Files with compressed record batches, or with columns that are not stored row
+by row (dictionaries), are read by whole record batches. Such record batches are blocks of their shard, like the row
+groups of Parquet: the order keeps the samples of a block near each other, and
 decoded blocks share one memory limit per process (decoded_blocks.py).
 
 Hugging Face datasets maps its files into memory; this reader does not, because a mapped file that is truncated kills
@@ -15,7 +16,7 @@ import bisect
 import importlib
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +46,10 @@ __all__ = ["ArrowReader", "check_arrow", "check_same_columns", "index_arrow", "o
 
 KEPT_LAYOUTS = 256
 """Largest number of record batches whose layouts are kept in memory."""
+LARGE = 16 << 10
+"""Mean size of a row in bytes from which rows are read one by one, because reading them together copies them twice."""
+TOGETHER = 4
+"""Smallest number of rows that are read together; fewer are read faster one by one."""
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
@@ -187,6 +192,8 @@ class ArrowReader:
         """Readers of single rows of each column; None if record batches are read as a whole."""
         self._columns: list[str] = self._file.names
         """Names of the columns that samples have."""
+        self._bounds = frozenset(self._file.begins)
+        """First row of each record batch."""
         self._layouts: dict[int, Batch] = {}
         self._whole: dict[int, Whole] = {}
         """Columns of the record batches that are in memory."""
@@ -234,8 +241,34 @@ class ArrowReader:
             ) from error
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these numbers."""
-        return [self[row] for row in rows]
+        """Return the samples with these numbers. Rows that follow each other in a record batch are read together."""
+        if self._plans is None:
+            return [self[row] for row in rows]
+        found: list[dict[str, Any]] = []
+        for begin, end in _runs(rows, self._bounds):
+            found += self._together(begin, end) or [self[row] for row in range(begin, end)]
+        return found
+
+    def _together(self, begin: int, end: int) -> list[dict[str, Any]]:
+        """Return the samples of rows that follow each other in a record batch; none if they are few, or if one cannot
+        be read, because `__getitem__` names the sample and the column in its error."""
+        if end - begin < TOGETHER or begin < 0 or self._plans is None:
+            return []
+        number = bisect.bisect_right(self._file.begins, begin) - 1
+        first, rows, arrow = begin - self._file.begins[number], range(end - begin), _pyarrow()
+        try:
+            batch = self._layouts.get(number) or self._laid_out(number)
+            if batch.body_size > LARGE * batch.layout.rows:
+                return []
+            columns = []
+            for _, plan in self._plans:
+                array = plan.array(batch, first, first + len(rows))
+                array.validate(full=True)
+                columns.append(column_of(arrow.chunked_array([array])).many(rows))
+        except Exception:
+            return []
+        names = [name for name, _ in self._plans]
+        return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def select(self, columns: Sequence[str]) -> None:
         """Read only these columns from now on. Raises DatasetError if the file lacks one of these columns."""
@@ -292,6 +325,15 @@ class ArrowReader:
         self._whole[number] = columns
         MEMORY.add(self._owner, number, batch.nbytes)
         return columns
+
+
+def _runs(rows: Sequence[int], bounds: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first, end) of each run of rows that follow each other and lie in one record batch."""
+    at = 0
+    for number in range(1, len(rows) + 1):
+        if number == len(rows) or rows[number] != rows[number - 1] + 1 or rows[number] in bounds:
+            yield rows[at], rows[number - 1] + 1
+            at = number
 
 
 def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrowReader:

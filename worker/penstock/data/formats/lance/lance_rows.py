@@ -4,7 +4,8 @@ The library finds, fetches and caches the files of a Lance dataset, also from ob
 dataset, and not a StreamingDataset of shards. LanceRows reads one version of the data: rows that are appended or
 deleted while a job runs, or before it resumes, change no row's number.
 
-A call of the library takes some 0.2 ms, for one row or for many, so read rows by batches (`__getitems__`).
+A call of the library takes some 0.2 ms, for one row or for many, so read rows by batches (`__getitems__`). Calls that
+go through the rows in order read some MiB of them ahead.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
 __all__ = ["LanceRows"]
+
+AHEAD_BYTES = 2 << 20
+"""Size of the rows that are read at a time where calls go through them in order. Rows of 1 KiB take a seventh of the
+time that they take 32 at a time; with rows of 64 KiB larger reads were slower."""
 
 
 class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -58,6 +63,10 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
         self.uri = os.fspath(uri)
         self._options = None if storage_options is None else dict(storage_options)
         self._opened: tuple[int, Any] | None = None
+        self._ahead: tuple[int, Any] | None = None
+        """Number of the first row of a table that was read ahead, and the table."""
+        self._next, self._row_bytes = -1, AHEAD_BYTES
+        """Row after those of the last call in order, and the mean size of a row in bytes."""
         self._version = version
         dataset = self._dataset()
         self.version = self._version = int(dataset.version)
@@ -96,6 +105,30 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
     def _taken(self, numbers: list[int]) -> list[dict[str, Any]]:
         if not numbers:
             return []
+        first, count, begin = numbers[0], len(numbers), 0
+        if numbers == list(range(first, first + count)):
+            table, begin = self._in_order(first, count)
+        else:
+            table = self._read(numbers)
+        rows = range(begin, begin + count)
+        values = [column_of(column).many(rows) for column in table.columns]
+        return [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
+
+    def _in_order(self, first: int, count: int) -> tuple[Any, int]:
+        """Return a table that has rows which follow each other, and the place of the first one in it. Rows that follow
+        those of the call before are read with more of the next ones. Threads may do so at the same time, because each
+        uses the table that it has read or found."""
+        ahead, follows, self._next = self._ahead, self._next == first, first + count
+        if ahead is not None and ahead[0] <= first and first + count <= ahead[0] + ahead[1].num_rows:
+            return ahead[1], first - ahead[0]
+        span = max(1, AHEAD_BYTES // self._row_bytes // count) * count if follows else count
+        table = self._read(list(range(first, min(first + span, self._rows))))
+        self._row_bytes = max(1, table.nbytes // table.num_rows)
+        self._ahead = (first, table) if span > count else None
+        return table, 0
+
+    def _read(self, numbers: list[int]) -> Any:
+        """Return the table of some rows."""
         dataset = self._dataset()
         table = self._called(lambda: dataset.take(numbers, columns=self.columns), f"rows {numbers[:5]}")
         if table.num_rows != len(numbers):
@@ -103,8 +136,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
                 f"{self.uri}: the library must return {len(numbers)} rows, got {table.num_rows}. Check that the "
                 "dataset's files are complete"
             )
-        values = [column_of(column).many(range(len(numbers))) for column in table.columns]
-        return [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
+        return table
 
     def _dataset(self) -> Any:
         """Return the open dataset of this process."""
@@ -147,4 +179,4 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
         return digest.hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
+        return {**self.__dict__, "_opened": None, "_ahead": None}

@@ -1,0 +1,53 @@
+"""Pairs of readers that are compared: another library on its own format, and Penstock on the same files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.modes import Mode
+from benchmarks.streaming_report import OURS
+
+__all__ = ["ENVIRONMENT", "ORDERS", "PAIRS", "Pair"]
+
+ORDERS: Mapping[str, bool] = {"in sequence": False, "shuffled": True}
+"""Order of an epoch -> whether it is shuffled."""
+
+ENVIRONMENT = "readers"
+"""Environment that has all libraries and Penstock, below the folder of the peers."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    peer: str
+    format: str
+    module: str
+    """Module in this folder."""
+    theirs: str = "Theirs"
+    ours: str = "Ours"
+    orders: Sequence[str] = tuple(ORDERS)
+
+    @property
+    def name(self) -> str:
+        return f"{self.peer} ({self.format})"
+
+    @property
+    def modes(self) -> dict[str, Mode]:
+        """Return the two players; the other library's is the first, because it writes the files."""
+        classes = {self.peer: self.theirs, OURS: self.ours}
+        return {
+            name: Mode(name, ("benchmarks.readers.player", self.module, chosen), ENVIRONMENT)
+            for name, chosen in classes.items()
+        }
+
+
+PAIRS = (
+    Pair("mosaicml-streaming", "MDS", "mds"),
+    Pair("litdata", "its own; Penstock: MDS", "litdata"),
+    Pair("Lance", "Lance", "lance"),
+    Pair("datasets, buffer", "Arrow", "huggingface", "TheirsSaved", "OursSaved"),
+    Pair("datasets, exact", "Arrow", "huggingface", "TheirsSavedExact", "OursSaved", ("shuffled",)),
+    Pair("datasets, buffer", "Parquet", "huggingface", "TheirsParquet", "OursParquet"),
+    Pair("webdataset", "tar", "webdataset"),
+    Pair("Grain", "ArrayRecord", "array_record"),
+)
