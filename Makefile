@@ -182,7 +182,7 @@ demo: $(STAMP) ## train a small model through Penstock on this machine
 demo-streaming: $(STAMP) ## train from shards on an HTTP server, and resume on other boxes and workers
 	PYTHONPATH=examples $(BIN)/python -m streaming.demo
 
-demo-mixture: $(STAMP) ## change a mixture of three texts at a resume on another topology
+demo-mixture: $(STAMP) ## change a mixture of three texts in mid-run by command, kill, and resume on another topology
 	PYTHONPATH=examples $(BIN)/python -m mixture.demo
 
 bench: $(STAMP) ## measure the whole path beside its peers, 10 minutes; BENCH_ARGS="--quick" for a try

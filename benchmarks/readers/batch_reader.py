@@ -37,7 +37,7 @@ class BatchReader(Reader):
 class Ours(BatchReader):
     """Penstock's StreamingLoader with every default. Subclasses index what the other library wrote in `write`."""
 
-    packages = ("torch", "numpy")
+    packages: tuple[str, ...] = ("torch", "numpy")
 
     def batches(self, kind: str, folder: str, *, shuffle: bool, workers: int, remote: str = "") -> Iterable[Any]:
         return StreamingLoader(StreamingDataset(local=folder), batch_size=BATCH, shuffle=shuffle, seed=SEED)

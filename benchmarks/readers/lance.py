@@ -55,14 +55,18 @@ class Theirs(BatchReader):
         if shuffle:
             # the method that DataLoader calls for a batch; a subclass, so that it returns the table and not lists
             rows: Any = _Rows(folder)
-            return torch.utils.data.DataLoader(
-                rows, BATCH, shuffle=True, collate_fn=lambda table: convert(table.combine_chunks().to_batches()[0])
-            )
+
+            def collate(table: Any) -> Any:
+                return convert(table.combine_chunks().to_batches()[0])
+
+            return torch.utils.data.DataLoader(rows, BATCH, shuffle=True, collate_fn=collate)
         rows = data.LanceDataset(folder, BATCH, batch_readahead=8, to_tensor_fn=convert)
         return torch.utils.data.DataLoader(rows, batch_size=None)
 
 
 class _Rows(data.SafeLanceDataset):  # type: ignore[misc]  # its base is untyped here
+    _ds: Any
+
     def __getitems__(self, numbers: list[int]) -> Any:
         self._ds = self._ds or lance.dataset(self.uri)
         return self._ds.take(numbers)

@@ -39,10 +39,10 @@ def markdown(results: dict[str, Any]) -> str:
 def _cells(by_reader: Mapping[str, Records], peer: str) -> list[str]:
     ours, theirs = by_reader[OURS], by_reader[peer]
     cells = ["-" if (found := median(records, rate)) is None else f"{found:,.0f}" for records in (ours, theirs)]
-    found = ratios(ours, theirs)
-    if not found:
+    compared = ratios(ours, theirs)
+    if not compared:
         return [*cells, "-", "-"]
-    return [*cells, f"{statistics.median(found):.2f}x", f"{found[0]:.2f} - {found[-1]:.2f}"]
+    return [*cells, f"{statistics.median(compared):.2f}x", f"{compared[0]:.2f} - {compared[-1]:.2f}"]
 
 
 def _setting(results: dict[str, Any]) -> str:

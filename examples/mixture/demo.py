@@ -1,7 +1,8 @@
-"""`make demo-mixture`: kill a training, change its mixture of sources, and resume it on another topology.
+"""`make demo-mixture`: change a mixture in mid-run by command, kill the training, and resume it on another topology.
 
-    (a) uninterrupted, on 2 boxes with 2 workers each, with all weights in its code (b) with the first weights only,
-    saved and killed (c) resumed from there with the other weights, on 1 box with 3 workers
+    (a) uninterrupted, on 2 boxes with 2 workers each, with all weights in its code (b) with the first weights in its
+    code; `penstock mix` changes them from a later step on; saved, and killed (c) resumed from there on 1 box with 3
+    workers, with the first weights in its code: the change is in the state
 
 Then rows, losses and counts are compared: (b) and (c) together must equal (a). The exit status is 1 if they do not.
 """
@@ -11,18 +12,23 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from demo_cluster import Cluster, DemoError, Step, read_log, saved
+from demo_cluster import START_S, Cluster, DemoError, Step, read_log
 from mixture.data import SOURCES, WEIGHTS
 from mixture.train import GLOBAL_BATCH
 
-STEPS, SAVE_AT, KILL_AT, CHANGE_AT = 120, 40, 50, 60
+from penstock.proto.state.checkpoint_files import locked, newest
+
+STEPS, CHANGE_AT, SAVE_EVERY = 120, 90, 10
 CHANGED = {"code": 0.2, "help": 0.4, "licences": 0.4}
-"""Weights from step CHANGE_AT on."""
+"""Weights after step CHANGE_AT."""
+CHANGED_TEXT = ",".join(f"{source}={weight}" for source, weight in CHANGED.items())
 WINDOW = 10
 """Steps of a point of the picture's shares."""
 APART = 1e-2
@@ -32,19 +38,57 @@ APART = 1e-2
 class Demo(Cluster):
     """Cluster with the runs that are compared."""
 
-    def run(self, name: str, title: str, boxes: int, workers: int, *, changed: bool, kill: bool = False) -> None:
-        """Run train.py to the end, or until every box has logged step KILL_AT."""
-        command = ["mixture.train", "--steps", str(STEPS), "--checkpoint-every", str(SAVE_AT)]
-        command += ["--out", str(self.out / name)]
-        if changed:
-            command += ["--then", f"{CHANGE_AT}:" + ",".join(f"{source}={CHANGED[source]}" for source in SOURCES)]
+    def run(self, name: str, title: str, boxes: int, workers: int, *more: str, change: bool = False) -> None:
+        """Run train.py to the end. With `change`, change the weights by command meanwhile, and kill the training later:
+        after its next checkpoint."""
+        command = ["mixture.train", "--steps", str(STEPS), "--checkpoint-every", str(SAVE_EVERY)]
+        command += ["--out", str(self.out / name), *more]
+        changed_at: list[int] = []
 
-        def reached() -> bool:
-            logs = [read_log(self.out / name / f"box{box}.jsonl") for box in range(boxes)]
-            return all(log and log[-1]["step"] >= KILL_AT for log in logs)
+        def kill() -> bool:
+            return bool(changed_at) and self._step(name, boxes) >= changed_at[0] + 2 * SAVE_EVERY
 
-        env, kill_when = {"PENSTOCK_JOB": name}, reached if kill else None
-        self.train(name, title, command, boxes=boxes, workers=workers, env=env, kill_when=kill_when)
+        with ThreadPoolExecutor(1) as operator:
+            said = operator.submit(self._change, name, boxes, changed_at) if change else None
+            env, kill_when = {"PENSTOCK_JOB": name}, kill if change else None
+            self.train(name, title, command, boxes=boxes, workers=workers, env=env, kill_when=kill_when)
+            if said is not None:
+                print(said.result())
+
+    def _change(self, name: str, boxes: int, changed_at: list[int]) -> str:
+        """Change the weights as an operator does, once the first step is done. Return the command and its output."""
+        deadline = time.monotonic() + START_S
+        while not self._step(name, boxes):
+            if time.monotonic() > deadline:
+                raise DemoError(f"{name} made no step for {START_S:g} s")
+            time.sleep(0.02)
+        arguments = ["mix", name, "--from-step", str(CHANGE_AT + 1), "--weights", CHANGED_TEXT]
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock.deploy", *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+        )
+        if done.returncode:
+            raise DemoError(f"penstock {' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
+        changed_at.append(self._step(name, boxes))
+        return "\n".join(f"    {line}" for line in ("$ penstock " + " ".join(arguments), *done.stdout.splitlines()))
+
+    def _step(self, name: str, boxes: int) -> int:
+        """Return the last step that all boxes have logged, 0 if there is none."""
+        logs = [read_log(self.out / name / f"box{box}.jsonl") for box in range(boxes)]
+        return min(log[-1]["step"] if log else 0 for log in logs)
+
+
+def saved(folder: Path) -> tuple[Path, int]:
+    """Wait for the newest complete checkpoint, and return it and its step. The job was killed meanwhile: its writers
+    finish their work."""
+    with locked(folder, timeout_s=30):
+        found = newest(folder)
+    if found is None:
+        raise DemoError(f"{folder} has no whole checkpoint")
+    return found.path, found.step
 
 
 class Run:
@@ -100,7 +144,7 @@ def shares_table(a: Run) -> str:
     return "\n".join(rows)
 
 
-def plot(a: Run, c: Run, path: Path) -> str:
+def plot(a: Run, c: Run, step: int, path: Path) -> str:
     """Draw the shares and the losses as PNG; return a line about it."""
     try:
         import matplotlib
@@ -119,8 +163,8 @@ def plot(a: Run, c: Run, path: Path) -> str:
         shares.stairs(wanted, [0, CHANGE_AT, STEPS], baseline=None, color=line.get_color())
     shares.set(ylabel="share of the lines", title="The mixture: wanted (lines) and delivered (dots)")
     losses.plot(range(1, STEPS + 1), a.losses, lw=4, alpha=0.4, label="(a) uninterrupted, 2 boxes with 2 workers each")
-    losses.plot(range(SAVE_AT + 1, STEPS + 1), c.losses, lw=1, label="(c) killed and resumed, 1 box with 3 workers")
-    losses.axvline(SAVE_AT + 0.5, color="gray", linestyle=":", label=f"checkpoint of step {SAVE_AT}")
+    losses.plot(range(step + 1, STEPS + 1), c.losses, lw=1, label="(c) killed and resumed, 1 box with 3 workers")
+    losses.axvline(step + 0.5, color="gray", linestyle=":", label=f"checkpoint of step {step}")
     losses.set(xlabel="step", ylabel="loss (nats a byte)")
     shares.legend(), losses.legend()
     figure.savefig(path, dpi=120)
@@ -137,16 +181,19 @@ def main() -> int:
     demo = Demo(out)
     try:
         with demo.daemons("mixture", slots=3):
-            demo.run("a", "(a) uninterrupted, 2 boxes with 2 workers each", 2, 2, changed=True)
-            demo.run("b", "(b) until it is killed", 2, 2, changed=False, kill=True)
-            checkpoint = saved(out / "b" / "checkpoints", SAVE_AT)
+            weights = ["--then", f"{CHANGE_AT}:{CHANGED_TEXT}"]
+            demo.run("a", "(a) uninterrupted, 2 boxes with 2 workers each", 2, 2, *weights)
+            demo.run("b", "(b) until it is killed", 2, 2, change=True)
+            checkpoint, step = saved(out / "b" / "checkpoints")
             shutil.copytree(checkpoint, out / "c" / "checkpoints" / checkpoint.name)
-            demo.run("c", f"(c) resumed after step {SAVE_AT}, other weights, 1 box with 3 workers", 1, 3, changed=True)
+            demo.run("c", f"(c) resumed after step {step}, 1 box with 3 workers", 1, 3)
     except DemoError as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
-    a, b, c = Run(out / "a", 2), Run(out / "b", 2, until=SAVE_AT), Run(out / "c", 1)
-    print(f"\n{shares_table(a)}\nloss {a.losses[0]:.3f} -> {a.losses[-1]:.3f}; {plot(a, c, out / 'mixture.png')}\n")
+    a, b, c = Run(out / "a", 2), Run(out / "b", 2, until=step), Run(out / "c", 1)
+    print(
+        f"\n{shares_table(a)}\nloss {a.losses[0]:.3f} -> {a.losses[-1]:.3f}; {plot(a, c, step, out / 'mixture.png')}\n"
+    )
     claims = check(a, b, c)
     for claim, holds in claims:
         print(f"{'ok    ' if holds else 'FAILED'} {claim}")

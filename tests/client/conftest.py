@@ -25,7 +25,7 @@ from penstock.client.states.saved_state import BoxStart
 from penstock.client.stream.device import DeviceBackend
 from penstock.client.stream.device_reader import DeviceReader, reader_for
 from penstock.client.stream.ordered_reader import OrderedReader
-from penstock.client.stream.stream_interfaces import BoxProgress
+from penstock.client.stream.stream_interfaces import BoxProgress, StepFence
 from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import DigestCover, batch_digest
 from penstock.proto.batch.flatten import Flattener
@@ -120,12 +120,16 @@ class FakeRun:
         self.replied_at = 0.0
         self.num_workers = num_slots
         self.progress = BoxProgress()
+        self.fence = StepFence()
         self.notice = WaitNotice()
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.reports = 0
         self.views = [pb.SlotView(slot=slot, phase=pb.WAITING) for slot in range(num_slots)]
         for runner in runners:
             self.show(runner)
+
+    def hold(self, step: int, timeout_s: float) -> None:
+        raise AssertionError(f"step {step} is behind a fence")
 
     def show(self, runner: FakeRunner, phase: pb.SlotPhase.ValueType = pb.READY, **changes: Any) -> None:
         """Do what the watch thread does when the coordinator reports where a slot is."""

@@ -183,8 +183,12 @@ def test_arrays_of_no_dimension_are_kept(tmp_path: Path) -> None:
 
 def test_values_unlike_the_sampled_ones_are_named() -> None:
     for change, value, words in (
-        ("float", 2**53 + 1, "must be a number that float64 holds exactly, got 9007199254740993"),
-        ("only", [b"a", b"b"], r"must be a list of one value, as in the sampled rows, got \[b'a', b'b'\]"),
+        ("float", 2**53 + 1, "must be a number that float64 holds exactly, got 9007199254740993. Give .* --as a=json"),
+        (
+            "only",
+            [b"a", b"b"],
+            r"must be a list of one value, as in the sampled rows, got \[b'a', b'b'\]. Convert to Parquet",
+        ),
         ("file", {"bytes": None}, r"must have the field bytes, as in the sampled rows, got \{'bytes': None\}"),
     ):
         with pytest.raises(DatasetError, match=f"row 0: column 'a': {words}"):

@@ -76,7 +76,9 @@ def test_rows_changed_at_the_same_size_are_named(tmp_path: Path, changed: str) -
     (tmp_path / "a.csv").write_text("a,b\n333,4\n1,2\n")
     index_folder(tmp_path)
     (tmp_path / "a.csv").write_text(changed)
-    with pytest.raises(ShardCorruptError, match=r"a\.csv: (sample 0 must be a row|the header must be a, b)"):
+    with pytest.raises(
+        ShardCorruptError, match=r"a\.csv: (sample 0 must be one row|the header must be a, b).* Index the "
+    ):
         samples(tmp_path)
 
 
@@ -103,7 +105,10 @@ def test_links_in_archives_are_refused(tmp_path: Path, kind: bytes) -> None:
         member = tarfile.TarInfo("2.txt")
         member.type, member.linkname = kind, "1.txt"
         written.addfile(member)
-    with pytest.raises(ShardCorruptError, match=r"2\.txt must be a file, got a link"):
+    with pytest.raises(
+        ShardCorruptError,
+        match=r"tar: 2\.txt must be a file, got a link\. Write the archive with tar --hard-dereference --dereference$",
+    ):
         index_folder(tmp_path)
 
 

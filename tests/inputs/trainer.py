@@ -16,6 +16,7 @@ import time
 import warnings
 from typing import Any
 
+import mixed
 import streams
 import torch
 import traps
@@ -30,7 +31,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 def main() -> None:
     options = json.loads(sys.argv[1])
     warnings.simplefilter("ignore", UserWarning)
-    made = getattr(traps, options["input"], None) or getattr(streams, options["input"])
+    made = next(found for where in (traps, streams, mixed) if (found := getattr(where, options["input"], None)))
     if options.get("lane_proxy"):
         put_proxies_between()
     with Appliance(

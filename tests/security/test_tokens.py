@@ -268,6 +268,9 @@ CALLS: dict[str, Call] = {
     "GetBlob": lambda c: c.get_blob("x"),
     "Status": lambda c: c.status(),
     "FetchHistory": lambda c: c.fetch_histories("none/0", 0),
+    "ChangeMixture": lambda c: c.change_mixture(
+        pb.ChangeMixtureRequest(run="none/0", key="k", from_step=1, retired=["a"])
+    ),
     "EndRun": lambda c: c.end_run("none/0"),
     "OpenDashboard": lambda c: c.open_dashboard(),
 }

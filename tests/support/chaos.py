@@ -12,20 +12,28 @@ import argparse
 import contextlib
 import os
 import signal
+import sqlite3
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 from census import alive, census, children, descendants, own_memory, runners, settled
-from chaos_plan import Fault, Plan, TrainingJob, plan_of
-from cluster import Cluster, running
+from chaos_plan import MIXED, Fault, Plan, TrainingJob, plan_of
+from cluster import TOKEN, Cluster, running
 from job import Job
 from proxy import Proxy
 from waiting import until
+
+from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
 
 SLOTS = 12
 """Number of slots of each daemon: any one of them has slots for all jobs."""
@@ -94,11 +102,11 @@ class Group:
 class World:
     """A cluster, its jobs, and what has been done to them."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, folder: Path, closing: ExitStack) -> None:
+    def __init__(self, plan: Plan, cluster: Cluster, folder: Path, stack: ExitStack) -> None:
         self.plan = plan
         self.cluster = cluster
         self.folder = folder
-        self.proxies = [closing.enter_context(Proxy(cluster.address)) for _ in range(plan.daemons)]
+        self.proxies = [stack.enter_context(Proxy(cluster.address)) for _ in range(plan.daemons)]
         for number in range(plan.daemons):
             self._start_daemon(number)
         self.groups: list[Group] = []
@@ -106,20 +114,21 @@ class World:
         self._mends: list[tuple[float, Callable[[], None], str]] = []
         self._down: set[int] = set()
         self._away = False
+        self._orders: list[threading.Thread] = []
         self._before: list[tuple[Counter[str], int]] = []
 
     def _start_daemon(self, number: int) -> None:
         worker = self.cluster.add_worker(
-            SLOTS, allow="streams", name=f"daemon-{number}", through=self.proxies[number].address
+            SLOTS, "--allow", "mixed", allow="streams", name=f"daemon-{number}", through=self.proxies[number].address
         )
         self.cluster.workers.pop()
         self.cluster.workers[number:] = [worker, *self.cluster.workers[number + 1 :]]
 
     # ---- one run
 
-    def calm(self) -> dict[str, list[dict[int, int]]]:
+    def calm(self, jobs: list[TrainingJob]) -> dict[str, list[dict[int, int]]]:
         """Every box's batches without a fault."""
-        groups = [Group(self.cluster, job, self.folder, self.cluster.address, calm=True) for job in self.plan.jobs]
+        groups = [Group(self.cluster, job, self.folder, self.cluster.address, calm=True) for job in jobs]
         try:
             return {group.job.name: [box.finish(120) for box in group.boxes] for group in groups}
         finally:
@@ -179,7 +188,9 @@ class World:
         def later(mend: Callable[[], None]) -> None:
             self._mends.append((now + fault.lasts_s, mend, f"(over: {fault})"))
 
-        if "coordinator" in what:
+        if what == "change the mixture":
+            self._change_mixture(fault.which)
+        elif "coordinator" in what:
             if not self._away:
                 self._away = True
                 later(self._coordinator_back)
@@ -207,6 +218,44 @@ class World:
         elif number not in self._down:
             daemon = self.cluster.workers[number].pid
             self._strike_daemon(fault, number, daemon, later)
+
+    def _change_mixture(self, which: int) -> None:
+        """Order a change of the mixed job's mixture soon after what its boxes take, as the command does."""
+        group = next(group for group in self.groups if group.job.name == MIXED)
+        request = pb.ChangeMixtureRequest(run=MIXED, key=f"change {which}", deadline_s=10.0)
+        request.from_step = max(box.step for box in group.boxes) + 20 + which % 300
+        for name, weight in (("web", 1 + which % 7), ("code", 1 + which % 5)):
+            request.weights.append(pb.AskedWeight(source=name, weight=str(weight)))
+
+        def order() -> None:
+            for _ in range(5):
+                try:
+                    with CoordinatorClient(self.cluster.address, TOKEN) as client:
+                        client.change_mixture(request)
+                    return
+                except (CoordinatorUnavailableError, DeadlineError):
+                    time.sleep(0.5)
+                except PenstockError:
+                    return  # the step has passed, or a box was away
+
+        self._orders.append(threading.Thread(target=order))
+        self._orders[-1].start()
+
+    def changed(self) -> list[TrainingJob]:
+        """Return the mixed job with the changes that are in the journal, as its code would have them."""
+        if all(job.name != MIXED for job in self.plan.jobs):
+            return []
+        for order in self._orders:
+            order.join(60)
+        with closing(sqlite3.connect(f"file:{self.cluster.state_dir}/journal.db?mode=ro", uri=True)) as db:
+            rows = db.execute("SELECT change FROM mixture_changes WHERE run=? ORDER BY number", (f"{MIXED}/0",))
+            found = [records_pb2.MixtureChange.FromString(change) for (change,) in rows]
+        schedule: list[tuple[int, dict[str, int]]] = []
+        for change in found:
+            schedule = [one for one in schedule if one[0] < change.position]
+            schedule.append((change.position, {weight.source: weight.parts for weight in change.weights}))
+        print(f"  {len(found)} of {len(self._orders)} changes of the mixture were made", flush=True)
+        return [replace(job, arguments=(schedule,)) for job in self.plan.jobs if job.name == MIXED]
 
     def _strike_daemon(
         self, fault: Fault, number: int, daemon: int, later: Callable[[Callable[[], None]], None]
@@ -294,14 +343,15 @@ def chaos(seed: int, seconds: float) -> int:
     """Make one chaos run, and return the number of faults. Raises AssertionError if any result differs from one without
     faults."""
     plan = plan_of(seed, seconds)
-    with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as name, ExitStack() as closing:
+    with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as name, ExitStack() as stack:
         folder = Path(name)
-        cluster = closing.enter_context(running(folder / "state"))
-        world = World(plan, cluster, folder, closing)
+        cluster = stack.enter_context(running(folder / "state"))
+        world = World(plan, cluster, folder, stack)
         try:
-            calm = world.calm()
+            calm = world.calm([job for job in plan.jobs if job.name != MIXED])
             world.count()
             storm = world.storm()
+            calm |= world.calm(world.changed())
             for job, boxes in calm.items():
                 for box, batches in enumerate(boxes):
                     got = storm[job][box]

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Fault", "Plan", "TrainingJob", "plan_of"]
 
+MIXED = "mixed job"
+"""Name of the job whose mixture is changed meanwhile."""
 INPUTS = [
     ("stateful", (400, 0)),
     ("stateful", (160, 2)),
@@ -48,7 +51,7 @@ class TrainingJob:
 
     name: str
     input: str
-    arguments: tuple[int, ...]
+    arguments: tuple[Any, ...]
     boxes: int
     workers: int
     lane: str
@@ -107,4 +110,12 @@ def plan_of(seed: int, seconds: float) -> Plan:
         runner_kills += "kill a" in what
         faults.append(fault)
         at_s += rng.uniform(0.3, 3.0)
-    return Plan(seed, rng.choice([2, 3]), jobs, faults)
+    daemons = rng.choice([2, 3])
+    if rng.random() < 0.5:
+        boxes, pace_s = rng.choice([1, 2]), 0.02
+        steps, workers, lane = int(seconds / pace_s), rng.choice([1, 2]), rng.choice(["auto", "tcp"])
+        jobs.append(TrainingJob(MIXED, "planned", ([],), boxes, workers, lane, steps, pace_s, 40))
+        times = (rng.uniform(1.0, seconds) for _ in range(rng.randint(1, 4)))
+        faults += [Fault(at_s, "change the mixture", rng.randrange(1000), 0.0) for at_s in times]
+        faults.sort(key=lambda fault: fault.at_s)
+    return Plan(seed, daemons, jobs, faults)

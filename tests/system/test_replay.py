@@ -238,7 +238,7 @@ def test_replay_that_is_late_or_dies(stage: Stage) -> None:
     with ReplayProcesses(stage.forker, 1, time.monotonic() + 60, lambda slot, total: None) as crew:
         crew.ask({0: Task("start", {"snapshot": False, "epoch": 0, "total": 0, "live": True}, data)})
         with pytest.raises(
-            errors.WorkerLostError, match=r"slot 0 was killed by SIGKILL \(by the kernel.*\), after batch"
+            errors.WorkerLostError, match=r"slot 0 was killed by SIGKILL \(by the kernel.*\), after its batch"
         ):
             crew.ask({0: Task("go", {"epoch": 0, "total": 9})})
 

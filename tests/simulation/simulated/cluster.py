@@ -155,7 +155,8 @@ def check_moves(
                 moved = now[0] > was[0] and was[3] and is_live and not before.blurred
                 succeeded = before.targets.get(slot.key) == (slot.worker, slot.generation)
                 kept = _keeps(cluster.workers.get(was[1]), was[2])
-                if moved and not succeeded and (*slot.key, was[0]) not in lost and kept:
+                remade = any(first > was[0] for first, _ in slot.remade)  # the mixture was changed
+                if moved and not succeeded and not remade and (*slot.key, was[0]) not in lost and kept:
                     fail("a slot moves only for a cause", f"{slot.key} from {was} to {now}")
     for name, session in before.workers.items():
         if name not in cluster.workers:

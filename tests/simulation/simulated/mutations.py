@@ -20,6 +20,7 @@ from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.edge.service import Service
+from penstock.appliance.mixtures.mixture_orders import MixtureOrders
 from penstock.appliance.states.state_query import StateQuery
 from penstock.appliance.storage.group_commit import GroupCommit
 from penstock.appliance.storage.snapshot_index import SnapshotIndex
@@ -108,6 +109,20 @@ MUTATIONS = (
     ),
     Mutation(
         "a successor's generation is not written down", ClusterState, "start_migration", "self.journal.put(", "dict("
+    ),
+    Mutation(
+        "a change of the mixture restarts no slot", MixtureOrders, "make", "cluster.move(slot, note, None)", "pass"
+    ),
+    Mutation(
+        "a box's step is not compared with a change's",
+        MixtureOrders,
+        "undecided",
+        "if taken >= change.step:",
+        "if False:",
+    ),
+    Mutation("a change of the mixture does not wait for boxes", MixtureOrders, "undecided", "if missing:", "if False:"),
+    Mutation(
+        "a change of the mixture is not written down", MixtureOrders, "make", "cluster.journal.put(", "dict.fromkeys("
     ),
     Mutation(
         "a restarted coordinator forgets who waits", recovery, "_slot", "cluster.waiting[slot.key] = slot", "pass"

@@ -27,6 +27,8 @@ class Batch:
     """Number in its epoch, from 1."""
     total: int
     """Number in the slot's whole run, from 1."""
+    mixed_from: tuple[int, ...] = field(default=(), compare=False)
+    """Steps from which on the mixture changes, as far as the runner knows."""
 
 
 @dataclass

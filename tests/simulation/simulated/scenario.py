@@ -24,7 +24,7 @@ from simulated.virtual import Process, World
 from simulated.worker import Daemon
 
 from penstock.appliance.model.limits import Limits
-from penstock.proto.errors import PenstockError
+from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, JournalError, PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 __all__ = ["Outcome", "simulate"]
@@ -210,6 +210,8 @@ class History:
             self._link_breaks,
         ]
         self._kinds = rng.sample(kinds, rng.randint(1, 6))
+        if rng.random() < 0.5:
+            self._kinds += [self._mixture_changes] * rng.randint(1, 4)
         self._pause_s = rng.choice((0.5, 1.5, 4.0))
 
     async def _faults(self) -> None:
@@ -260,6 +262,36 @@ class History:
             await self._order(name, undo=False)
             await asyncio.sleep(rng.uniform(0.5, 5.0))
             await self._order(name, undo=True)
+
+    async def _mixture_changes(self) -> None:
+        """Change the mixture of a run by an operator's order, soon before or after what the boxes take, and repeat the
+        order if no answer comes."""
+        rng = self.world.rng
+        job = rng.choice(self.jobs)
+        reached = max((box.taken for box in job.members), default=0)
+        self.sessions += 1
+        request = pb.ChangeMixtureRequest(run=job.plan.name, key=f"c{self.sessions}", deadline_s=8.0)
+        request.from_step = max(1, reached + rng.randint(0, 6))
+        request.retired.append("web")
+        operator = self.world.process("operator")
+
+        async def order() -> None:
+            for _ in range(3):
+                try:
+                    await self.network.call(operator, NAME, "ChangeMixture", request, 10.0)
+                    self.world.fault("mixture changed", f"{request.run} from step {request.from_step}")
+                except (CoordinatorUnavailableError, DeadlineError, JournalError):
+                    await asyncio.sleep(0.5)
+                    continue
+                except PenstockError:
+                    self.world.fault("mixture not changed")
+                break
+            operator.kill()
+
+        done = asyncio.Event()
+        operator.on_death.append(lambda: done.set())
+        operator.spawn(order())
+        await done.wait()
 
     async def _take_back(self, daemon: Daemon) -> None:
         """The operator sees to it that it does not drain for ever."""

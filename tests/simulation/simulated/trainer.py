@@ -65,6 +65,10 @@ class Box:
         self._views: dict[int, pb.SlotView] = {}
         self._lost_lanes: dict[int, tuple[int, int]] = {}
         """Slot -> generation and tries in vain, of workers that cannot be reached."""
+        self._fence: pb.MixtureFence | None = None
+        self._fence_answer = ("", 0)
+        self._taking = 0
+        """Step that it has taken last, or is taking."""
         self._changed = asyncio.Event()
         self._telling: dict[int, asyncio.Task[None]] = {}
         """Slot -> the newest task that tells it of an epoch."""
@@ -137,6 +141,7 @@ class Box:
         request.client_id, request.seen_version, request.hold_s = self.process.name, seen, hold_s
         if self._record is not None:
             request.delivered.CopyFrom(self._record.to_proto())
+        request.fence_key, request.fence_taken = self._fence_answer
         request.lease_s, request.commit_mark = self._lease_s, self._commit_mark
         request.waiting_for, request.epoch_ended = self._waiting_for, self._pass_ended
         request.waited_s = sum(self._waited_s)
@@ -167,6 +172,9 @@ class Box:
                 seen = reply.version
                 self.job.truth.viewed(self.job.plan.name, self.attempt, self.plan.number, reply.slots)
                 self._views = {view.slot: view for view in reply.slots}
+                self._fence = reply.fence if reply.HasField("fence") else None
+                if self._fence is not None and self._fence.key != self._fence_answer[0]:
+                    self._fence_answer = self._fence.key, self._taking
                 self._changed.set()
                 self._changed = asyncio.Event()
 
@@ -268,7 +276,15 @@ class Box:
         job, slot, since = self.job, at.turn, self.job.world.now
         self._waiting_for = slot + 1
         where = (job.plan.name, self.attempt, self.plan.number, slot)
+        if self._fence is None or at.step + 1 < self._fence.step:
+            self._taking = at.step + 1
         while True:
+            if self._taking <= at.step:
+                self.doing = f"step {at.step + 1}: waiting at a fence"
+                await self._view_change()
+                if self._fence is None or at.step + 1 < self._fence.step:
+                    self._taking = at.step + 1
+                continue
             view = self._views.get(slot)
             if view is None or view.phase not in (pb.READY, pb.FAILED) or not view.worker:
                 if view is not None and view.phase == pb.FAILED:

@@ -44,6 +44,7 @@ PROMISES = (
     "a saved state is what was delivered",
     "a state that cannot be had is named",
     "batches come once and in order",
+    "a change of the mixture is exact",
     "a ticket opens its lane",
     "no exception is left over",
     "every run ends",
@@ -89,6 +90,8 @@ class Truth:
     """Run -> the highest attempt that anybody was told."""
     _generations: dict[tuple[str, int, int], int] = field(default_factory=dict)
     """(run, box, slot) -> the highest generation that anybody was told."""
+    mixed_from: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    """Run -> steps from which on its mixture changes -> attempt in which the change was made."""
     _served: dict[tuple[str, int, int, int], int] = field(default_factory=dict)
     _steps: dict[tuple[str, int, int], int] = field(default_factory=dict)
     """(run, attempt, box) -> the last step that its loop was handed."""
@@ -238,6 +241,11 @@ class Truth:
         elif method == "RegisterWorker":
             self.before.heard[request.worker] = self._came[request.worker, request.session]
             self.before.hung_up.discard(request.worker)
+        elif method == "ChangeMixture":
+            rows = [row for row in tables["mixture_changes"].values() if row["run"] == reply.run]
+            told = [records_pb2.MixtureChange.FromString(row["change"]).key for row in rows]
+            must(told.count(reply.change.key) == 1, promise, f"change {reply.change.key} of {reply.run}")
+            self.mixed(reply.run, reply.change)
         elif method == "PutSnapshot" and not reply.refused:
             header = request[0].header
             key = SlotKey(header.run, header.attempt, header.box, header.slot)
@@ -284,7 +292,18 @@ class Truth:
         # Once, even by the same worker: a second runner of one generation would begin again from its beginning.
         other = self._owners.setdefault(key, owner)
         self._must(other is owner, "one owner per slot and generation", f"{key} is started by {owner} after {other}")
+        for change in assignment.mixture_changes:
+            self.mixed(key[0], change)
         return self.plan(key[0], key[2])
+
+    def mixed(self, run: str, change: records_pb2.MixtureChange) -> None:
+        """A change is told: no box has taken its step. Runners that know it start after they are told."""
+        if change.step in self.mixed_from[run]:
+            return
+        self.mixed_from[run][change.step] = change.attempt
+        for (name, attempt, box), step in self._steps.items():
+            early = (name, attempt) != (run, change.attempt) or step < change.step
+            self._must(early, "a change of the mixture is exact", f"box {box} of {run} is at step {step}: {change}")
 
     def ready(self, key: Key) -> None:
         self._ready.add(key)
@@ -359,6 +378,9 @@ class Truth:
         self._must(
             batch == plan.batches[step - 1], promise, f"{where} step {step}: {batch} for {plan.batches[step - 1]}"
         )
+        missing = [at for at in self.mixed_from[where[0]] if at <= step and at not in batch.mixed_from]
+        what = f"{where} step {step} of generation {generation} knows only {batch.mixed_from} of the changes"
+        self._must(not missing, "a change of the mixture is exact", what)
         last = self._steps.get(where[:3])
         self._must(last is None or step == last + 1, promise, f"{where} step {step} after {last}")
         self._steps[where[:3]] = step

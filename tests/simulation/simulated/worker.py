@@ -224,7 +224,8 @@ class Runner:
         self._wake()
         while self.epoch == wish.epoch:
             if self.total > wish.total:
-                return Batch(self.assignment.slot, wish.epoch, wish.delivered + 1, wish.total + 1)
+                mixed_from = tuple(change.step for change in self.assignment.mixture_changes)
+                return Batch(self.assignment.slot, wish.epoch, wish.delivered + 1, wish.total + 1, mixed_from)
             if self.ends.get(wish.epoch) == wish.total:
                 return None
             await self._change()
@@ -307,6 +308,9 @@ class Runner:
         began = total - delivered
         while self.phase != pb.READY:
             await self._change()
+        if request.HasField("mixture"):
+            change = records_pb2.MixtureChange(position=request.mixture.steps)
+            return pb.MixturePlan(change=change).SerializeToString()
         while True:
             end = self.ends.get(epoch - 1, began)
             # As the real one: it was ahead in an epoch that the loop has left, and has not heard of the next one yet.

@@ -53,11 +53,13 @@ class BoxRecord:
     abandoned: Mapping[int, int]
     slots: Sequence[tuple[Mapping[tuple[int, int], int], records_pb2.LoaderCapabilities | None]]
     """Skipped batches and loader capabilities of each slot, by slot number."""
+    mixture_changes: Sequence[records_pb2.MixtureChange] = ()
     snapshots: Mapping[SlotKey, Sequence[DurableSnapshot]] = field(default_factory=dict)
 
     def message(self) -> pb.History:
         history = _opened(self.attempt, self.opening, self.start, self.seed)
         history.settled = self.settled
+        history.mixture_changes.extend(self.mixture_changes)
         history.known.extend(at.to_proto() if isinstance(at, Position) else at for at in self.known)
         history.abandoned.extend(
             pb.AbandonedEpoch(epoch=epoch, step=step) for epoch, step in sorted(self.abandoned.items())
@@ -85,8 +87,9 @@ def track_of(attempt: Attempt, box: Box) -> BoxRecord:
     reports = box.presence is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
     settled = (box.reported and (reports or box.presence is BoxPresence.CLOSED)) or box.settled
     slots = [(dict(slot.skips), slot.capabilities) for slot in box.slots]
+    changes = [change for change in attempt.mixture_changes if change.attempt <= attempt.number]
     return BoxRecord(
-        attempt.number, attempt.seed, box.opening, box.start, settled, _known(box), dict(box.abandoned), slots
+        attempt.number, attempt.seed, box.opening, box.start, settled, _known(box), dict(box.abandoned), slots, changes
     )
 
 
@@ -209,6 +212,8 @@ class StoppedCoordinator:
         place: dict[str, str | int] = {"run": run, "attempt": row["attempt"], "box": row["box"]}
         opening = pb.OpenRunRequest.FromString(row["opening"])
         history = _opened(row["attempt"], opening, start_of(opening), seed)
+        changes = _rows(db, "mixture_changes", run=run)
+        history.mixture_changes.extend(records_pb2.MixtureChange.FromString(change["change"]) for change in changes)
         for track in _rows(db, "tracks", **place):
             last = pb.History.FromString(track["history"])
             history.known.extend(last.known)

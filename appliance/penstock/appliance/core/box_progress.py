@@ -68,6 +68,14 @@ def note_sources(box: Box, request: pb.WatchRunRequest) -> None:
         box.sources = {count.source: owned(count) for count in request.sources}
 
 
+def note_fence(cluster: ClusterState, box: Box, request: pb.WatchRunRequest) -> None:
+    """Record that the box has received a fence, and the last step that it had taken then."""
+    fence = request.fence_key, request.fence_taken
+    if fence != box.fence:
+        box.fence = fence
+        cluster.changed(("mixture", request.run))
+
+
 def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
     """Record the epochs that the box's loop abandoned by `break`. Raises InvalidArgumentError above
     `limits.abandoned_max` epochs."""

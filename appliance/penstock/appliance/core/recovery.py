@@ -51,6 +51,9 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
         seed = int(row["seed"])
         run = Run(row["run"], seed, row["num_boxes"], row["num_workers"], row["attempt"], row["generation"])
         cluster.runs[run.name] = run
+    for row in journal.rows("mixture_changes"):
+        changes = cluster.runs[row["run"]].mixture_changes
+        changes.insert(row["number"], records_pb2.MixtureChange.FromString(row["change"]))
     for row in journal.rows("unused"):
         cluster.runs[row["run"]].unused = True
     for row in journal.rows("attempts"):
@@ -58,6 +61,7 @@ def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease
         if state is AttemptState.OPEN:
             topology = (run.num_boxes, run.num_workers)
             run.current = Attempt(run.name, number, row["key"], row["opened_by"], *topology, run.seed, last_live=now)
+            run.current.mixture_changes = run.mixture_changes
         else:
             run.past[number] = ClosedAttempt(number, row["key"], state, row["why"], {})
     for row in journal.rows("boxes"):

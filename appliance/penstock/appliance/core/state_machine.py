@@ -111,7 +111,7 @@ class Registry:
 
     # ------------------------------------------------------------------------------------------------------ common
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Complete a change: place waiting slots, plan state queries again, and commit."""
         cluster = self.cluster
         if cluster.release_ended():
@@ -143,7 +143,7 @@ class Registry:
                 cluster.add_box(attempt, client, request, start, now, credential)
         lease_policy = cluster.box_lease_policy()
         self._to_boxes.keep(lease_policy.lease_s, now)
-        self._settle()
+        self.settle()
         return pb.OpenRunReply(
             run=name,
             attempt=attempt.number,
@@ -169,6 +169,7 @@ class Registry:
         run.current = Attempt(
             name, number, request.attempt_key, opener, run.num_boxes, run.num_workers, seed, last_live=now
         )
+        run.current.mixture_changes = run.mixture_changes
         cluster.save_run(run)
         cluster.save_attempt(run.current)
         return run.current
@@ -231,6 +232,7 @@ class Registry:
             self.cluster.touch(attempt, box)
         delivered = request.delivered
         box_progress.note_abandoned(self.cluster, attempt, box, request)
+        box_progress.note_fence(self.cluster, box, request)
         if delivered.step >= box.delivered.step:  # else a later report was received before this one
             passed = attempt.left_between(box.step, delivered.step)
             if request.epoch_ended != box.epoch_ended or delivered.epoch != box.delivered.epoch or passed:
@@ -242,7 +244,7 @@ class Registry:
             if delivered.slots:
                 box_progress.advance(self.cluster, attempt, box, request, now)
         box_progress.note_unreachable(self.cluster, attempt, box, request, now)
-        self._settle()
+        self.settle()
         return attempt, box
 
     def close_run(self, request: pb.CloseRunRequest) -> None:
@@ -255,12 +257,12 @@ class Registry:
         if request.HasField("progress"):
             self._report(request.progress)
         closing.close_box(self.cluster, attempt, box, self._clock(), forget=request.forget)
-        self._settle()
+        self.settle()
 
     def end_run(self, request: pb.EndRunRequest) -> pb.EndRunReply:
         """End a run, or all runs of a job, for an operator."""
         reply = closing.end_runs(self.cluster, request.run)
-        self._settle()
+        self.settle()
         return reply
 
     # -------------------------------------------------------------------------------------------------------- workers
@@ -322,7 +324,7 @@ class Registry:
             slot = cluster.slot(key)
             if slot is not None:
                 cluster.bump_box(*cluster.box_of(slot))
-        self._settle()
+        self.settle()
         return pb.RegisterWorkerReply(
             lease_s=lease_policy.lease_s, version=VERSION, heartbeat_s=lease_policy.heartbeat_s
         )
@@ -346,7 +348,7 @@ class Registry:
                     ended += slot_reports.note(cluster, self._migrations, worker, report, now)
             if request.leaving and not worker.draining:
                 self._migrations.set_draining(worker, True, now)
-            self._settle()
+            self.settle()
 
     def worker_hung_up(self, name: str, session: str) -> None:
         """Shorten the lease of a worker whose connection ended during a heartbeat, because it may have died."""
@@ -399,12 +401,12 @@ class Registry:
             worker.draining = worker.left = True
             self.cluster.events.add("worker left", f"worker {worker.name} is shutting down", worker=worker.name)
             self.cluster.drop_worker(worker, f"worker {worker.name} drains", None)
-        self._settle()
+        self.settle()
 
     def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerReply:
         """Start or end the drain of a worker for an operator, or report its state."""
         reply = self._migrations.order(request, self._clock())
-        self._settle()
+        self.settle()
         return reply
 
     # ----------------------------------------------------------------------------------------------- snapshots, blobs
@@ -436,12 +438,13 @@ class Registry:
         """Record that a snapshot is on disk. Raises SupersededError if a newer generation of the slot has begun.
 
         Such a late snapshot may have replaced another one of the same position on disk. The late snapshot is kept,
-        because the content of a snapshot depends only on its position. Its sender gets the error nevertheless.
+        because the content of a snapshot depends only on its position, unless the mixture was changed since. Its sender
+        gets the error nevertheless.
         """
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
         kept = DurableSnapshot(header.total, header.epoch, header.size, header.epoch_start)
         slot = self.cluster.slot(key)
-        if slot is None:
+        if slot is None or slot.is_outdated(header.generation, header.total):
             self.cluster.snapshot_index.discard(key, kept)
         else:
             self.cluster.snapshot_index.add(key, kept)
@@ -466,7 +469,7 @@ class Registry:
             query = self.state_queries.begin_aggregation(request, caller_box or 0, self._clock())
         else:
             query = self.state_queries.begin(request, caller_box, self._clock())
-        self._settle()
+        self.settle()
         return query
 
     def sent_state(self, query: StateQuery, box: int) -> None:
@@ -493,7 +496,7 @@ class Registry:
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
         check_answer(answer, self.limits)
         self.state_queries.answer(answer, data)
-        self._settle()
+        self.settle()
 
     # ----------------------------------------------------------------------------------------------- time, operators
 
@@ -553,7 +556,7 @@ class Registry:
         self._fail_disallowed_slots(now)
         self._to_workers.shorten(cluster.worker_lease_policy().lease_s, now)
         self._to_boxes.shorten(cluster.box_lease_policy().lease_s, now)
-        self._settle()
+        self.settle()
 
     def _renew_tickets(self) -> None:
         expires = expiry(self._wall())

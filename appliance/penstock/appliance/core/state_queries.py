@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt, known_run
 from penstock.appliance.states.aggregation import Aggregation
+from penstock.appliance.states.mixture_trial import MixtureTrial
 from penstock.appliance.states.state_query import SlotStateRequest, StateQuery
 from penstock.proto.errors import OverloadedError, StateUnavailableError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -84,6 +85,14 @@ class StateQueries:
         serial = self._cluster.next_version()
         wanted = Aggregation(attempt.run, attempt.number, request.step, serial, box=box, blob=request.aggregate_blob)
         return self._ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
+
+    def begin_trial(self, trial: MixtureTrial, deadline: float) -> StateQuery:
+        """Start a query in which a worker tries a change of a mixture."""
+        return self._ask(trial, deadline)
+
+    def are_open(self, run: str) -> bool:
+        """Return whether a state of the run is being fetched."""
+        return any(query.run == run and not query.done for query in self._open.values())
 
     def _ask(self, query: StateQuery, deadline: float) -> StateQuery:
         if query.serial not in self._open:

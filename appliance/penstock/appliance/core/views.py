@@ -67,6 +67,7 @@ def watch_reply(
         ended=[pb.BoxEnd(box=number, step=attempt.boxes[number].step) for number in others],
         heartbeat_s=lease_policy.heartbeat_s,
         lease_s=lease_policy.lease_s,
+        fence=attempt.fence,
     )
 
 
@@ -91,6 +92,7 @@ def assignment(
         is_target=target is not None,
         prepare_migration=slot.target is not None and target is None and slot.target.ready_at > 0,
         skips=[records_pb2.Skip(epoch=epoch, total=total, count=count) for (epoch, total), count in slot.skips.items()],
+        mixture_changes=attempt.mixture_changes,
     )
 
 

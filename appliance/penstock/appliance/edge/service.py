@@ -18,7 +18,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
@@ -30,15 +29,16 @@ from penstock.appliance.core.state_queries import ANSWERS_FREED
 from penstock.appliance.edge.rate_limits import RateLimiter, address_of
 from penstock.appliance.edge.topic_signals import TopicSignals
 from penstock.appliance.edge.transfers import MinimumRate, Transfer, ended_when_slow
+from penstock.appliance.mixtures.mixture_calls import MixtureCalls
 from penstock.appliance.model.entities import Attempt, SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.request_checks import check_counts, check_name
 from penstock.appliance.states.closed_runs import ClosedRuns, boxes_of, parts_of
 from penstock.appliance.states.recent_queries import RecentQueries
 from penstock.appliance.states.state_query import BoxState, StateQuery
-from penstock.appliance.states.state_stream import LoopTurns, packed, parts
+from penstock.appliance.states.state_stream import LoopTurns, in_json, packed, parts
 from penstock.appliance.storage.group_commit import GroupCommit
-from penstock.appliance.storage.snapshot_index import Drop, DropBlob
+from penstock.appliance.storage.snapshot_index import Drop, DropBlob, DropSnapshot
 from penstock.appliance.storage.snapshot_store import Store
 from penstock.appliance.storage.snapshot_writer import InflowBudget, SnapshotWriter
 from penstock.proto.errors import (
@@ -52,7 +52,6 @@ from penstock.proto.errors import (
 from penstock.proto.rpc.auth_interceptor import alone, credential
 from penstock.proto.rpc.calls import blob_name, pieces
 from penstock.proto.rpc.channel import CHUNK, detail_of, error_of
-from penstock.proto.state.state_json import state_as_json
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer
 from penstock.runtime.telemetry.counters import CallCounters
@@ -64,23 +63,6 @@ log = logging.getLogger("penstock.appliance")
 
 _Result = TypeVar("_Result")
 _Context = grpc.aio.ServicerContext[Any, Any]
-
-
-def _in_json(state: BoxState, limit: int) -> BoxState:
-    """Return the same records, with the loaders' states as JSON. `limit`: largest size of one state in binary form, in
-    bytes. Raises InvalidArgumentError above the limit."""
-    records = []
-    for record, data in state.records:
-        if len(data) > limit:
-            raise InvalidArgumentError(
-                f"a worker's state must have at most {limit} bytes to be sent as JSON, got {len(data)} from box "
-                f"{record.box} slot {record.local_worker_id}: fetch the state in binary form (format STATE_ENVELOPE)"
-            )
-        changed, text = pb.WorkerRecord(), state_as_json(data)
-        changed.CopyFrom(record)
-        changed.state_bytes = len(text)
-        records.append((changed, text))
-    return replace(state, records=records)
 
 
 class Service(CoordinatorServicer):
@@ -120,6 +102,7 @@ class Service(CoordinatorServicer):
         """Number of heartbeats under way, by name and session of the worker."""
         self._closing = False
         self._fetches = RecentQueries(time.monotonic, time.time)
+        self._mixtures = MixtureCalls(registry, signals.on, self._complete)
         self._closed = ClosedRuns(store.closed(), limits, time.time)
         self._status_task: asyncio.Task[pb.StatusReply] | None = None
         self.dashboard = ""
@@ -298,7 +281,7 @@ class Service(CoordinatorServicer):
         """Return the records in the format that the request names."""
         if request.format != pb.STATE_JSON or request.aggregate_blob:
             return state
-        return await asyncio.to_thread(_in_json, state, self._limits.json_max)
+        return await asyncio.to_thread(in_json, state, self._limits.json_max)
 
     async def _message(
         self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
@@ -400,6 +383,7 @@ class Service(CoordinatorServicer):
                     async for part in coming:
                         transfer.add(part.data)
                     self._registry.slot_of_generation(key, header.generation)
+                    self._spare(DropSnapshot(key, header.total, header.epoch))
                     await self._disk.put_snapshot(header, transfer.all())
             self._registry.snapshot_stored(header)
             return pb.PutSnapshotReply(free_bytes=self._snapshot_index.free)
@@ -547,6 +531,10 @@ class Service(CoordinatorServicer):
             reply = self._registry.end_run(request)
         await self._keep_closed()
         return reply
+
+    async def ChangeMixture(self, request: pb.ChangeMixtureRequest, context: _Context) -> pb.ChangeMixtureReply:
+        async with self._journal.synced():
+            return await self._mixtures.change(request)
 
     async def OpenDashboard(self, request: pb.OpenDashboardRequest, context: _Context) -> pb.OpenDashboardReply:
         if not self.dashboard:

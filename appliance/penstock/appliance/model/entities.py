@@ -124,6 +124,10 @@ class Slot:
     """Worker -> its session at that time, for workers that failed to prepare for a migration of the slot."""
     migrated: bool = False
     """True if the slot's last move was a migration."""
+    remade: list[tuple[int, int]] = field(default_factory=list)
+    """For each change of the mixture: first generation that knows it, and the slot's last batch before it. A snapshot
+    of an older generation after this batch is not valid. Unknown after a restart of the coordinator; then the loader
+    refuses such a snapshot."""
     was_slow_at: frozenset[str] = frozenset()
     """Names of the workers from which the slot was moved because it was a straggler there."""
     batches_per_s: float = 0.0
@@ -154,6 +158,11 @@ class Slot:
     def unfit_at(self, workers: Mapping[str, Worker]) -> set[str]:
         """Return the names of those of `workers` that failed to prepare for the slot and were not restarted since."""
         return {name for name, session in self.unfit.items() if name in workers and workers[name].session == session}
+
+    def is_outdated(self, generation: int, total: int) -> bool:
+        """Return whether a snapshot after batch `total`, by a runner of this generation, lacks a change of the mixture
+        that lies before it."""
+        return any(generation < first and total > last for first, last in self.remade)
 
     def is_migrating_to(self, worker: str, generation: int) -> bool:
         """Return whether this worker, under this generation, prepares to take the slot over."""
@@ -221,6 +230,8 @@ class Box:
     reported_at: float = 0.0
     sources: dict[str, pb.SourceCount] = field(default_factory=dict)
     """Source -> counts of its delivered samples, as last reported; empty if the loader does not count."""
+    fence: tuple[str, int] = ("", 0)
+    """Key of the fence that the box received last (see Attempt.fence), and the last step that it had taken then."""
     imbalance: float = 0.0
     """Cost of a step's most expensive box divided by the mean of all boxes, as last reported; 0 = not measured."""
     unreachable: dict[str, float] = field(default_factory=dict)
@@ -348,6 +359,10 @@ class Attempt:
     """Step after which boxes abandoned an epoch -> the first box that reported it."""
     _left: list[int] = field(default_factory=list)
     """Keys of `left`, sorted."""
+    fence: pb.MixtureFence | None = None
+    """Step before which the boxes wait, while a change of the mixture is decided; see mixture_orders.py."""
+    mixture_changes: list[records_pb2.MixtureChange] = field(default_factory=list)
+    """Changes of the mixture's weights in this run: the list of the run."""
     last_live: float = 0.0
     generation: int = 0
     """Highest generation that slots of the attempt use or have reserved."""
@@ -438,6 +453,8 @@ class Run:
     """Highest generation used in the run. The generations of the next attempt are above it."""
     current: Attempt | None = None
     past: dict[int, ClosedAttempt] = field(default_factory=dict)
+    mixture_changes: list[records_pb2.MixtureChange] = field(default_factory=list)
+    """Changes of the mixture's weights by `penstock mix`, in the order in which they were made."""
     unused: bool = False
     """True if the run has delivered nothing and was never resumed from a state, so that it has no position to lose."""
 

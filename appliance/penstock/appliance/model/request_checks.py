@@ -85,6 +85,8 @@ def check_progress(request: pb.WatchRunRequest, num_workers: int, limits: Limits
         check_number("characters of a source's name", len(count.source), MOST_NAME)
         check_counts(samples=count.samples, tokens=count.tokens)
         check_measures(wanted=count.wanted)
+    check_counts(fence_taken=request.fence_taken)
+    check_number("characters of a fence's key", len(request.fence_key), LONGEST_NAME)
     check_number("abandoned epochs in a report", len(request.abandoned), limits.abandoned_at_once)
     for abandoned_epoch in request.abandoned:
         check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)

@@ -10,6 +10,7 @@ returns the same result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.appliance.model.entities import Attempt
 from penstock.appliance.states.state_query import BoxState, SlotStateRequest, StateQuery
@@ -46,6 +47,10 @@ class Aggregation(StateQuery):
     def key(self) -> tuple[str, int, int, str]:
         return (self.run, self.attempt, self.step, self.blob)
 
+    def task(self, *given: Any) -> AggregationTask:
+        """Return the request to a worker. `given`: arguments of AggregationTask."""
+        return AggregationTask(*given)
+
     def is_next(self, slot_request: SlotStateRequest) -> bool:
         return True
 
@@ -63,7 +68,7 @@ class Aggregation(StateQuery):
         self._missing[number] = [] if ready is not None else [f"a worker of box {self.box}"]
         slot_requests: dict[str, SlotStateRequest] = {}
         if ready is not None:
-            task = AggregationTask(
+            task = self.task(
                 ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, 0, self.serial, self.blob
             )
             slot_requests[task.id] = task

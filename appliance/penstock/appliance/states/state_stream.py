@@ -11,13 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from penstock.appliance.states.state_query import BoxState
+from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.calls import pieces
 from penstock.proto.rpc.channel import CHUNK
+from penstock.proto.state.state_json import state_as_json
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-__all__ = ["LoopTurns", "packed", "parts"]
+__all__ = ["LoopTurns", "in_json", "packed", "parts"]
 
 
 class LoopTurns:
@@ -54,6 +57,23 @@ def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
             yield pb.StatePart(record=record, data=first, position=None if index else state.position)
             for piece in more:
                 yield pb.StatePart(data=piece)
+
+
+def in_json(state: BoxState, limit: int) -> BoxState:
+    """Return the same records, with the loaders' states as JSON. `limit`: largest size of one state in binary form, in
+    bytes. Raises InvalidArgumentError above the limit."""
+    records = []
+    for record, data in state.records:
+        if len(data) > limit:
+            raise InvalidArgumentError(
+                f"a worker's state must have at most {limit} bytes to be sent as JSON, got {len(data)} from box "
+                f"{record.box} slot {record.local_worker_id}: fetch the state in binary form (format STATE_ENVELOPE)"
+            )
+        changed, text = pb.WorkerRecord(), state_as_json(data)
+        changed.CopyFrom(record)
+        changed.state_bytes = len(text)
+        records.append((changed, text))
+    return replace(state, records=records)
 
 
 def packed(states: Iterable[BoxState]) -> Iterator[bytes]:

@@ -60,6 +60,8 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tracks": (("run", "attempt", "box"), ("over", "history")),
     # Runs that have delivered nothing yet: see box_progress.py. An older release's run has no row, and counts as used.
     "unused": (("run",), ()),
+    # Changes of the weights of a run's mixture, numbered from 0: see mixture_orders.py.
+    "mixture_changes": (("run", "number"), ("change",)),
 }
 _COLUMNS = {table: (*keys, *values) for table, (keys, values) in TABLES.items()}
 _INSERT = {

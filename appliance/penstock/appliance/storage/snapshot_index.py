@@ -185,8 +185,18 @@ class SnapshotIndex:
             self._drops.append(DropSnapshot(key, old.total, old.epoch))
         self._snapshots[key.run, key.attempt][key] = list(kept[first:])
 
+    def drop_beyond(self, key: SlotKey, total: int) -> None:
+        """Drop the slot's snapshots after its batch `total`, whose content is not valid any more."""
+        for old in [kept for kept in self._of(key) if kept.total > total]:
+            self.used -= old.size
+            self._drops.append(DropSnapshot(key, old.total, old.epoch))
+            self._snapshots[key.run, key.attempt][key].remove(old)
+
     def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """Drop a snapshot that was written but is not needed and not in the index."""
+        """Drop a snapshot that was written but is not needed, and the one of the same position that it replaced."""
+        for old in [one for one in self._of(key) if (one.total, one.epoch) == (kept.total, kept.epoch)]:
+            self.used -= old.size
+            self._snapshots[key.run, key.attempt][key].remove(old)
         self._drops.append(DropSnapshot(key, kept.total, kept.epoch))
 
     def drop_attempt(self, run: str, attempt: int) -> None:

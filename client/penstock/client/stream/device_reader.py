@@ -70,7 +70,12 @@ class DeviceReader(OrderedReader):
     def next(self) -> Any:
         """Return the next batch on the device, as OrderedReader.next does. The loop's stream waits for the batch's
         copy; the host does not."""
-        if self._version != self._run.version:
+        run = self._run
+        run.fence.taken = step = self.position.step + 1
+        if step >= run.fence.step:  # before a batch that was staged is delivered; its lane may be of an old generation
+            self.flush()
+            run.hold(step, self._timeout_s)
+        if self._version != run.version:
             self._refresh()
         self._release_copied()
         load = self._staged

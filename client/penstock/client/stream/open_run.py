@@ -25,7 +25,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Protocol, TypeVar
 
-from penstock.client.stream.stream_interfaces import BoxProgress, StreamRun
+from penstock.client.stream.stream_interfaces import NEVER, BoxProgress, StepFence, StreamRun
 from penstock.client.stream.wait_notice import WaitNotice
 from penstock.proto.batch.digest import cover_of
 from penstock.proto.errors import (
@@ -150,6 +150,7 @@ class OpenRun:
         self.away_because = ""
         """Message of the last failed call to the unreachable coordinator."""
         self.progress = BoxProgress()
+        self.fence = StepFence()
         self.abandoned = False
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._on_closed = on_closed
@@ -190,6 +191,7 @@ class OpenRun:
     def _watch_request(self, seen: int, hold_s: float) -> pb.WatchRunRequest:
         progress = self.progress
         waits = progress.waits()
+        fence_key, fence_taken = self.fence.answer
         return pb.WatchRunRequest(
             run=self.name,
             attempt=self.attempt,
@@ -208,6 +210,8 @@ class OpenRun:
             lease_s=self._lease_s,
             commit_mark=self._commit_mark,
             unreachable=[pb.LaneTrouble(slot=s, generation=g, why=why) for s, g, why in progress.unreachable()],
+            fence_key=fence_key,
+            fence_taken=fence_taken,
             sources=_sources(progress),
             imbalance=imbalance_of(progress.counts.rows()) or 0.0 if progress.counts is not None else 0.0,
         )
@@ -288,6 +292,11 @@ class OpenRun:
                 if view.slot < len(views):
                     views[view.slot] = _plain(view)
             self.views = views
+            if reply.HasField("fence"):
+                self.fence.set(reply.fence.key, reply.fence.step)
+            elif self.fence.step != NEVER:
+                self.version += 1  # before the fence is gone: the reader must not use the lanes of older generations
+                self.fence.clear()
         self._notify()
 
     def _notify(self) -> None:
@@ -316,6 +325,14 @@ class OpenRun:
             if poll.poll(left * 1000 + 0.5):
                 os.eventfd_read(self.wake_fd)
         return True
+
+    def hold(self, step: int, timeout_s: float) -> None:
+        """Wait until the box may take this step; see StepFence. Raises DeadlineError after `timeout_s`."""
+        if not self.wait_for(lambda run: step < self.fence.step, timeout_s) and not self._closed:
+            raise DeadlineError(
+                f"run {self.name}, box {self.box} waited {timeout_s:.0f} s before step {step} for the coordinator to "
+                "decide about a change of the mixture: check that the coordinator runs (`penstock status`)"
+            )
 
     def report(self) -> None:
         """Report progress now instead of within HOLD_S. If the coordinator is unreachable, the watch thread reports the

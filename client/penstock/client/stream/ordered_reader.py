@@ -33,7 +33,7 @@ from penstock.client.stream.stream_interfaces import (
     recovered,
     warn_of_whole_input,
 )
-from penstock.client.stream.wait_notice import WaitNotice
+from penstock.client.stream.wait_notice import STAGES, WaitNotice
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import (
     BatchCorruptError,
@@ -70,14 +70,6 @@ faster than its workers would pay one system call and one wake-up of the produce
 
 NO_WORKER = (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING)
 """Phases of a slot that no worker has."""
-
-_STAGES: dict[int, str] = {
-    pb.FORK_SERVER: "import of torch in the fork server",
-    pb.INPUT_FN: "call of input_fn",
-    pb.RESTORE: "restore of its state",
-    pb.FIRST_BATCH: "first batch of its loader",
-}
-"""Text for each stage of a runner's start, for messages about what the start waits for."""
 
 _log = logging.getLogger("penstock.client")
 
@@ -129,9 +121,13 @@ class OrderedReader:
             DeadlineError: no batch came within the deadline; the error names slot and worker.
             PenstockError: the input failed; all batches before the failure were delivered.
         """
-        position = self.position
+        position, run = self.position, self._run
         total = position.total
-        if self._version != self._run.version:
+        run.fence.taken = step = position.step + 1
+        if step >= run.fence.step:
+            self.flush()
+            run.hold(step, self._timeout_s)
+        if self._version != run.version:
             self._refresh()
         self.wait_s = 0.0
         self._waiting_since = 0.0  # a wait that ended with the epoch or with an error does not count for this batch
@@ -343,7 +339,7 @@ class OrderedReader:
         if view.phase in NO_WORKER:
             why = "no worker has free slots"
         elif view.phase == pb.STARTING:
-            why = _STAGES.get(view.start_stage, "start of its runner")
+            why = STAGES.get(view.start_stage, "start of its runner")
             if view.start_queue_position:
                 place = f"number {view.start_queue_position} of {view.start_queue_length}"
                 why = f"{place} in the queue of runners to start"
@@ -443,8 +439,8 @@ class OrderedReader:
                 if moved and view.migrated:
                     what = f"worker slot {slot} of box {run.box} was moved to worker {view.worker}: {view.note}"
                     _log.info("%s: %s", self._label, what)
-            if view.restarts > self._restarts[slot]:
-                self._restarts[slot] = view.restarts
+            again, self._restarts[slot] = view.restarts > self._restarts[slot], view.restarts
+            if again and not view.migrated:
                 frames = "" if view.doing else stack_in_a_line(view.stack)
                 why = view.note or f"moved to worker {view.worker}"
                 notes.append(recovered(run.box, slot, why) + (f". The runner died in {frames}" if frames else ""))

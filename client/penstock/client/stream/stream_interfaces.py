@@ -25,6 +25,7 @@ __all__ = [
     "EPOCH_ENDED",
     "BoxProgress",
     "Reader",
+    "StepFence",
     "StreamRun",
     "StreamStats",
     "placed",
@@ -34,6 +35,8 @@ __all__ = [
 
 EPOCH_ENDED: Final = object()
 """Result of `Reader.next` at the end of an epoch, instead of a batch."""
+NEVER: Final = 1 << 63
+"""Step that no box comes to."""
 
 
 @dataclass
@@ -72,6 +75,33 @@ class BoxProgress:
             seconds = [max(pair) for pair in zip(before, seconds, strict=True)]
         self._reported_waits = (counted, seconds)
         return seconds
+
+
+class StepFence:
+    """Step before which this box waits while the coordinator decides about a change of the mixture from this step on.
+
+    The reader writes `taken` before it reads `step`. The watch thread writes `step` before it reads `taken`. So one of
+    the two notices the other: a box never takes the step after it has reported that it has not.
+    """
+
+    __slots__ = ("answer", "step", "taken")
+
+    def __init__(self) -> None:
+        self.step = NEVER
+        self.taken = 0
+        """Last step that the reader has taken, or is taking."""
+        self.answer = ("", 0)
+        """Key of the newest fence, and `taken` when it was set."""
+
+    def set(self, key: str, step: int) -> None:
+        """Let the reader wait before the step."""
+        self.step = step
+        if self.answer[0] != key:
+            self.answer = (key, self.taken)
+
+    def clear(self) -> None:
+        """Let the reader continue."""
+        self.step = NEVER
 
 
 @dataclass

@@ -11,13 +11,23 @@ import sys
 import time
 from collections.abc import Callable
 
-__all__ = ["WaitNotice"]
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+__all__ = ["STAGES", "WaitNotice"]
 
 FIRST_S = 2.0
 """Seconds of waiting before the first line."""
 LEAST_S, MOST_S = 10.0, 60.0
 """Smallest and largest number of seconds between two lines. In between, the next line is due when the time waited so
 far has doubled."""
+
+STAGES: dict[int, str] = {
+    pb.FORK_SERVER: "import of torch in the fork server",
+    pb.INPUT_FN: "call of input_fn",
+    pb.RESTORE: "restore of its state",
+    pb.FIRST_BATCH: "first batch of its loader",
+}
+"""Text for each stage of a runner's start, for messages about what the start waits for."""
 
 
 def _print(line: str) -> None:

@@ -22,7 +22,7 @@ from penstock.deploy.cli.commands.demo import demo
 from penstock.deploy.cli.commands.doctor import doctor
 from penstock.deploy.cli.commands.import_state import import_state
 from penstock.deploy.cli.commands.replay import replay
-from penstock.deploy.cli.commands.run import run
+from penstock.deploy.cli.commands.run import mix, run
 from penstock.deploy.cli.commands.state import state
 from penstock.deploy.cli.commands.status import status
 from penstock.deploy.cli.commands.top import dashboard, top
@@ -45,7 +45,7 @@ class _Commands(Group):
         "Try it": ("demo",),
         "Run it": ("coordinator", "worker", "up", "down"),
         "Look at it": ("status", "top", "dashboard", "state", "replay"),
-        "Change it": ("run",),
+        "Change it": ("mix", "run"),
         "Check and set up": ("doctor", "config", "data", "import-state"),
     }
 
@@ -90,6 +90,7 @@ app.command()(guarded(demo))
 app.command()(guarded(status))
 app.command()(guarded(top))
 app.command()(guarded(dashboard))
+app.command()(guarded(mix))
 app.add_typer(run, name="run")
 app.add_typer(state, name="state")
 app.command()(guarded(replay))

@@ -285,6 +285,7 @@ class BatchReplay:
             resume=opening.resume,
             start=opening.start,
             skips=slots[slot].skips if slot < len(slots) else (),
+            mixture_changes=self._history.mixture_changes,
         )
         header, parts = None, []
         if saved is not None:

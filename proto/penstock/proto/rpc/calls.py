@@ -313,6 +313,10 @@ class CoordinatorClient(AuthenticatedCall):
         """End a run (JOB/ORDINAL), or all runs of a job (JOB). Raises UnknownRunError."""
         return self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
 
+    def change_mixture(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
+        """Change the weights of a run's mixture, within the request's `deadline_s`."""
+        return self._ask("ChangeMixture", request.deadline_s + 5.0, lambda: request, pb.ChangeMixtureReply)
+
     def open_dashboard(self) -> str:
         """Return the URL of the dashboard, which an embedded coordinator starts at this call. Raises
         InvalidArgumentError if the coordinator serves none."""
@@ -432,6 +436,10 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def end_run(self, run: str) -> pb.EndRunReply:
         """End a run (JOB/ORDINAL), or all runs of a job (JOB). Raises UnknownRunError."""
         return await self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
+
+    async def change_mixture(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
+        """Change the weights of a run's mixture, within the request's `deadline_s`."""
+        return await self._ask("ChangeMixture", request.deadline_s + 5.0, lambda: request, pb.ChangeMixtureReply)
 
     async def open_dashboard(self) -> str:
         """Return the URL of the dashboard, which an embedded coordinator starts at this call."""

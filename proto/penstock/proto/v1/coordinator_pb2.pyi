@@ -367,6 +367,8 @@ class WatchRunRequest(_message.Message):
     WAITED_BY_SLOT_S_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     IMBALANCE_FIELD_NUMBER: _builtins.int
+    FENCE_KEY_FIELD_NUMBER: _builtins.int
+    FENCE_TAKEN_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -392,6 +394,12 @@ class WatchRunRequest(_message.Message):
     """loader counts; 96 at most
     cost of a step's most expensive box divided by the mean of all boxes, as the mean
     """
+    fence_key: _builtins.str
+    """over the box's steps; 0 = not measured
+    key of the newest MixtureFence that the box has received
+    """
+    fence_taken: _builtins.int
+    """with `fence_key`: the last step that the box had taken, or was taking, when it"""
     @_builtins.property
     def delivered(self) -> _records_pb2.BoxPosition:
         """position of the training loop right after its last step; empty before the first"""
@@ -434,14 +442,42 @@ class WatchRunRequest(_message.Message):
         waited_by_slot_s: _abc.Iterable[_builtins.float] | None = ...,
         sources: _abc.Iterable[Global___SourceCount] | None = ...,
         imbalance: _builtins.float = ...,
+        fence_key: _builtins.str = ...,
+        fence_taken: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "hold_s", b"hold_s", "imbalance", b"imbalance", "lease_s", b"lease_s", "run", b"run", "seen_version", b"seen_version", "sources", b"sources", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "fence_key", b"fence_key", "fence_taken", b"fence_taken", "hold_s", b"hold_s", "imbalance", b"imbalance", "lease_s", b"lease_s", "run", b"run", "seen_version", b"seen_version", "sources", b"sources", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
+
+@_typing.final
+class MixtureFence(_message.Message):
+    """Step before which the boxes wait, because a change of the mixture from this step on is being decided. Once a reply has
+    no fence, they continue: with the slots' generations in that reply, if the change was made.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    step: _builtins.int
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixtureFence: _TypeAlias = MixtureFence  # noqa: Y015
 
 @_typing.final
 class SourceCount(_message.Message):
@@ -566,6 +602,7 @@ class WatchRunReply(_message.Message):
     WALL_S_FIELD_NUMBER: _builtins.int
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     COMMIT_MARK_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     missing_slots: _builtins.int
@@ -583,6 +620,10 @@ class WatchRunReply(_message.Message):
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoxEnd]:
         """the other boxes that have ended, for which boxes that continue would wait in a"""
 
+    @_builtins.property
+    def fence(self) -> Global___MixtureFence:
+        """absent = none"""
+
     def __init__(
         self,
         *,
@@ -593,11 +634,12 @@ class WatchRunReply(_message.Message):
         wall_s: _builtins.float = ...,
         heartbeat_s: _builtins.float = ...,
         lease_s: _builtins.float = ...,
+        fence: Global___MixtureFence | None = ...,
         commit_mark: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_mark", b"commit_mark", "ended", b"ended", "heartbeat_s", b"heartbeat_s", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_mark", b"commit_mark", "ended", b"ended", "fence", b"fence", "heartbeat_s", b"heartbeat_s", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1059,6 +1101,7 @@ class StateRequest(_message.Message):
     DIGESTS_AFTER_FIELD_NUMBER: _builtins.int
     ABANDONED_FIELD_NUMBER: _builtins.int
     ABANDONED_FROM_FIELD_NUMBER: _builtins.int
+    MIXTURE_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     run: _builtins.str
     attempt: _builtins.int
@@ -1082,6 +1125,10 @@ class StateRequest(_message.Message):
     def abandoned(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.EpochEnd]:
         """epochs that the loop abandoned, for a runner that does not know them yet"""
 
+    @_builtins.property
+    def mixture(self) -> Global___MixtureTrial:
+        """instead of a state: try a change of the mixture; the answer's data is a MixturePlan"""
+
     def __init__(
         self,
         *,
@@ -1099,10 +1146,11 @@ class StateRequest(_message.Message):
         digests_after: _builtins.int = ...,
         abandoned: _abc.Iterable[_records_pb2.EpochEnd] | None = ...,
         abandoned_from: _builtins.int = ...,
+        mixture: Global___MixtureTrial | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mixture", b"mixture", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "abandoned_from", b"abandoned_from", "aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "box", b"box", "deadline_s", b"deadline_s", "digests_after", b"digests_after", "epoch", b"epoch", "generation", b"generation", "position", b"position", "request", b"request", "run", b"run", "slot", b"slot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "abandoned_from", b"abandoned_from", "aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "box", b"box", "deadline_s", b"deadline_s", "digests_after", b"digests_after", "epoch", b"epoch", "generation", b"generation", "mixture", b"mixture", "position", b"position", "request", b"request", "run", b"run", "slot", b"slot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2114,6 +2162,206 @@ class EndedRun(_message.Message):
 Global___EndedRun: _TypeAlias = EndedRun  # noqa: Y015
 
 @_typing.final
+class ChangeMixtureRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    ADDED_FIELD_NUMBER: _builtins.int
+    RETIRED_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """JOB/ORDINAL, or JOB if the job has one run"""
+    key: _builtins.str
+    """random text that identifies the change"""
+    from_step: _builtins.int
+    """first step with the new weights"""
+    dry_run: _builtins.bool
+    """change nothing, only return what would change"""
+    deadline_s: _builtins.float
+    """seconds for all of it"""
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___AskedWeight]: ...
+    @_builtins.property
+    def added(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.AddedSource]: ...
+    @_builtins.property
+    def retired(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """sources that get weight 0"""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        key: _builtins.str = ...,
+        from_step: _builtins.int = ...,
+        weights: _abc.Iterable[Global___AskedWeight] | None = ...,
+        added: _abc.Iterable[_records_pb2.AddedSource] | None = ...,
+        retired: _abc.Iterable[_builtins.str] | None = ...,
+        dry_run: _builtins.bool = ...,
+        deadline_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "deadline_s", b"deadline_s", "dry_run", b"dry_run", "from_step", b"from_step", "key", b"key", "retired", b"retired", "run", b"run", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeMixtureRequest: _TypeAlias = ChangeMixtureRequest  # noqa: Y015
+
+@_typing.final
+class AskedWeight(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    weight: _builtins.str
+    """a number of at least 0, as a text, so that it stays exact"""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        weight: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AskedWeight: _TypeAlias = AskedWeight  # noqa: Y015
+
+@_typing.final
+class ChangeMixtureReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    slots: _builtins.int
+    """slots whose runners restart"""
+    batches: _builtins.int
+    """batches that were made ahead and are made again"""
+    @_builtins.property
+    def change(self) -> _records_pb2.MixtureChange: ...
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureShare]:
+        """empty if an earlier call made the change"""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        change: _records_pb2.MixtureChange | None = ...,
+        shares: _abc.Iterable[Global___MixtureShare] | None = ...,
+        slots: _builtins.int = ...,
+        batches: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "change", b"change", "run", b"run", "shares", b"shares", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeMixtureReply: _TypeAlias = ChangeMixtureReply  # noqa: Y015
+
+@_typing.final
+class MixtureShare(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    WAS_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    was: _builtins.float
+    """share of the weights before the change, 0 to 1"""
+    now: _builtins.float
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        was: _builtins.float = ...,
+        now: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["now", b"now", "source", b"source", "was", b"was"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixtureShare: _TypeAlias = MixtureShare  # noqa: Y015
+
+@_typing.final
+class MixtureTrial(_message.Message):
+    """Change of a mixture that a helper process tries."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    IN_LATER_EPOCH_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    ADDED_FIELD_NUMBER: _builtins.int
+    RETIRED_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """steps before the change: of the attempt, or of the epoch with `in_later_epoch`"""
+    in_later_epoch: _builtins.bool
+    """the epoch is not the one in which the attempt began"""
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___AskedWeight]: ...
+    @_builtins.property
+    def added(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.AddedSource]: ...
+    @_builtins.property
+    def retired(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        in_later_epoch: _builtins.bool = ...,
+        weights: _abc.Iterable[Global___AskedWeight] | None = ...,
+        added: _abc.Iterable[_records_pb2.AddedSource] | None = ...,
+        retired: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "in_later_epoch", b"in_later_epoch", "retired", b"retired", "steps", b"steps", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixtureTrial: _TypeAlias = MixtureTrial  # noqa: Y015
+
+@_typing.final
+class MixturePlan(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGE_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def change(self) -> _records_pb2.MixtureChange:
+        """without key, step and attempt"""
+
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureShare]: ...
+    def __init__(
+        self,
+        *,
+        change: _records_pb2.MixtureChange | None = ...,
+        shares: _abc.Iterable[Global___MixtureShare] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "shares", b"shares"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixturePlan: _TypeAlias = MixturePlan  # noqa: Y015
+
+@_typing.final
 class OpenDashboardRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2210,6 +2458,7 @@ class History(_message.Message):
     KNOWN_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
+    MIXTURE_CHANGES_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     settled: _builtins.bool
     """complete: the box took no other steps, except those since its last report"""
@@ -2225,6 +2474,10 @@ class History(_message.Message):
 
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotHistory]: ...
+    @_builtins.property
+    def mixture_changes(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.MixtureChange]:
+        """of the run, up to this attempt"""
+
     def __init__(
         self,
         *,
@@ -2234,10 +2487,11 @@ class History(_message.Message):
         known: _abc.Iterable[_records_pb2.BoxPosition] | None = ...,
         slots: _abc.Iterable[Global___SlotHistory] | None = ...,
         settled: _builtins.bool = ...,
+        mixture_changes: _abc.Iterable[_records_pb2.MixtureChange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["opening", b"opening"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "known", b"known", "opening", b"opening", "settled", b"settled", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "known", b"known", "mixture_changes", b"mixture_changes", "opening", b"opening", "settled", b"settled", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,6 +114,11 @@ class CoordinatorStub(object):
                 request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunRequest.SerializeToString,
                 response_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunReply.FromString,
                 _registered_method=True)
+        self.ChangeMixture = channel.unary_unary(
+                '/penstock.proto.v1.Coordinator/ChangeMixture',
+                request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.ChangeMixtureRequest.SerializeToString,
+                response_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.ChangeMixtureReply.FromString,
+                _registered_method=True)
         self.OpenDashboard = channel.unary_unary(
                 '/penstock.proto.v1.Coordinator/OpenDashboard',
                 request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.OpenDashboardRequest.SerializeToString,
@@ -246,6 +251,14 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeMixture(self, request, context):
+        """Changes the weights of a run's mixture from a step on, on all boxes. The call ends when the change is in the
+        journal, or when it was refused and nothing has changed. A repeated call with the same key is the same change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenDashboard(self, request, context):
         """Returns the URL of the dashboard. An embedded coordinator starts it on loopback at the first call.
         """
@@ -335,6 +348,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.EndRun,
                     request_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunRequest.FromString,
                     response_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunReply.SerializeToString,
+            ),
+            'ChangeMixture': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeMixture,
+                    request_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.ChangeMixtureRequest.FromString,
+                    response_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.ChangeMixtureReply.SerializeToString,
             ),
             'OpenDashboard': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenDashboard,
@@ -774,6 +792,33 @@ class Coordinator(object):
             '/penstock.proto.v1.Coordinator/EndRun',
             penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunRequest.SerializeToString,
             penstock_dot_proto_dot_v1_dot_coordinator__pb2.EndRunReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeMixture(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.proto.v1.Coordinator/ChangeMixture',
+            penstock_dot_proto_dot_v1_dot_coordinator__pb2.ChangeMixtureRequest.SerializeToString,
+            penstock_dot_proto_dot_v1_dot_coordinator__pb2.ChangeMixtureReply.FromString,
             options,
             channel_credentials,
             insecure,

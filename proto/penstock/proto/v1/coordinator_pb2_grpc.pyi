@@ -98,6 +98,10 @@ class CoordinatorStub:
     """Ends the open attempt of a run, or of all runs of a job, also if its training job is live, which then gets
     SupersededError from its next call. The run may be opened again. A closed run is not changed.
     """
+    ChangeMixture: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeMixtureRequest, _coordinator_pb2.ChangeMixtureReply]
+    """Changes the weights of a run's mixture from a step on, on all boxes. The call ends when the change is in the
+    journal, or when it was refused and nothing has changed. A repeated call with the same key is the same change.
+    """
     OpenDashboard: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.OpenDashboardRequest, _coordinator_pb2.OpenDashboardReply]
     """Returns the URL of the dashboard. An embedded coordinator starts it on loopback at the first call."""
 
@@ -154,6 +158,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     EndRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.EndRunRequest, _coordinator_pb2.EndRunReply]  # type: ignore[assignment]
     """Ends the open attempt of a run, or of all runs of a job, also if its training job is live, which then gets
     SupersededError from its next call. The run may be opened again. A closed run is not changed.
+    """
+    ChangeMixture: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeMixtureRequest, _coordinator_pb2.ChangeMixtureReply]  # type: ignore[assignment]
+    """Changes the weights of a run's mixture from a step on, on all boxes. The call ends when the change is in the
+    journal, or when it was refused and nothing has changed. A repeated call with the same key is the same change.
     """
     OpenDashboard: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.OpenDashboardRequest, _coordinator_pb2.OpenDashboardReply]  # type: ignore[assignment]
     """Returns the URL of the dashboard. An embedded coordinator starts it on loopback at the first call."""
@@ -304,6 +312,16 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.EndRunReply, _abc.Awaitable[_coordinator_pb2.EndRunReply]]:
         """Ends the open attempt of a run, or of all runs of a job, also if its training job is live, which then gets
         SupersededError from its next call. The run may be opened again. A closed run is not changed.
+        """
+
+    @_abc_1.abstractmethod
+    def ChangeMixture(
+        self,
+        request: _coordinator_pb2.ChangeMixtureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ChangeMixtureReply, _abc.Awaitable[_coordinator_pb2.ChangeMixtureReply]]:
+        """Changes the weights of a run's mixture from a step on, on all boxes. The call ends when the change is in the
+        journal, or when it was refused and nothing has changed. A repeated call with the same key is the same change.
         """
 
     @_abc_1.abstractmethod

@@ -363,6 +363,96 @@ class Skip(_message.Message):
 Global___Skip: _TypeAlias = Skip  # noqa: Y015
 
 @_typing.final
+class MixtureChange(_message.Message):
+    """Change of the weights of a loader's mixture in mid-run (`penstock mix`), which belongs to the run from then on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    ADDED_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """identifies the change"""
+    position: _builtins.int
+    """samples that the mixture gives before the change"""
+    step: _builtins.int
+    """first step of the boxes with the new weights, when it was ordered"""
+    attempt: _builtins.int
+    """attempt in which it was ordered"""
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureWeight]:
+        """of all sources"""
+
+    @_builtins.property
+    def added(self) -> _containers.RepeatedCompositeFieldContainer[Global___AddedSource]: ...
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        position: _builtins.int = ...,
+        weights: _abc.Iterable[Global___MixtureWeight] | None = ...,
+        added: _abc.Iterable[Global___AddedSource] | None = ...,
+        step: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "attempt", b"attempt", "key", b"key", "position", b"position", "step", b"step", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixtureChange: _TypeAlias = MixtureChange  # noqa: Y015
+
+@_typing.final
+class MixtureWeight(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    parts: _builtins.int
+    """weight as a whole number"""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        parts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixtureWeight: _TypeAlias = MixtureWeight  # noqa: Y015
+
+@_typing.final
+class AddedSource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    function: _builtins.str
+    """"module:qualname" of a function that returns it"""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        function: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["function", b"function", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddedSource: _TypeAlias = AddedSource  # noqa: Y015
+
+@_typing.final
 class WorkerAssignment(_message.Message):
     """Assignment of a worker slot to a worker. A slot has one owner per generation; messages of a lower generation are
     refused.
@@ -384,6 +474,7 @@ class WorkerAssignment(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
     SKIPS_FIELD_NUMBER: _builtins.int
+    MIXTURE_CHANGES_FIELD_NUMBER: _builtins.int
     IS_TARGET_FIELD_NUMBER: _builtins.int
     PREPARE_MIGRATION_FIELD_NUMBER: _builtins.int
     run: _builtins.str
@@ -420,6 +511,10 @@ class WorkerAssignment(_message.Message):
         batches of this attempt to leave out; a state to resume from may add others
         """
 
+    @_builtins.property
+    def mixture_changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureChange]:
+        """of the run, in the order in which they were made"""
+
     def __init__(
         self,
         *,
@@ -437,12 +532,13 @@ class WorkerAssignment(_message.Message):
         start: Global___BoxPosition | None = ...,
         recovery: _builtins.bool = ...,
         skips: _abc.Iterable[Global___Skip] | None = ...,
+        mixture_changes: _abc.Iterable[Global___MixtureChange] | None = ...,
         is_target: _builtins.bool = ...,
         prepare_migration: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loader", b"loader", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "generation", b"generation", "is_target", b"is_target", "lane_key", b"lane_key", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "prepare_migration", b"prepare_migration", "recovery", b"recovery", "resume", b"resume", "run", b"run", "seed", b"seed", "skips", b"skips", "slot", b"slot", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "generation", b"generation", "is_target", b"is_target", "lane_key", b"lane_key", "loader", b"loader", "mixture_changes", b"mixture_changes", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "prepare_migration", b"prepare_migration", "recovery", b"recovery", "resume", b"resume", "run", b"run", "seed", b"seed", "skips", b"skips", "slot", b"slot", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -117,8 +117,9 @@ def _remedy(change: str, name: str) -> str:
     """Return what to do about a value that a function of CHANGES refused, for errors."""
     if change == "float":
         return f"Give the column's type with --as {name}=json"
-    leave_out = "eave the column out with --columns"
-    return f"Convert to Parquet, or l{leave_out}" if change in ("only", "file") else f"L{leave_out}"
+    if change in ("only", "file"):
+        return "Convert to Parquet, or leave the column out with --columns"
+    return "Leave the column out with --columns"
 
 
 def _missing(number: int, name: str, row: Mapping[str, Any]) -> DatasetError:

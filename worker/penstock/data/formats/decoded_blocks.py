@@ -36,7 +36,7 @@ class BlockMemory:
     def __init__(self, limit: int = DECODED_BYTES) -> None:
         self.limit = limit
         """Largest number of bytes of all blocks together. A single block is kept even if it exceeds the limit."""
-        self._tokens = itertools.count()
+        self._numbers = itertools.count()
         self.reset()
 
     def reset(self) -> None:
@@ -60,19 +60,19 @@ class BlockMemory:
             self.limit = max(self.limit, limit)
 
     def add_owner(self, owner: BlockOwner) -> int:
-        """Register a reader, and return its token for the other methods."""
-        token, ended = next(self._tokens), self._ended
+        """Register a reader, and return its number for the other methods."""
+        number, ended = next(self._numbers), self._ended
         with self._lock:
-            self._owners[token] = weakref.ref(owner, lambda _: ended.append(token))
-        return token
+            self._owners[number] = weakref.ref(owner, lambda _: ended.append(number))
+        return number
 
-    def used(self, token: int, blocks: Iterable[int]) -> None:
+    def used(self, number: int, blocks: Iterable[int]) -> None:
         """Mark these blocks as the most recently used ones."""
         with self._lock:
             for block in blocks:
-                if (token, block) in self._blocks:
-                    self._blocks.move_to_end((token, block))
-                    self._released.pop((token, block), None)
+                if (number, block) in self._blocks:
+                    self._blocks.move_to_end((number, block))
+                    self._released.pop((number, block), None)
 
     def make_room(self, nbytes: int) -> None:
         """Drop blocks until a block of `nbytes`, which is decoded next, fits below the limit. Released blocks of at
@@ -88,35 +88,35 @@ class BlockMemory:
             limit = min(self.limit - nbytes, self.nbytes - freed)
         self._drop(limit, keep=0)
 
-    def add(self, token: int, block: int, nbytes: int) -> None:
+    def add(self, number: int, block: int, nbytes: int) -> None:
         """Count a block, and drop others if the limit is exceeded."""
         with self._lock:
-            if token not in self._owners:  # the token was made before a fork
+            if number not in self._owners:  # the reader was registered before a fork
                 return
-            self.nbytes += nbytes - self._blocks.pop((token, block), 0)
-            self._blocks[token, block] = nbytes
+            self.nbytes += nbytes - self._blocks.pop((number, block), 0)
+            self._blocks[number, block] = nbytes
         self._drop(self.limit, keep=1)
 
-    def release(self, token: int, block: int) -> None:
+    def release(self, number: int, block: int) -> None:
         """Mark a block as not needed soon: `make_room` drops it before the next block is decoded, because memory that
         is freed just before it is allocated again need not come from the kernel."""
         with self._lock:
-            if (token, block) in self._blocks:
-                self._released[token, block] = None
+            if (number, block) in self._blocks:
+                self._released[number, block] = None
 
-    def remove_owner(self, token: int) -> None:
+    def remove_owner(self, number: int) -> None:
         """Forget all blocks of a reader that has dropped them itself."""
-        self._ended.append(token)
+        self._ended.append(number)
 
     def _drop(self, limit: int, keep: int) -> None:
         dropped = []
         with self._lock:
             self._forget_ended()
             while self.nbytes > limit and len(self._blocks) > keep:
-                (token, block), nbytes = self._blocks.popitem(last=False)
-                self._released.pop((token, block), None)
+                (number, block), nbytes = self._blocks.popitem(last=False)
+                self._released.pop((number, block), None)
                 self.nbytes -= nbytes
-                dropped.append((self._owners[token](), block))
+                dropped.append((self._owners[number](), block))
         for owner, block in dropped:
             if owner is not None:
                 owner.drop(block)
@@ -129,8 +129,8 @@ class BlockMemory:
             return
         for key in [key for key in self._blocks if key[0] in ended]:
             self.nbytes -= self._blocks.pop(key)
-        for token in ended:
-            self._owners.pop(token, None)
+        for number in ended:
+            self._owners.pop(number, None)
 
 
 MEMORY = BlockMemory()

@@ -26,11 +26,39 @@ from penstock.data.sharded.sources.opaque import without_snapshots
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError
 from penstock.proto.state.codec import decode_state, encode_state
 
-__all__ = ["SampleKey", "digest_of"]
+__all__ = ["KeyStage", "SampleKey", "as_made_before", "digest_of"]
 
 LARGEST = 4096
 """Largest size in bytes of an encoded saved position in a key. A larger one is left out of the key, and the sample is
 found by skipping from the shard's beginning."""
+
+
+@dataclass(frozen=True)
+class KeyStage:
+    """Part of an order between two changes of a mixture's weights in mid-run.
+
+    A key must not depend on changes that come after its sample, because the sample may have been delivered before they
+    were ordered.
+    """
+
+    position: int
+    """First position of the part."""
+    order: str
+    """Digest of the order with the changes up to there."""
+    sources: int
+    """Number of sources of the mixture there."""
+    pieces: bool
+    """True if saved positions of the mixture contain the piece of its order there."""
+
+
+def as_made_before(saved: SavedPosition, stage: KeyStage) -> SavedPosition:
+    """Return a saved position as a loader makes it that knows only the changes up to the stage."""
+    if not isinstance(saved, Mapping):
+        return saved
+    if "sources" not in saved:
+        return {**saved, "source": as_made_before(saved["source"], stage)} if "source" in saved else saved
+    found = {name: value for name, value in saved.items() if name != "piece" or stage.pieces}
+    return {name: value[: stage.sources] if name in ("sources", "given") else value for name, value in found.items()}
 
 
 @dataclass(frozen=True)

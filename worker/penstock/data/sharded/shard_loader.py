@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, get_args
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch.utils.data
 
-from penstock.data.arguments import at_least_one, one_of, whole
+from penstock.data.arguments import at_least_one, whole
 from penstock.data.loading.collating import checked_collate, empty_batch, without_rows
 from penstock.data.loading.counting import Counts, LoaderCounts, skipped_rows
 from penstock.data.loading.keyed_random import seed_generators, seeds_of
@@ -21,13 +21,35 @@ from penstock.data.loading.restore_keys import checked_name, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.order_states import OrderProgress, Topology
 from penstock.data.ordering.partition import APART, Partition
-from penstock.data.sharded.layers.layer import checked, is_keyed
+from penstock.data.sharded.layers.layer import is_keyed
+from penstock.data.sharded.mixture_changes import (
+    CHANGES,
+    LoadSource,
+    MixtureChange,
+    changed,
+    listed,
+    merged,
+    mixture_of,
+    new_parts,
+    refuse_to_import,
+    shares_at,
+    source_facts,
+    try_sources,
+)
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.round_robin import Tail
 from penstock.data.sharded.sample_counts import changes_shares, counted_samples, wanted_shares
 from penstock.data.sharded.shard_cursors import HeldSample
-from penstock.data.sharded.shard_keys import SampleKey, digest_of
-from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition, check_order
+from penstock.data.sharded.shard_keys import KeyStage, SampleKey, digest_of
+from penstock.data.sharded.shard_states import (
+    FixedOrder,
+    ShardedPosition,
+    check_order,
+    check_source,
+    check_state,
+    described,
+    differences,
+)
 from penstock.data.sharded.worker_share import SharePlan, WorkerShare
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.proto.state.counts import Group, Row, Tally
@@ -115,19 +137,35 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         Raises InvalidArgumentError or DatasetError for invalid arguments.
         """
         super().__init__()
+        self._code = source
+        """Source as the code made it, without changes of its mixture."""
+        self._changes: list[MixtureChange] = []
+        """Changes of the mixture's weights that are in force; `_assigned`: those of the run."""
+        self._assigned: list[MixtureChange] = []
+        self._load_source: LoadSource = refuse_to_import
         self._identity = identity = WorkerIdentity.now(rank)
         partitions, seed = at_least_one("partitions", partitions), whole("seed", seed)
         block = None if block is None else at_least_one("block", block)
         self._batch = _batch(batch_size, global_batch_size, identity.boxes, unbatched)
-        _check(source, partitions, block, tail)
+        self._partitions, self._block, self._asked_tail, self._asked_counts = partitions, block, tail, counts
         self._tail: Tail = APART if unbatched and tail == "emit" else tail
-        self.source, self._collate = source, _only if unbatched else checked_collate(collate_fn)
+        self._collate = _only if unbatched else checked_collate(collate_fn)
         self._keys = checked_name(keys)
         self._seed = identity.seed if seed is None else seed
         draws = not unbatched and collate_fn is not collate
         self._collate_key = derive_seed(self._seed, "collate") if draws else None
+        self._warned = False
+        """True after the warning about a second epoch of an endless source was logged."""
+        self._read(source)
+
+    def _read(self, source: ShardedSource) -> None:
+        """Set the source, and begin at its first position."""
+        partitions, block, tail, counts = self._partitions, self._block, self._asked_tail, self._asked_counts
+        identity = self._identity
+        check_source(source, partitions, block, tail)
+        self.source = source
         self._order: dict[str, Any] = {
-            "source": _described(source),
+            "source": described(source),
             "shards": source.num_shards,
             "endless": source.endless,
             "seed": self._seed,
@@ -135,7 +173,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             "tail": None if source.endless else tail,
         }
         self._fixed_order = FixedOrder(source, partitions, self._tail, block)
-        self._plan = SharePlan(self._fixed_order, self._seed, identity.box, digest_of(self._order), keys is not None)
+        self._plan = SharePlan(self._fixed_order, self._seed, identity.box, self._stages(), self._keys is not None)
         self._begun = ShardedPosition(
             OrderProgress(0, 0, 0, self._topology()),
             endless_order=self._fixed_order.endless_order(block or self._batch),
@@ -143,8 +181,6 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """Position at which the present epoch began, or at which the next iteration will begin."""
         self._at_position = True
         """True if the next iteration begins at `_begun`; False if at the next epoch's beginning."""
-        self._warned = False
-        """True after the warning about a second epoch of an endless source was logged."""
         self._share: WorkerShare | None = None
         """Share of this worker in the epoch in progress. An iterator over another share has ended."""
         lengths = None if source.endless else source.lengths(0)
@@ -220,10 +256,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             DatasetError: the shard ends before the sample.
         """
         found = SampleKey.of(key)
-        if found.order != self._plan.order:
+        orders = [stage.order for stage in self._plan.stages]
+        if found.order not in orders:
             raise StateMismatchError(
                 "the restore key must come from a loader with the same source, seed, shards and partitions (digest "
-                f"{self._plan.order}), got digest {found.order}. Make the loader with the settings of that run"
+                f"{orders[-1]}), got digest {found.order}. Make the loader with the settings of that run"
             )
         if found.shard >= self.source.num_shards or (found.block is None) == self.source.endless:
             raise InvalidArgumentError(
@@ -251,7 +288,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's position after the batches that it has yielded so far."""
         position = self._begun if self._share is None else self._share.position()
-        return {**position.state(self._order), **self._counts.saved()}
+        return {**position.state(self._order), **self._counts.saved(), **self._listed()}
+
+    def _listed(self) -> dict[str, Any]:
+        """Return the entry of a state with the changes of the mixture's weights."""
+        return {CHANGES: [change.plain() for change in self._changes]} if self._changes else {}
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
@@ -272,7 +313,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             StateMismatchError: the state belongs to another order, or to one of several workers of another topology.
             StateCorruptError, StateVersionError: the state cannot be read.
         """
-        check_order(self._fixed_order.with_later_weights(state_dict, self._order), self._order, strict=strict)
+        self._check_order(state_dict, strict=strict)
         counts: Mapping[str, Any] = state_dict
         if "others" in state_dict:
             position, counts = self._part(state_dict), {**state_dict, **self._counts_part(state_dict)}
@@ -294,17 +335,96 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
         """Merge the states of all workers, in order of global_worker_id, into one state that fits any topology."""
-        return {**self._fixed_order.aggregated(worker_states), **LoaderCounts.aggregated(worker_states)}
+        whole = {**self._fixed_order.aggregated(worker_states), **LoaderCounts.aggregated(worker_states)}
+        return {**whole, CHANGES: worker_states[0][CHANGES]} if CHANGES in worker_states[0] else whole
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
         """Return this worker's part of an aggregated state: one that `aggregate_state_dict` returned."""
-        check_order(self._fixed_order.with_later_weights(aggregated, self._order), self._order, strict=strict)
+        self._check_order(aggregated, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(
-                "deaggregate_state_dict needs a state that aggregate_state_dict returned, got the state of one "
-                "worker. Merge the states of all workers first"
+                "the state must come from aggregate_state_dict, got the state of one worker. Aggregate all states"
             )
-        return {**self._part(aggregated).state(self._order), **self._counts_part(aggregated)}
+        return {**self._part(aggregated).state(self._order), **self._counts_part(aggregated), **self._listed()}
+
+    def _check_order(self, state: Any, *, strict: bool) -> None:
+        """Adopt the changes of the mixture's weights that a state lists, and check that it belongs to this order."""
+        check_state(state)
+        if self._assigned or CHANGES in state:
+            self._adopt(state)
+        check_order(self._with_later_weights(state), self._order, strict=strict)
+
+    def _with_later_weights(self, state: Any) -> Mapping[str, Any]:
+        return self._fixed_order.with_later_weights(state, self._order, self._identity.turn)
+
+    def _stages(self) -> list[KeyStage]:
+        """Return the parts of the order between the changes of weights, for restore keys."""
+        found = []
+        for position in sorted({0, *(change.position for change in self._changes)}):
+            source = changed(self._code, [one for one in self._changes if one.position <= position], self._load_source)
+            order = digest_of({**self._order, "source": described(source)})
+            found.append(KeyStage(position, order, *(source_facts(source) if self._changes else (0, True))))
+        return found
+
+    # ---- weights that an operator changes in mid-run
+
+    def change_mixture(self, changes: Sequence[Mapping[str, Any]], load: LoadSource) -> None:
+        """Apply the run's changes of the weights of the uppermost mixture. Called before a state is loaded.
+
+        changes: as in a state, in their order. load: calls the function with a name ("module:function").
+
+        Raises InvalidArgumentError if they do not fit.
+        """
+        self._assigned, self._load_source = [MixtureChange.parsed(change) for change in changes], cache(load)
+        self._use(self._assigned)
+
+    def plan_change(
+        self,
+        steps: int,
+        state: Mapping[str, Any] | None,
+        weights: Mapping[str, Any],
+        added: Mapping[str, str],
+        retired: Sequence[str],
+    ) -> tuple[int, dict[str, int], dict[str, float], dict[str, float]]:
+        """Return a change's position, the weights of all sources as whole numbers, and the sources' shares before and
+        after it. The loader itself changes, and is used for nothing else afterwards.
+
+        steps: number of global batches before the change, from the epoch's beginning or, with a state, from the state.
+        state: aggregated state from which the run began. weights, added, retired: see `new_parts`.
+
+        Raises InvalidArgumentError or StateMismatchError for an impossible change.
+        """
+        mixture_of(self.source)  # raises an error without one
+        begin = 0
+        if state is not None:
+            self._check_order(state, strict=True)
+            begin = self._fixed_order.reached(state, self._identity.turn)
+        position, before = begin + steps * self._batch, mixture_of(self.source)
+        parts = new_parts(before, position, weights, added, retired)
+        at = replace(self._begun, progress=OrderProgress(0, position, 0, self._topology())).state(self._order)
+        self._use([*self._changes, MixtureChange("", position, parts, added)])
+        check_order(self._with_later_weights({**at, "others": {}}), self._order, strict=True)
+        try_sources(after := mixture_of(self.source), added, self._seed)
+        return position, parts, shares_at(before, position), shares_at(after, position)
+
+    def _use(self, changes: list[MixtureChange]) -> None:
+        """Make the loader anew with these changes, and no others."""
+        if changes != self._changes:
+            source, self._changes = changed(self._code, changes, self._load_source), changes
+            self._read(source)
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Apply the changes that a state lists, and those of the run that come after it. If the code itself has the
+        weights of the changes before the state, only later changes are applied."""
+        position = self._fixed_order.reached(state, self._identity.turn) if self.source.endless else 0
+        changes = merged(listed(state), self._assigned, position)
+        later = [change for change in changes if change.position >= position]
+        if later != changes:
+            with contextlib.suppress(InvalidArgumentError):  # they need sources that the code does not have
+                self._use(later)
+                if not differences(self._with_later_weights(state)["order"], self._order):
+                    return
+        self._use(changes)
 
     @property
     def tally(self) -> Tally | None:
@@ -478,34 +598,3 @@ def _batch(batch_size: int | None, global_batch_size: int | None, boxes: int, un
 def _only(samples: list[Any]) -> Any:
     (sample,) = samples
     return sample
-
-
-def _described(source: ShardedSource) -> Any:
-    """Return the description of a source. Raises InvalidArgumentError unless the description is a JSON value, because
-    other values may differ between processes, or change when they are saved."""
-    described = source.described()
-    try:
-        json.dumps(described, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"described() of {type(source).__name__} must return a JSON value: {error}"
-        ) from None
-    return described
-
-
-def _check(source: ShardedSource, partitions: int, block: int | None, tail: str) -> None:
-    shards = checked(source, "ShardLoader").num_shards
-    one_of("tail", tail, [name for name in get_args(Tail) if name != APART])
-    if shards < 1:
-        raise InvalidArgumentError(f"a source must have at least 1 shard, got {shards}")
-    if not source.endless and partitions != 1:
-        raise InvalidArgumentError(
-            f"partitions must be 1 for a finite source, whose shards are read round robin, got {partitions}. Leave "
-            "partitions out, or wrap the source in Repeated to make it endless"
-        )
-    if not source.endless and block is not None:
-        raise InvalidArgumentError(
-            f"block must be None for a finite source, whose order does not depend on the batch size, got {block}"
-        )
-    if shards % partitions:
-        raise InvalidArgumentError(f"partitions must divide the {shards} shards, got {partitions}")

@@ -9,16 +9,19 @@ each shard, the furthest cursor state of any worker that does not lie beyond the
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
+from penstock.data.arguments import one_of
 from penstock.data.ordering.order_states import FORMAT, OrderProgress, Topology, check_format, others_of
-from penstock.data.ordering.partition import Partition
+from penstock.data.ordering.partition import APART, Partition, WorkerTurn
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.endless_order import EndlessOrder
 from penstock.data.sharded.later_weights import with_later_weights
+from penstock.data.sharded.layers.layer import checked
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.round_robin import RoundRobin, Tail
 from penstock.data.sharded.shard_cursors import CursorStates
@@ -29,13 +32,25 @@ from penstock.proto.errors import (
     StateMismatchError,
 )
 
-__all__ = ["FixedOrder", "ShardedPosition", "check_order", "differences"]
+__all__ = [
+    "FixedOrder",
+    "ShardedPosition",
+    "check_order",
+    "check_source",
+    "check_state",
+    "described",
+    "differences",
+]
 
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 KIND = ("a ShardLoader", "shards")
 """Arguments of `check_format` for states of a ShardLoader: the loader's name, and an entry that only these states
 have."""
+
+
+TurnOf = Callable[[int], WorkerTurn]
+"""Function from the number of the slot that makes the first batch to a worker's turn."""
 
 
 @dataclass(frozen=True)
@@ -184,17 +199,16 @@ class FixedOrder:
             endless_order = self.endless_order(topology.batch)
         return replace(whole, progress=OrderProgress(epoch, start, 0, topology, first), endless_order=endless_order)
 
-    def with_later_weights(self, state: Mapping[str, Any], order: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_later_weights(self, state: Mapping[str, Any], order: Mapping[str, Any], turn: TurnOf) -> Mapping[str, Any]:
         """Return a state of an endless source with the weights of mixtures in `order`, as far as they do not change
-        what comes before the state's position."""
+        what comes before the state's position. `turn`: see `reached`."""
         check_format(state, *KIND)
         was = state["order"]
         if not self.source.endless or was.get("source") == order["source"] or "shards" not in was:
             return state
         if was["shards"] != order["shards"] or was.get("partitions") != order["partitions"]:
             return state
-        reached = [self._reached(self.read(each), each) for each in (state, *others_of(state, {}).values())]
-        position, endless_order = max(reached), self.read(state).endless_order
+        position, endless_order = self.reached(state, turn), self.read(state).endless_order
         assert endless_order is not None
         inner = int(endless_order.counts(position).max()) * self.source.num_shards
         try:
@@ -203,12 +217,17 @@ class FixedOrder:
             return state
         return {**state, "order": {**was, "source": source}}
 
-    @staticmethod
-    def _reached(position: ShardedPosition, state: Mapping[str, Any]) -> int:
-        """Return a position that no worker has passed. A single worker's state counts only its own batches."""
-        progress = position.progress
-        workers = 1 if "others" in state else progress.topology.workers
-        return progress.start + progress.done * progress.topology.batch * workers
+    def reached(self, state: Mapping[str, Any], turn: TurnOf) -> int:
+        """Return the first position of an endless source that no worker has reached. `turn`: returns the turn of the
+        worker whose state it is, if it is the state of a single worker, which counts only its own batches."""
+        progress = self.read(state).progress
+        if "others" not in state:
+            return _reached(progress, turn(progress.first))
+        found = [_after(progress, progress.done)]
+        for number, other in others_of(state).items():
+            own = self.read(other).progress
+            found.append(_reached(own, own.turn(int(number) if number.isdecimal() else 0)))
+        return max(found)
 
     def _partition(self, position: ShardedPosition) -> Partition | None:
         """Return the partition of the epoch in which a position lies; None for an endless source, and while lengths are
@@ -245,6 +264,19 @@ class FixedOrder:
         return found
 
 
+def _after(progress: OrderProgress, batches: int) -> int:
+    """Return the position after a number of global batches."""
+    return progress.start + batches * progress.topology.batch
+
+
+def _reached(progress: OrderProgress, turn: WorkerTurn) -> int:
+    """Return the position after the last batch of a worker; an upper bound of it if the worker's turn is unknown."""
+    workers, done = progress.topology.workers, progress.done
+    if turn.of != workers:
+        return _after(progress, done * workers)
+    return _after(progress, turn.batch(done - 1) + 1 if done else 0)
+
+
 def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
     """Raise StateMismatchError unless all workers have the same order. A worker with another list of files, for
     example, would leave out or repeat samples."""
@@ -255,6 +287,11 @@ def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
                 f"were lost and repeated. From worker 0 to worker {number}, {', '.join(found.values())}. Make the same "
                 "source on each worker, for example from a sorted list of files"
             )
+
+
+def check_state(state: Any) -> None:
+    """Raise the errors that `FixedOrder.read` raises if `state` is not a state of a ShardLoader."""
+    check_format(state, *KIND)
 
 
 def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
@@ -302,3 +339,35 @@ def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
 def _is_list(value: Any) -> bool:
     """Return True for a list, or for a tuple, which JSON turns into a list."""
     return isinstance(value, list | tuple)
+
+
+def described(source: ShardedSource) -> Any:
+    """Return the description of a source. Raises InvalidArgumentError unless the description is a JSON value, because
+    other values may differ between processes, or change when they are saved."""
+    found = source.described()
+    try:
+        json.dumps(found, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"described() of {type(source).__name__} must return a JSON value: {error}"
+        ) from None
+    return found
+
+
+def check_source(source: ShardedSource, partitions: int, block: int | None, tail: str) -> None:
+    """Raise InvalidArgumentError unless a ShardLoader can have this source and these settings."""
+    shards = checked(source, "ShardLoader").num_shards
+    one_of("tail", tail, [name for name in get_args(Tail) if name != APART])
+    if shards < 1:
+        raise InvalidArgumentError(f"a source must have at least 1 shard, got {shards}")
+    if not source.endless and partitions != 1:
+        raise InvalidArgumentError(
+            f"partitions must be 1 for a finite source, whose shards are read round robin, got {partitions}. Leave "
+            "partitions out, or wrap the source in Repeated to make it endless"
+        )
+    if not source.endless and block is not None:
+        raise InvalidArgumentError(
+            f"block must be None for a finite source, whose order does not depend on the batch size, got {block}"
+        )
+    if shards % partitions:
+        raise InvalidArgumentError(f"partitions must divide the {shards} shards, got {partitions}")

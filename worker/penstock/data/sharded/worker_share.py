@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from penstock.data.ordering.partition import Partition, WorkerTurn
 from penstock.data.sharded.epoch_stream import EpochStream
 from penstock.data.sharded.protocol import SavedPosition
 from penstock.data.sharded.shard_cursors import HeldSample, ShardReaders
-from penstock.data.sharded.shard_keys import SampleKey
+from penstock.data.sharded.shard_keys import KeyStage, SampleKey, as_made_before
 from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
@@ -29,8 +29,9 @@ class SharePlan:
     seed: int
     box: int
     """Number of the box (data-parallel rank) among the boxes that share a global batch."""
-    order: str
-    """Digest of the order, which restore keys contain."""
+    stages: Sequence[KeyStage]
+    """Parts of the order, with the digests that restore keys contain. A single one unless weights were changed in
+    mid-run."""
     keys: bool
     """True if samples come with restore keys."""
 
@@ -47,9 +48,12 @@ class SharePlan:
         if self.keys:
 
             def key(shard: int, index: int, saved: SavedPosition) -> str:
-                return SampleKey.text(
-                    epoch, shard, index, self.order, saved, None if endless_order is None else endless_order.block
-                )
+                block, stage = None if endless_order is None else endless_order.block, self.stages[0]
+                if len(self.stages) > 1 and endless_order is not None:
+                    position = endless_order.position_of(shard)(index)
+                    stage = [stage for stage in self.stages if stage.position <= position][-1]
+                    saved = as_made_before(saved, stage)
+                return SampleKey.text(epoch, shard, index, stage.order, saved, block)
 
         position_of = None if endless_order is None else endless_order.position_of
         return ShardReaders(

@@ -24,7 +24,7 @@ __all__ = ["DEADLINE_S", "ReplayHost", "run_task", "send_assignment"]
 
 DEADLINE_S = 120.0
 """Default for the largest number of seconds that a task may take."""
-ASKED_FOR = ("state", "aggregate", "advance")
+ASKED_FOR = ("state", "aggregate", "advance", "mixture")
 """Names of tasks for whose result a training job waits, and which therefore run before the daemon's own tasks."""
 
 

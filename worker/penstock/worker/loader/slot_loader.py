@@ -26,12 +26,13 @@ from penstock.proto.state.restartable import (
     worker_state,
 )
 from penstock.proto.tracebacks import format_remote
-from penstock.proto.v1 import records_pb2
+from penstock.proto.v1 import coordinator_pb2, records_pb2
 from penstock.runtime.process import forks
 from penstock.worker.loader.restart_points import Launch, StreamHistory, StreamPosition
 from penstock.worker.processes.control_channel import describe
 from penstock.worker.processes.user_code import load_input_fn, unpacked
 from penstock.worker.user_loader import loader_generators
+from penstock.worker.user_loader.changed_mixture import apply_changes, plan_change
 from penstock.worker.user_loader.skip_batch import CannotSkipError, skip_batch
 from penstock.worker.user_loader.synthetic import NOT_SAVED, FirstBatch
 from penstock.worker.user_loader.worker_info import as_main_process, offer_worker_info
@@ -170,6 +171,8 @@ class SlotLoader:
             raise InputFnError(
                 f"{self.name} returned {what}. It must return a torch DataLoader or another iterable of batches"
             )
+        with self._user("change_mixture()"):
+            apply_changes(loader, self.assignment)
         self._counts = isinstance(getattr(loader, "tally", None), Tally)
         self._loader = FirstBatch(loader) if self.assignment.loader.options.synthetic else loader
         self._unused = True
@@ -278,6 +281,12 @@ class SlotLoader:
         global_worker_id."""
         with self._user("aggregate_state_dict()"):
             return self._loader.aggregate_state_dict(states)
+
+    def plan_change(self, trial: coordinator_pb2.MixtureTrial, resume: Mapping[str, Any] | None) -> bytes:
+        """Try a change of the mixture's weights with the loader, which is used for nothing else afterwards; see
+        changed_mixture.py."""
+        with self._user("plan_change()"):
+            return plan_change(self._loader, trial, resume)
 
     def _load(self, state: Any, strict: bool) -> None:
         arguments = {"strict": strict} if self._strict else {}

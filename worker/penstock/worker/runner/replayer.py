@@ -5,6 +5,7 @@
 - `state`: replay from the nearest verified restart point to a position, and take the loader's state there.
 - `advance`: compute a later state without making batches, for loaders with a method `advance_state`; input_fn is not
   called.
+- `mixture`: try a change of the weights of the loader's mixture, which an operator orders.
 - `aggregate`: make one state of all workers' states, for a training job that cannot build the loader itself.
 
 The helper has memory of its own, so user code that fails or hangs there does not stop the stream.
@@ -24,7 +25,7 @@ from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import InputFnError, LaneLostError, ReplayMismatchError
 from penstock.proto.state.codec import decode_state, encode_state
-from penstock.proto.v1 import records_pb2
+from penstock.proto.v1 import coordinator_pb2, records_pb2
 from penstock.runtime.process import forks
 from penstock.worker.loader.crossing_kinds import FRESH, REPLAY, to_try
 from penstock.worker.loader.restart_plan import Target, route
@@ -78,6 +79,12 @@ def run_task(channel: ControlChannel) -> None:
                 return
             source = RestorableLoader(assignment)
             source.build()
+            if message.kind == "mixture":
+                trial = coordinator_pb2.MixtureTrial.FromString(values[0])
+                begins = len(values) > 1 and not trial.in_later_epoch
+                resume = cast(dict[str, Any], decode_state(values[1])) if begins else None
+                answer.send("done", source.plan_change(trial, resume))
+                return
             replay_digest = ReplayDigest(cover=cover_of(assignment.loader.options))
             if message.kind == "aggregate":
                 states = cast(list[Any], decode_state(values[0]))

@@ -559,7 +559,8 @@ class Slot:
     ) -> ControlMessage:
         """Run a task with the slot's loader in a helper process, and return the answer; see run_task in
         replayers.py."""
-        if task == "state" and by_own_methods(self.capabilities) and self.assignment.resume.blob:
+        begins = task == "mixture" or (task == "state" and by_own_methods(self.capabilities))
+        if begins and self.assignment.resume.blob:
             points = [*points, await self._resume_blob()]
         return await run_task(
             self.host, self.assignment, self.name, self.progress_page, points, task, deadline_s, **fields

@@ -109,6 +109,9 @@ class SlotStates:
         if request.aggregate_blob:
             states = await self._slot.host.coordinator.get_blob(request.aggregate_blob)
             return (await self._slot.helper([states], "aggregate", _share(until))).payload
+        if request.HasField("mixture"):
+            trial = request.mixture.SerializeToString()
+            return (await self._slot.helper([trial], "mixture", _share(until))).payload
         self._require_saving()
         if not await self._produced(request, answer):
             return b""
@@ -198,10 +201,11 @@ class SlotStates:
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
         """Return True if only a replay in a helper process can answer the request, because an earlier runner made the
-        restart point: this worker then has no record of batches skipped since, or of digests."""
+        restart point: this worker then has no record of batches skipped since, or of digests, and the restart point
+        may lack changes of the mixture."""
         if not point.inherited:
             return False
-        if self._slot.assignment.skips:
+        if self._slot.assignment.skips or self._slot.assignment.mixture_changes:
             return True
         start, after = self._start(request), request.digests_after
         return self._waits_for_loop and start is not None and start.total <= after < request.position.total
@@ -318,6 +322,8 @@ class SlotStates:
         if not slot.capabilities.advances_state or point is None or point.epoch != request.epoch or entry is None:
             return b""
         if point.total - point.delivered != total - request.position.delivered or point.step or slot.assignment.skips:
+            return b""
+        if point.inherited and slot.assignment.mixture_changes:  # its state may lack changes that lie behind it
             return b""
         done = await slot.helper(
             [point.data],

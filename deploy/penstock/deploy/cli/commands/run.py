@@ -1,4 +1,4 @@
-"""Command `penstock run`, with `penstock run close`."""
+"""Commands that change a run: `penstock run close` ends it, `penstock mix` changes the weights of its mixture."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from penstock.deploy.cli.completion import run_names
 from penstock.deploy.console.common_options import subcommands
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.console.exit_codes import guarded
-from penstock.deploy.console.options import AsJson, Debug
+from penstock.deploy.console.options import LARGEST, AsJson, Debug
 
-__all__ = ["run"]
+__all__ = ["mix", "run"]
 
 run = subcommands(no_args_is_help=True)
 
@@ -53,6 +53,58 @@ def run_close(
       penstock run close myjob                 all loaders of the job
       penstock run close myjob/1               its second loader alone
     """
-    from penstock.deploy.operations.close_runs import close_runs
+    from penstock.deploy.operations.change_runs import close_runs
 
     close_runs(name, peer, as_json)
+
+
+def mix(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB[/ORDINAL]",
+            help="The run, as `penstock status` shows it; JOB if the job has one loader.",
+            autocompletion=run_names,
+        ),
+    ],
+    *,
+    from_step: Annotated[
+        int,
+        typer.Option("--from-step", metavar="S", min=1, max=LARGEST, help="First step with the new weights."),
+    ],
+    weights: Annotated[
+        str | None,
+        typer.Option("--weights", metavar="NAME=W,...", help="Weight of each source of the mixture, in any unit."),
+    ] = None,
+    add: Annotated[
+        list[str] | None,
+        typer.Option("--add", metavar="NAME=MODULE:FN", help="Add the source that this function returns; repeatable."),
+    ] = None,
+    retire: Annotated[
+        list[str] | None,
+        typer.Option("--retire", metavar="NAME", help="Give this source weight 0; repeatable."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; only show what would change.")] = False,
+    deadline: Annotated[
+        float, typer.Option("--deadline", metavar="SECONDS", min=1.0, max=3600.0, help="Seconds for the change.")
+    ] = 60.0,
+    peer: Peer,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Change the weights of a running job's mixture from a step on, on all boxes, without a restart of the job.
+
+    A worker tries the change first. The step must be one that no box has taken: an error names the lowest one, and then
+    nothing has changed. From then on the change belongs to the run: to its later states, resumes and replays.
+
+    \b
+    Examples:
+      penstock mix myjob --from-step 50000 --weights web=0.4,code=0.6
+      penstock mix myjob --from-step 50000 --weights web=0.4,code=0.4,math=0.2 --add math=mypackage.data:math
+      penstock mix myjob --from-step 50000 --retire web          the others keep their weights
+      penstock mix myjob --from-step 50000 --retire web --dry-run
+    """
+    from penstock.deploy.operations.change_runs import Order, change_mixture
+
+    order = Order.parsed(run, from_step, weights, add or [], retire or [])
+    change_mixture(order, deadline, peer, dry_run=dry_run, as_json=as_json)

@@ -36,6 +36,7 @@ METHODS: dict[str, frozenset[Role]] = {
     "Status": frozenset(("admin",)),
     "FetchHistory": frozenset(("admin",)),
     "EndRun": frozenset(("admin",)),
+    "ChangeMixture": frozenset(("admin",)),
     "OpenDashboard": frozenset(("admin",)),
 }
 """Method of coordinator.proto -> roles that may call it. A method that is not listed cannot be called."""

@@ -197,7 +197,7 @@ class ArrowReader:
         self._layouts: dict[int, Batch] = {}
         self._whole: dict[int, Whole] = {}
         """Columns of the record batches that are in memory."""
-        self._token = MEMORY.add_owner(self)
+        self._owner = MEMORY.add_owner(self)
         if shard.blocks and shard.blocks != self._file.blocks:
             self.close()
             raise ShardCorruptError(
@@ -285,7 +285,7 @@ class ArrowReader:
         """Close the file. Values that were read stay valid."""
         self._file.file = None
         self._whole = {}
-        MEMORY.remove_owner(self._token)
+        MEMORY.remove_owner(self._owner)
 
     def load(self, block: int) -> None:
         """Decode a record batch, if it is not in memory."""
@@ -298,7 +298,7 @@ class ArrowReader:
 
     def forget(self, block: int) -> None:
         """Mark a record batch as not needed soon, so that its memory is freed first."""
-        MEMORY.release(self._token, block)
+        MEMORY.release(self._owner, block)
 
     def _laid_out(self, number: int) -> Batch:
         _, body, size, _ = self._file.batches[number]
@@ -317,13 +317,13 @@ class ArrowReader:
     def _batch(self, number: int) -> Whole:
         kept = self._whole.get(number)
         if kept is not None:
-            MEMORY.used(self._token, (number,))
+            MEMORY.used(self._owner, (number,))
             return kept
         MEMORY.make_room(self._file.batches[number][2])
         batch, chunked = self._file.whole(number), _pyarrow().chunked_array
         columns = [(name, column_of(chunked([batch[name]]))) for name in self._columns]
         self._whole[number] = columns
-        MEMORY.add(self._token, number, batch.nbytes)
+        MEMORY.add(self._owner, number, batch.nbytes)
         return columns
 
 

@@ -40,9 +40,6 @@ KEPT_BYTES = 64 << 20
 HASHED_PART = 1 << 20
 """Bytes of each part of a large index that is hashed. There are KEPT_BYTES / HASHED_PART such parts, evenly spaced."""
 
-REMEDY = "Write the file again"
-"""What to do about a damaged index, for errors."""
-
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
@@ -110,20 +107,20 @@ class TokenIndex:
             return self.extents[number], self.extents[number + 1]
         first, last = TWO.unpack(self._read(self._tables[2] + 8 * number, 16))
         if not 0 <= first <= last <= self.sequences:
-            self._corrupt(f"document {number} must not end before it begins, got sequences {first} to {last}. {REMEDY}")
+            self._refuse(number, f"sequences {first} to {last}")
         begin: int = ONE.unpack(self._read(self._tables[1] + 8 * first, 8))[0] if first < last else 0
         end: int = (
             self.data_bytes if last == self.sequences else ONE.unpack(self._read(self._tables[1] + 8 * last, 8))[0]
         )
         if first < last and not 0 <= begin <= end:
-            self._corrupt(f"document {number} must not end before it begins, got bytes {begin} to {end}. {REMEDY}")
+            self._refuse(number, f"bytes {begin} to {end}")
         return begin, end if first < last else begin
 
     def document(self, number: int) -> DocumentEntry:
         """Return the position of a document, which must exist. Raises ShardCorruptError."""
         first, end = (int(bound) for bound in self._bounds(number, number + 2))
         if not 0 <= first <= end <= self.sequences:
-            self._corrupt(f"document {number} must not end before it begins, got sequences {first} to {end}. {REMEDY}")
+            self._refuse(number, f"sequences {first} to {end}")
         if first == end:
             return DocumentEntry(0, np.zeros(0, np.int32), np.zeros(0, np.int8) if self.has_modes else None)
         lengths, begin = self._lengths(first, end), int(self._begins(first, first + 1)[0])
@@ -227,6 +224,9 @@ class TokenIndex:
                 "file again"
             )
         return data
+
+    def _refuse(self, document: int, got: str) -> NoReturn:
+        self._corrupt(f"document {document} must not end before it begins, got {got}. Write the file again")
 
     def _corrupt(self, why: str) -> NoReturn:
         raise ShardCorruptError(f"{self.name}: {why}")

@@ -139,7 +139,7 @@ class ParquetReader:
             ) from error
         self._several = len(self._schema) > 1
         """True if several columns are read: pyarrow then decodes in threads of its own."""
-        self._token = MEMORY.add_owner(self)
+        self._owner = MEMORY.add_owner(self)
         self._begins: list[int] = [0, *itertools.accumulate(group.rows for group in self._groups)]
         rows = self._footer.num_rows if place is None else self._begins[-1]
         if not rows == self._begins[-1] == shard.samples:
@@ -176,7 +176,7 @@ class ParquetReader:
     def __getitem__(self, index: int) -> dict[str, Any]:
         group = self._group_of(index)
         sample = self._sample(group, index)
-        MEMORY.used(self._token, (group,))
+        MEMORY.used(self._owner, (group,))
         return sample
 
     def _sample(self, group: int, index: int) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class ParquetReader:
         begins = self._begins
         first = bisect.bisect_right(begins, rows[0]) - 1
         if begins[first] <= min(rows) and max(rows) < begins[first + 1]:
-            MEMORY.used(self._token, (first,))
+            MEMORY.used(self._owner, (first,))
             return self._of_group(first, rows)
         places: dict[int, list[int]] = {}
         for place, index in enumerate(rows):
@@ -214,7 +214,7 @@ class ParquetReader:
                 continue
             for place, sample in zip(own, self._of_group(group, [rows[place] for place in own]), strict=True):
                 found[place] = sample
-        MEMORY.used(self._token, places)
+        MEMORY.used(self._owner, places)
         return found
 
     def _of_group(self, group: int, rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -241,14 +241,14 @@ class ParquetReader:
 
     def forget(self, block: int) -> None:
         """Mark a row group as not needed soon, so that its memory is freed first."""
-        MEMORY.release(self._token, block)
+        MEMORY.release(self._owner, block)
 
     def close(self) -> None:
         """Close the file. Reads in progress end normally, and the file is closed after the last of them."""
         with self._lock:
             self._opened = None
             self._idle, self._kept = [], {}
-        MEMORY.remove_owner(self._token)
+        MEMORY.remove_owner(self._owner)
 
     def _new_file(self, opened: Descriptor) -> Any:
         return pyarrow_parquet().ParquetFile(
@@ -343,7 +343,7 @@ class ParquetReader:
                 return columns
             self._idle.append(file)
             self._kept[group] = columns
-        MEMORY.add(self._token, group, sum(arrays[name].nbytes for name in read))
+        MEMORY.add(self._owner, group, sum(arrays[name].nbytes for name in read))
         return columns
 
     def _needed(self, group: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
     _, size = opened(path, name)
     consumed = line = 0
 
-    def lines() -> Iterator[str]:
+    def lines() -> Generator[str, None, None]:
         nonlocal consumed, line
         with open(path, "rb", opener=open_plain) as file:
             for data in file:
@@ -116,7 +116,8 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
                 line += 1
                 yield data.decode("utf-8-sig" if line == 1 else "utf-8")
 
-    rows = csv.reader(lines(), delimiter=separator, strict=True)
+    source = lines()
+    rows = csv.reader(source, delimiter=separator, strict=True)
     try:
         columns = next(rows, [])
         if not columns or len(set(columns)) != len(columns):
@@ -137,6 +138,8 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
             offsets.append(consumed)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ShardCorruptError(f"{name}: line {line} must be CSV in UTF-8: {error}. Correct the file") from error
+    finally:
+        source.close()  # and the file in it: an error keeps the generator alive
     if consumed != size:
         raise ShardCorruptError(f"{name} must not change while it is indexed. Index it again when its writer has ended")
     return columns, size, offsets

@@ -75,7 +75,7 @@ _IMAGES: dict[str, tuple[images.Decode, images.Decode]] = {
 """(decoder to an image of Pillow, decoder to an array) of the bytes of an image."""
 
 
-class _RefusedMember(tarfile.ReadError):
+class MemberError(tarfile.ReadError):
     """Error for a member of a kind that is not read. The message names the member and the remedy."""
 
 
@@ -189,9 +189,9 @@ def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, str, tarfile.
     """Yield (name, key, column, member) for each member that is part of a sample."""
     for member in archive:
         if member.issparse():
-            raise _RefusedMember(f"{member.name} must not be a sparse file. Write the archive without --sparse")
+            raise MemberError(f"{member.name} must not be a sparse file. Write the archive without --sparse")
         if (member.islnk() or member.issym()) and _split(member.name):
-            raise _RefusedMember(
+            raise MemberError(
                 f"{member.name} must be a file, got a link. Write the archive with tar --hard-dereference --dereference"
             )
         if member.isreg() and (split := _split(member.name)):
@@ -267,7 +267,7 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
                 columns.add(column)
                 end = archive.offset
             _check_end(file, archive.offset, name)
-    except _RefusedMember as error:
+    except MemberError as error:
         raise ShardCorruptError(f"{name}: {error}") from error
     except tarfile.TarError as error:
         with open(path, "rb", opener=open_plain) as file:

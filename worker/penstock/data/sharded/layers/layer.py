@@ -8,9 +8,10 @@ over the other, would undo or repeat each other's random choices.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from penstock.data.sharded.protocol import PositionOf, SavedPosition, ShardedSource
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
@@ -57,6 +58,12 @@ class Layer:
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
         return None
+
+    def over(self, source: ShardedSource) -> Self:
+        """Return the same layer over another source."""
+        found = copy.copy(self)
+        found.source, found.depth = source, depth_of(source.described()) + 1
+        return found
 
 
 class SearchLimit:

@@ -11,6 +11,7 @@ order.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Literal, get_args
 
@@ -22,7 +23,7 @@ from penstock.data.sharded.layers.layer import checked, entered, position_functi
 from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, TokenWeights
 from penstock.data.sharded.layers.mixture_members import MixtureMembers, ended_early, members_of
 from penstock.data.sharded.layers.mixture_order import SegmentedOrder, order_of
-from penstock.data.sharded.layers.mixture_schedule import Schedule, Weights, segments_of
+from penstock.data.sharded.layers.mixture_schedule import Schedule, Segment, Weights, segments_of
 from penstock.data.sharded.layers.mixture_shares import MixtureSchedule, schedule_of
 from penstock.data.sharded.layers.repeated import Repeated
 from penstock.data.sharded.protocol import Cursor, Origin, PositionOf, SavedPosition, ShardedSource, cursor_origin
@@ -195,6 +196,38 @@ class Mixture:
         """Return the share of each source, of samples or tokens as `by` says, at a position: a number of samples that
         the mixture has given before."""
         return order_of(self._segments).shares(position)
+
+    def parts_at(self, position: int) -> tuple[int, ...]:
+        """Return the weights at a position as whole numbers; in a ramp those that it leads to."""
+        return [segment for segment in self._segments if segment.start <= position][-1].parts
+
+    def changed_from(self, position: int, parts: Mapping[str, int], added: Mapping[str, ShardedSource]) -> Mixture:
+        """Return the same mixture with other weights from a position on, and with more sources, which have weight 0
+        before it. Later changes of the weights, and the rest of a ramp, are dropped.
+
+        parts: weight of each source, by name, as whole numbers. Raises InvalidArgumentError for unknown names, and for
+        an added source with another number of shards.
+        """
+        found = copy.copy(self)
+        found.names = _checked_names([*self.names, *added], len(self.names) + len(added))
+        unknown = [name for name in parts if name not in found.names]
+        if unknown or not any(parts.values()):
+            raise InvalidArgumentError(
+                f"the changed weights must be of the sources of the Mixture ({', '.join(found.names)}), at least one "
+                f"above 0, got {dict(parts)}. Restore the sources that the run had when its weights were changed"
+            )
+        for name, source in added.items():
+            if source.num_shards != self.num_shards:
+                raise InvalidArgumentError(
+                    f"the added source {name!r} must have {self.num_shards} shards, as the others, got "
+                    f"{source.num_shards}"
+                )
+        found.sources = [*self.sources, *(one if one.endless else Repeated(one) for one in added.values())]
+        more = (0,) * len(added)
+        kept = [segment.with_more(more) for segment in self._segments if segment.start < position]
+        found._segments = (*kept, Segment(position, tuple(parts.get(name, 0) for name in found.names)))
+        found._parts = found._segments[0].parts
+        return found
 
     @property
     def changes(self) -> bool:

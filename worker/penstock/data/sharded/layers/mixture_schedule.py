@@ -7,7 +7,7 @@ function of the order alone, and no number of boxes or workers changes them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from penstock.data.arguments import at_least_one, whole
@@ -132,6 +132,11 @@ class Segment:
     """Number of samples of a ramp; 0: the weights are constant."""
     begin: tuple[int, ...] = ()
     """Weights at the beginning of a ramp, as whole numbers."""
+
+    def with_more(self, parts: tuple[int, ...]) -> Segment:
+        """Return the segment with the weights of further sources."""
+        begin = (*self.begin, *parts) if self.over else ()
+        return replace(self, parts=(*self.parts, *parts), begin=begin)
 
     def described(self) -> dict[str, Any]:
         """Return the segment as a JSON value."""

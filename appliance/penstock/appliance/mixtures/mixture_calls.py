@@ -1,0 +1,106 @@
+"""Calls that change a mixture: the waits around the orders of mixture_orders.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+
+from google.protobuf.message import DecodeError
+
+from penstock.appliance.core.cluster_state import Topic
+from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.mixtures.mixture_orders import MixtureOrders, Proposal
+from penstock.appliance.states.mixture_trial import MixtureTrial
+from penstock.appliance.states.state_query import BoxState, StateQuery
+from penstock.proto.errors import DeadlineError, ProtocolError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+__all__ = ["MixtureCalls"]
+
+LOOK_S = 0.2
+"""Seconds between two looks at what a change waits for, beside those after each report of a box."""
+FENCE_S = 20.0
+"""Longest time in seconds for which the boxes may wait at a fence."""
+
+_Complete = Callable[[StateQuery, int, float, float], Awaitable[BoxState]]
+
+
+class MixtureCalls:
+    """Calls of ChangeMixture.
+
+    Args:
+        on: returns a context in which a call waits for a topic (TopicSignals.on).
+        complete: waits until a query's box is complete (Service._complete).
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        on: Callable[[Topic], AbstractContextManager[asyncio.Event]],
+        complete: _Complete,
+    ) -> None:
+        self._registry, self._on, self._complete = registry, on, complete
+        self._orders = MixtureOrders(registry.cluster, registry.state_queries)
+
+    async def change(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
+        """Try a change of a mixture and make it; with `dry_run` only try it. Raises an error if it was not made."""
+        made = self._orders.repeated(request)
+        if made is not None:
+            return made
+        loop = asyncio.get_running_loop()
+        until = loop.time() + request.deadline_s
+        trial = self._orders.trial(request)
+        plan = await self._tried(trial, until, request.deadline_s)
+        made = self._orders.repeated(request)
+        if made is not None:  # by the same call, which was sent twice
+            return made
+        proposal = self._orders.proposed(request, trial, plan)
+        if not request.dry_run:
+            await self._make(proposal, min(until, loop.time() + FENCE_S))
+        return pb.ChangeMixtureReply(
+            run=proposal.run.name,
+            change=proposal.change,
+            shares=proposal.shares,
+            slots=proposal.slots,
+            batches=proposal.batches,
+        )
+
+    async def _tried(self, trial: MixtureTrial, until: float, deadline_s: float) -> pb.MixturePlan:
+        registry = self._registry
+        registry.state_queries.begin_trial(trial, registry.cluster.events.now + deadline_s)
+        try:
+            registry.settle()
+            state = await self._complete(trial, 0, until, deadline_s)
+        finally:
+            registry.end_state(trial)
+        try:
+            return pb.MixturePlan.FromString(state.records[0][1])
+        except DecodeError as error:
+            raise ProtocolError(
+                f"a worker's answer to the trial of a mixture cannot be read: {error}. Use one release of Penstock on "
+                "all machines"
+            ) from error
+
+    async def _make(self, proposal: Proposal, until: float) -> None:
+        """Fence the step, wait for all boxes, and make the change."""
+        orders, registry = self._orders, self._registry
+        try:
+            with self._on(("mixture", proposal.run.name)) as event:
+                orders.fence(proposal)
+                registry.settle()
+                while waits_for := orders.undecided(proposal):
+                    event.clear()
+                    if asyncio.get_running_loop().time() > until:
+                        raise DeadlineError(
+                            f"the mixture of run {proposal.run.name} has not changed: the deadline passed in the wait "
+                            f"for {waits_for}. Order the change again"
+                        )
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_S):
+                            await event.wait()
+            orders.make(proposal)
+            registry.settle()
+        finally:
+            orders.withdraw(proposal)

@@ -1,0 +1,251 @@
+"""Orders to change the weights of a run's mixture from a step on (`penstock mix`).
+
+    tried      a worker makes the loader with the change, and names its position and all weights (mixture_trial.py)
+    fenced     the boxes are told to wait before the step; each answers which step it had taken by then
+    made       no box has taken the step: the change is in the journal, and each slot gets a new generation. Its runner
+               is recovered as after a loss, and knows the change from its assignment
+
+A box learns in one reply that the fence is gone and which generations its slots have, so a batch of the step or a later
+one comes only from a runner that knows the change. Batches that were made ahead are made again.
+
+Until the change is made nothing has changed but the fence, which is not in the journal: if the order is refused or
+withdrawn, or the coordinator ends, the boxes continue with the next reply. If the change is in the journal, every later
+coordinator has it. So a change is made on all boxes, or on none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.appliance.core.cluster_state import ClusterState
+from penstock.appliance.core.state_queries import StateQueries
+from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Run
+from penstock.appliance.model.request_checks import check_counts, check_measures, check_name
+from penstock.appliance.states.mixture_trial import MixtureTrial
+from penstock.proto.errors import (
+    InvalidArgumentError,
+    OverloadedError,
+    StateUnavailableError,
+    SupersededError,
+    UnknownRunError,
+)
+from penstock.proto.state.position import Position, advance
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["MixtureOrders", "Proposal"]
+
+SOURCES_MAX = 256
+"""Largest number of sources that an order may name."""
+TEXT_MAX = 200
+"""Largest number of characters of a name or weight in an order."""
+CHANGES_SIZE = 64 << 10
+"""Largest number of bytes of all changes of a run. Each assignment of a slot contains them."""
+
+
+@dataclass
+class Proposal:
+    """Order that was tried and is being decided."""
+
+    run: Run
+    attempt: Attempt
+    change: records_pb2.MixtureChange
+    epoch: int
+    """Epoch in which the step lies."""
+    fence: str
+    """Key of the fence, another one for each try."""
+    shares: list[pb.MixtureShare] = field(default_factory=list)
+    slots: int = 0
+    batches: int = 0
+
+
+class MixtureOrders:
+    """Orders for all runs of a coordinator."""
+
+    def __init__(self, cluster: ClusterState, state_queries: StateQueries) -> None:
+        self._cluster, self._state_queries = cluster, state_queries
+
+    def repeated(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply | None:
+        """Return the reply to an order that was carried out before; None for a new one. Raises UnknownRunError,
+        InvalidArgumentError."""
+        _check(request)
+        run = self._run(request.run)
+        made = next((change for change in run.mixture_changes if change.key == request.key), None)
+        return None if made is None else pb.ChangeMixtureReply(run=run.name, change=made)
+
+    def trial(self, request: pb.ChangeMixtureRequest) -> MixtureTrial:
+        """Return the query for the trial of a new order. Raises an error if the change cannot be made."""
+        run = self._run(request.run)
+        attempt = self._attempt(run)
+        self._check_step(attempt, request.from_step)
+        box = _furthest(attempt)
+        at = _position(box)
+        trial = pb.MixtureTrial(weights=request.weights, added=request.added, retired=request.retired)
+        began = box.start.step
+        if at.epoch != box.start.epoch:
+            began, trial.in_later_epoch = at.step - sum(at.delivered), True
+        trial.steps = request.from_step - 1 - began
+        serial = self._cluster.next_version()
+        return MixtureTrial(run.name, attempt.number, 0, serial, box=box.number, blob=request.key, trial=trial)
+
+    def proposed(self, request: pb.ChangeMixtureRequest, trial: MixtureTrial, plan: pb.MixturePlan) -> Proposal:
+        """Return the order with the result of its trial. Raises an error if it cannot be carried out any more."""
+        run = self._run(request.run)
+        attempt = self._attempt(run)
+        if attempt.number != trial.attempt:
+            raise SupersededError(f"attempt {trial.attempt} of run {run.name} ended meanwhile: order the change again")
+        self._check_step(attempt, request.from_step)
+        change = records_pb2.MixtureChange()
+        change.CopyFrom(plan.change)
+        change.key, change.step, change.attempt = request.key, request.from_step, attempt.number
+        size = sum(one.ByteSize() for one in (*run.mixture_changes, change))
+        if size > CHANGES_SIZE:
+            raise InvalidArgumentError(
+                f"all changes of a run's mixture must have at most {CHANGES_SIZE} bytes, got {size}: put the weights "
+                "into the code as a Schedule, and resume under another job name"
+            )
+        slots = [slot for box in attempt.boxes.values() for slot in box.slots]
+        queued = sum(slot.gauge.queued for slot in slots)
+        epoch = _position(_furthest(attempt)).epoch
+        fence = str(self._cluster.next_version())
+        return Proposal(run, attempt, change, epoch, fence, list(plan.shares), len(slots), queued)
+
+    def fence(self, proposal: Proposal) -> None:
+        """Tell all boxes to wait before the step."""
+        attempt, change = proposal.attempt, proposal.change
+        attempt.fence = pb.MixtureFence(key=proposal.fence, step=change.step)
+        for box in attempt.boxes.values():
+            self._cluster.bump_box(attempt, box)
+
+    def undecided(self, proposal: Proposal) -> str:
+        """Return what the order still waits for; "" if the change can be made now. Raises an error if it cannot be made
+        any more."""
+        attempt, change = proposal.attempt, proposal.change
+        if proposal.run.current is not attempt:
+            raise SupersededError(f"attempt {attempt.number} of run {attempt.run} ended meanwhile: {attempt.why}")
+        self._attempt(proposal.run, own=True)
+        boxes = [box for _, box in sorted(attempt.boxes.items())]
+        heard = [box for box in boxes if box.fence[0] == proposal.fence]
+        taken = max([box.fence[1] for box in heard] + [box.step for box in boxes])
+        if taken >= change.step:
+            raise _too_early(attempt, change.step, taken + 1)
+        if any(_position(box).epoch != proposal.epoch for box in boxes):
+            raise StateUnavailableError(
+                f"an epoch of run {attempt.run} ended while the change was decided: order the change again"
+            )
+        missing = [str(box.number) for box in boxes if box.fence[0] != proposal.fence]
+        if missing:
+            return f"the answer of box {', '.join(missing[:8])}"
+        return "a state of the run that is being saved" if self._state_queries.are_open(attempt.run) else ""
+
+    def make(self, proposal: Proposal) -> None:
+        """Make the change: put it into the journal, and restart all slots."""
+        cluster, run, attempt, change = self._cluster, proposal.run, proposal.attempt, proposal.change
+        row = {"run": run.name, "number": len(run.mixture_changes), "change": change.SerializeToString()}
+        run.mixture_changes.append(change)
+        cluster.journal.put("mixture_changes", row)
+        attempt.fence = None
+        weights = ", ".join(f"{share.source} {share.now:.4g}" for share in proposal.shares)
+        note = f"the mixture changes from step {change.step} on: {weights}"
+        cluster.events.add("mixture changed", note, run=run.name, attempt=attempt.number)
+        for box in attempt.boxes.values():
+            last = advance(_position(box), change.step - 1, box.ends, box.abandoned)
+            for slot in box.slots:
+                total = last.total[slot.key.slot]
+                cluster.snapshot_index.drop_beyond(slot.key, total)
+                cluster.cancel_migration(slot)
+                cluster.move(slot, note, None)
+                slot.remade.append((slot.generation, total))
+                slot.migrated = True  # an order, of which the training job need not be warned
+            cluster.bump_box(attempt, box)
+
+    def withdraw(self, proposal: Proposal) -> None:
+        """Let the boxes continue, if the change was not made."""
+        attempt = proposal.attempt
+        if attempt.fence is None or attempt.fence.key != proposal.fence:
+            return
+        attempt.fence = None
+        if proposal.run.current is attempt:
+            for box in attempt.boxes.values():
+                self._cluster.bump_box(attempt, box)
+
+    # ---- checks
+
+    def _run(self, name: str) -> Run:
+        """Return the run called JOB/ORDINAL, or the only run of the job JOB. Raises UnknownRunError."""
+        runs = self._cluster.runs
+        found = [runs[name]] if name in runs else [run for run in runs.values() if run.name.rpartition("/")[0] == name]
+        if not found:
+            raise UnknownRunError(
+                f"the coordinator has no run or job {name!r}: give JOB/ORDINAL or JOB, as in `penstock status --all`"
+            )
+        if len(found) > 1:
+            names = ", ".join(run.name for run in found[:8])
+            raise InvalidArgumentError(f"the run must be one of {names}, got the job {name!r}, which has several")
+        return found[0]
+
+    def _attempt(self, run: Run, *, own: bool = False) -> Attempt:
+        """Return the run's open attempt if all of its boxes and slots are there. `own`: the fence is the caller's."""
+        attempt = run.current
+        if attempt is None:
+            raise UnknownRunError(
+                f"run {run.name} must be open, but its training job has ended: change the weights in the code as a "
+                "Schedule, and resume"
+            )
+        missing = [number for number in range(attempt.num_boxes) if not _is_live(attempt, number)]
+        if missing:
+            raise StateUnavailableError(
+                f"all boxes of run {run.name} must be in its training job, but box {missing[0]} has not opened it, has "
+                "closed it, or does not report: order the change again once `penstock status` shows the box as live"
+            )
+        failed = [slot for box in attempt.boxes.values() for slot in box.slots if slot.phase == pb.FAILED]
+        if failed:
+            raise StateUnavailableError(f"all slots of run {run.name} must be whole, but {failed[0]} has failed")
+        if attempt.fence is not None and not own:
+            raise OverloadedError(f"another change of the mixture of run {run.name} is being decided: retry after it")
+        return attempt
+
+    @staticmethod
+    def _check_step(attempt: Attempt, step: int) -> None:
+        reached = _furthest(attempt).step
+        if step <= reached:
+            raise _too_early(attempt, step, reached + 1)
+
+
+def _is_live(attempt: Attempt, number: int) -> bool:
+    box = attempt.boxes.get(number)
+    return box is not None and box.presence is BoxPresence.LIVE
+
+
+def _furthest(attempt: Attempt) -> Box:
+    return max(attempt.boxes.values(), key=lambda box: box.step)
+
+
+def _position(box: Box) -> Position:
+    return Position.from_proto(box.delivered) if box.delivered.slots else box.start
+
+
+def _too_early(attempt: Attempt, step: int, lowest: int) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"--from-step must be at least {lowest} for run {attempt.run}, whose boxes have taken the steps before it, got "
+        f"{step}: give a later step, with some steps to spare if the loop is fast"
+    )
+
+
+def _check(request: pb.ChangeMixtureRequest) -> None:
+    """Raise InvalidArgumentError for an order with invalid numbers, names or sizes."""
+    check_name("run", request.run)
+    check_name("change", request.key)
+    check_measures(deadline_s=request.deadline_s)
+    check_counts(from_step=request.from_step)
+    if not request.key:
+        raise InvalidArgumentError("the key of a change must be a random text, got none: use `penstock mix`")
+    if not (request.weights or request.retired):
+        raise InvalidArgumentError("a change needs --weights or --retire, got neither: give the new weights")
+    texts = [text for asked in request.weights for text in (asked.source, asked.weight)]
+    texts += [text for added in request.added for text in (added.source, added.function)] + list(request.retired)
+    if len(texts) > SOURCES_MAX or any(len(text) > TEXT_MAX or not text.isprintable() for text in texts):
+        raise InvalidArgumentError(
+            f"a change must have at most {SOURCES_MAX} names and weights, each of at most {TEXT_MAX} printable "
+            f"characters, got {len(texts)}: change fewer sources at once"
+        )

@@ -1,0 +1,37 @@
+"""Trial of a change of a mixture's weights on a worker, before the change is made.
+
+Only user code knows the sources of a mixture, so a helper process of one slot makes the loader, applies the change, and
+returns what the change is: its position in the order and the weights of all sources.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.appliance.states.aggregation import Aggregation, AggregationTask
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+@dataclass(frozen=True)
+class MixtureTask(AggregationTask):
+    """Request to one worker to try a change. `blob`: key of the change."""
+
+    trial: pb.MixtureTrial = field(default_factory=pb.MixtureTrial, compare=False)
+
+    def request(self, deadline_s: float) -> pb.StateRequest:
+        request = super().request(deadline_s)
+        request.ClearField("aggregate_blob")
+        request.mixture.CopyFrom(self.trial)
+        return request
+
+
+@dataclass(eq=False)
+class MixtureTrial(Aggregation):
+    """Query for a trial: makes one request, to the first ready slot of the box. `blob`: key of the change."""
+
+    trial: pb.MixtureTrial = field(default_factory=pb.MixtureTrial)
+
+    def task(self, *given: Any) -> MixtureTask:
+        fields: dict[str, Any] = {"trial": self.trial}
+        return MixtureTask(*given, **fields)

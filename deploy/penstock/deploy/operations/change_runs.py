@@ -1,0 +1,129 @@
+"""Implementation of `penstock run close`, which ends the open attempts of a run or a job at its coordinator, and of
+`penstock mix`, which changes the weights of a run's mixture.
+
+An order of `penstock mix` has a random key. If the coordinator restarts meanwhile, the same order is sent again, and
+its key shows whether the change was made before.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.tables import Table, show
+from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+from penstock.runtime.telemetry.logs import printable
+
+__all__ = ["Order", "change_mixture", "close_runs"]
+
+RETRY_S = 0.3
+"""Seconds between two calls while the coordinator is unreachable."""
+
+
+def close_runs(name: str, peer: Peer, as_json: bool) -> None:
+    """End the run (JOB/ORDINAL), or all runs of the job (JOB), and print what was ended. Raises UnknownRunError."""
+    with peer.client() as client:
+        runs = client.end_run(name).runs
+    if as_json:
+        print(json.dumps([{"run": run.run, "attempt": run.attempt, "was_open": run.was_open} for run in runs]))
+        return
+    for run in runs:
+        if run.was_open:
+            print(printable(f"run {run.run} is closed: attempt {run.attempt} was ended"))
+        else:
+            print(printable(f"run {run.run} had been closed before"))
+
+
+@dataclass(frozen=True)
+class Order:
+    """Arguments of the command."""
+
+    run: str
+    from_step: int
+    weights: dict[str, str]
+    added: dict[str, str]
+    retired: list[str]
+
+    @classmethod
+    def parsed(
+        cls, run: str, from_step: int, weights: str | None, added: Sequence[str], retired: Sequence[str]
+    ) -> Self:
+        """Return the order. Raises InvalidArgumentError for texts that are not NAME=VALUE."""
+        given = [part for part in (weights or "").split(",") if part]
+        if not given and not retired:
+            raise InvalidArgumentError("--weights or --retire must be given, got neither: give the new weights")
+        return cls(run, from_step, _pairs("--weights", given), _pairs("--add", added), list(retired))
+
+    def request(self, key: str, deadline_s: float, *, dry_run: bool) -> pb.ChangeMixtureRequest:
+        return pb.ChangeMixtureRequest(
+            run=self.run,
+            key=key,
+            from_step=self.from_step,
+            weights=[pb.AskedWeight(source=name, weight=weight) for name, weight in self.weights.items()],
+            added=[records_pb2.AddedSource(source=name, function=fn) for name, fn in self.added.items()],
+            retired=self.retired,
+            dry_run=dry_run,
+            deadline_s=deadline_s,
+        )
+
+
+def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (name and equals and value):
+            raise InvalidArgumentError(f"{option} must have the form NAME=VALUE, got {text!r}")
+        if name in found:
+            raise InvalidArgumentError(f"{option} must have each name once, got {name!r} twice: leave one out")
+        found[name] = value
+    return found
+
+
+def change_mixture(order: Order, deadline_s: float, peer: Peer, *, dry_run: bool, as_json: bool) -> None:
+    """Make the change, or with `dry_run` only try it, and print it. Raises an error if it was not made."""
+    with peer.client() as client:
+        reply = _ordered(client, order, deadline_s, dry_run=dry_run)
+    (_print_json if as_json else _print)(reply, dry_run=dry_run)
+
+
+def _ordered(client: CoordinatorClient, order: Order, deadline_s: float, *, dry_run: bool) -> pb.ChangeMixtureReply:
+    key, until = secrets.token_hex(8), time.monotonic() + deadline_s
+    while True:
+        try:
+            return client.change_mixture(order.request(key, max(1.0, until - time.monotonic()), dry_run=dry_run))
+        except CoordinatorUnavailableError:
+            if time.monotonic() + RETRY_S > until:
+                raise
+            time.sleep(RETRY_S)
+
+
+def _print_json(reply: pb.ChangeMixtureReply, *, dry_run: bool) -> None:
+    shares = [{"source": share.source, "was": share.was, "now": share.now} for share in reply.shares]
+    found = {
+        "run": reply.run,
+        "from_step": reply.change.step,
+        "from_sample": reply.change.position,
+        "sources": shares,
+        "slots": reply.slots,
+        "batches_again": reply.batches,
+        "changed": not dry_run,
+    }
+    print(json.dumps(found))
+
+
+def _print(reply: pb.ChangeMixtureReply, *, dry_run: bool) -> None:
+    change = reply.change
+    verb = "would change" if dry_run else "changes"
+    title = printable(f"The mixture of run {reply.run} {verb} from step {change.step} on (sample {change.position})")
+    again = f"{reply.batches} batches that were made ahead {'would be' if dry_run else 'are'} made again"
+    note = f"\n{reply.slots} slots {'would restart' if dry_run else 'restart'}; {again}"
+    rows: list[Sequence[str]] = [(share.source, f"{share.was:.2%}", f"{share.now:.2%}") for share in reply.shares]
+    show([Table(title, ["source", "share before>", "share after>"], rows, empty=title, note=note)])

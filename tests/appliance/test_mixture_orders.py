@@ -1,0 +1,205 @@
+"""Orders to change a mixture, without processes: what they wait for, what refuses them, and what they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.appliance.mixtures.mixture_orders import MixtureOrders, Proposal
+from penstock.appliance.storage.journal import StateDir
+from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
+from penstock.proto.errors import (
+    InvalidArgumentError,
+    OverloadedError,
+    PenstockError,
+    StateUnavailableError,
+    SupersededError,
+    UnknownRunError,
+)
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+
+class Stage:
+    """A run of two boxes after three steps, and its orders."""
+
+    def __init__(self, world: FakeCluster) -> None:
+        self.world = world
+        self.worker: FakeWorker = world.worker("w")
+        self.boxes = [world.open(box, num_boxes=2) for box in range(2)]
+        self.worker.ready()
+        for box in self.boxes:
+            box.deliver(3)
+        self.orders = MixtureOrders(world.registry.cluster, world.registry.state_queries)
+
+    def request(self, step: int = 6, key: str = "k") -> pb.ChangeMixtureRequest:
+        return pb.ChangeMixtureRequest(run="job", key=key, from_step=step, retired=["a"], deadline_s=5)
+
+    def proposed(self, step: int = 6, key: str = "k") -> Proposal:
+        trial = self.orders.trial(self.request(step, key))
+        assert trial.trial.steps == step - 1
+        plan = pb.MixturePlan(change=records_pb2.MixtureChange(position=8 * (step - 1)))
+        return self.orders.proposed(self.request(step, key), trial, plan)
+
+    def answer(self, box: FakeBox, taken: int) -> None:
+        """Let a box report the fence that it sees."""
+        request = box.progress()
+        fence = self.world.registry.watch_run(request).fence
+        request.fence_key, request.fence_taken = fence.key, taken
+        self.world.registry.watch_run(request)
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage(FakeCluster())
+
+
+def test_change_waits_for_all_boxes(stage: Stage) -> None:
+    proposal = stage.proposed()
+    stage.orders.fence(proposal)
+    assert stage.orders.undecided(proposal) == "the answer of box 0, 1"
+    stage.answer(stage.boxes[1], 4)
+    assert stage.orders.undecided(proposal) == "the answer of box 0"
+    stage.answer(stage.boxes[0], 5)
+    assert stage.orders.undecided(proposal) == ""
+    before = [slot.generation for slot in stage.world.slots()]
+    stage.orders.make(proposal)
+    stage.world.registry.settle()
+    assert [slot.generation for slot in stage.world.slots()] == [generation + 1 for generation in before]
+    reply = stage.boxes[0].watch()
+    assert not reply.HasField("fence")
+    assert {view.generation for view in reply.slots} == {generation + 1 for generation in before}
+    assert [(change.key, change.step) for change in stage.worker.of(0).mixture_changes] == [("k", 6)]
+    made = stage.orders.repeated(stage.request())
+    assert made is not None
+    assert made.change.position == 40
+
+
+def test_box_that_has_taken_the_step_refuses(stage: Stage) -> None:
+    proposal = stage.proposed()
+    stage.orders.fence(proposal)
+    stage.answer(stage.boxes[0], 8)
+    with pytest.raises(InvalidArgumentError, match=r"--from-step must be at least 9 for run job/0, .*, got 6"):
+        stage.orders.undecided(proposal)
+    stage.orders.withdraw(proposal)
+    assert not stage.boxes[0].watch().HasField("fence")
+    assert not stage.worker.of(0).mixture_changes
+
+
+def test_answer_to_an_earlier_try_does_not_count(stage: Stage) -> None:
+    first = stage.proposed()
+    stage.orders.fence(first)
+    stage.answer(stage.boxes[0], 3)
+    stage.orders.withdraw(first)
+    again = stage.proposed()
+    stage.orders.fence(again)
+    assert stage.orders.undecided(again) == "the answer of box 0, 1"
+
+
+def test_change_outlives_a_restart(tmp_path: Path) -> None:
+    world = FakeCluster(directory=StateDir(tmp_path / "state"))
+    stage = Stage(world)
+    proposal = stage.proposed()
+    stage.orders.make(proposal)
+    world.registry.settle()
+    world.restart(stage.worker)
+    assert [change.step for change in stage.worker.of(1, 1).mixture_changes] == [6]
+    track = world.registry.cluster.track("job/0", 0)
+    assert track is not None
+    assert [change.key for change in track.message().mixture_changes] == ["k"]
+    world.journal.close()
+
+
+def _closed(stage: Stage) -> None:
+    stage.boxes[1].close()
+
+
+def _failed(stage: Stage) -> None:
+    report = stage.worker.slot_report(stage.worker.of(0), pb.FAILED)
+    stage.worker.heartbeat(report)
+
+
+def _superseded(stage: Stage) -> None:
+    stage.world.open(0, num_boxes=2, client_id="next", attempt_key="next")
+
+
+def _stepped(stage: Stage) -> None:
+    stage.boxes[0].deliver(4)
+
+
+def _left(stage: Stage) -> None:
+    for box in stage.boxes:
+        box.abandon_epoch()
+
+
+@pytest.mark.parametrize(
+    ("happens", "error"),
+    [
+        (_closed, StateUnavailableError),
+        (_failed, StateUnavailableError),
+        (_superseded, SupersededError),
+        (_stepped, InvalidArgumentError),
+        (_left, StateUnavailableError),
+    ],
+)
+def test_change_is_refused_at_its_last_moment(
+    stage: Stage, happens: Callable[[Stage], None], error: type[PenstockError]
+) -> None:
+    proposal = stage.proposed()
+    stage.orders.fence(proposal)
+    for box in stage.boxes:
+        stage.answer(box, 3)
+    assert stage.orders.undecided(proposal) == ""
+    happens(stage)
+    with pytest.raises(error):
+        stage.orders.undecided(proposal)
+    stage.orders.withdraw(proposal)
+
+
+def test_one_change_is_decided_at_a_time(stage: Stage) -> None:
+    stage.orders.fence(stage.proposed())
+    with pytest.raises(OverloadedError, match="another change of the mixture of run job/0 is being decided"):
+        stage.orders.trial(stage.request(key="other"))
+
+
+def test_snapshots_of_older_runners_are_dropped(stage: Stage) -> None:
+    """Those beyond the change's step; each slot makes every second batch."""
+    registry, (slot, *_) = stage.world.registry, stage.world.slots()
+    header = pb.SnapshotHeader(**slot.key._asdict(), generation=slot.generation, size=1)
+
+    def stored(total: int) -> list[int]:
+        header.total = total
+        try:
+            registry.snapshot_stored(header)
+        except SupersededError:
+            pass
+        return [kept.total for kept in registry.cluster.snapshot_index.snapshots(slot.key)]
+
+    assert [stored(total) for total in (0, 3, 4)][-1] == [0, 3, 4]
+    stage.orders.make(stage.proposed())
+    assert stored(0) == [0, 3]
+    assert stored(4) == [0, 3]
+    assert stored(2) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"run": "nothing"}, UnknownRunError),
+        ({"key": ""}, InvalidArgumentError),
+        ({"key": "a\nb"}, InvalidArgumentError),
+        ({"deadline_s": float("nan")}, InvalidArgumentError),
+        ({"from_step": 1 << 63}, InvalidArgumentError),
+        ({"retired": ["x" * 300]}, InvalidArgumentError),
+        ({"retired": ["x"] * 300}, InvalidArgumentError),
+    ],
+)
+def test_invalid_orders_are_refused(stage: Stage, change: dict[str, object], error: type[PenstockError]) -> None:
+    request = stage.request()
+    request.MergeFrom(pb.ChangeMixtureRequest(**change))  # type: ignore[arg-type]
+    if not change.get("key", "k"):
+        request.key = ""
+    with pytest.raises(error):
+        stage.orders.repeated(request)

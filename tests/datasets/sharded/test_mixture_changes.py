@@ -1,0 +1,233 @@
+"""Weights that an operator changes in mid-run: the loader's part, without the processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from all_workers import AllWorkers
+from given_shards import Given
+from tests.datasets.sharded.test_mixture_schedules import mixed
+
+from penstock.data import Counts, Mapped, Mixture, Packed, Ramp, Schedule, ShardLoader
+from penstock.data.sharded.mixture_changes import MixtureChange
+from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
+
+ROWS = 8
+STEP = 6
+"""Number of the first batch with other weights."""
+
+
+def source(number: int) -> Given:
+    return Given([[[number, shard, at, 0] for at in range(30 + number)] for shard in range(4)])
+
+
+def loader(weights: Any, by: Any = "samples", more: int = 0, **options: Any) -> ShardLoader:
+    mixture = Mixture({"abc"[n]: source(n) for n in range(2 + more)}, weights, by=by)
+    usual: dict[str, Any] = {"global_batch_size": ROWS, "block": ROWS, "partitions": 2, "seed": 3, "collate_fn": list}
+    return ShardLoader(Mapped(mixture, list), **(usual | options))
+
+
+def change(step: int, parts: dict[str, int], *added: str, required: bool = False) -> dict[str, Any]:
+    made = MixtureChange(str(step), (step - 1) * ROWS, parts, {name: f"sources:{name}" for name in added}, required)
+    return {**made.plain(), "required": required}
+
+
+def load(name: str) -> Given:
+    return source("abc".index(name.partition(":")[2]))
+
+
+def ordered(changes: list[dict[str, Any]], **options: Any) -> ShardLoader:
+    """A loader of the original code, in a run whose weights were changed."""
+    made = loader([2, 1], **options)
+    made.change_mixture(changes, load)
+    return made
+
+
+CHANGES = [change(STEP, {"a": 1, "b": 3}), change(13, {"a": 0, "b": 3, "c": 1}, "c")]
+LATER = Schedule({0: [2, 1, 0], 40: [1, 3, 0], 96: [0, 3, 1]})
+
+
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+@pytest.mark.parametrize("saved", range(3, 9))
+def test_changed_run_equals_the_schedule(by: Any, saved: int) -> None:
+    """A run that is saved before, at or after the change, and goes on elsewhere with the original code."""
+    whole = AllWorkers(lambda: loader(LATER, by, 1), (1, 1)).take(40)
+    before = AllWorkers(lambda: loader([2, 1], by), (1, 3))
+    got = before.take(min(saved, STEP - 1))
+    first = AllWorkers(lambda: ordered(CHANGES[:1], by=by), (1, 3), before)
+    got += first.take(saved - len(got))
+    second = AllWorkers(lambda: ordered(CHANGES[:1], by=by), (2, 2), first)
+    got += second.take(2)
+    third = AllWorkers(lambda: ordered(CHANGES, by=by), (2, 2), second)
+    got += third.take(10)
+    third.lose(1)
+    fourth = AllWorkers(lambda: ordered([], by=by), (1, 1), third)  # nobody but the state knows them
+    assert len(got) < 40
+    with pytest.raises(StateMismatchError, match="which `penstock mix --add` added"):
+        loader([2, 1], by).load_state_dict(third.state())
+    got += fourth.take(40 - len(got))
+    assert got == whole
+
+
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+@pytest.mark.parametrize("more", [{}, {"keys": "key", "counts": Counts()}])
+def test_state_from_before_the_order_goes_on(by: Any, more: dict[str, Any]) -> None:
+    """A worker that made batches ahead is replaced, for each batch from which its successor may start: with the same
+    batches before the change, keys included."""
+    for worker in range(3):
+        for done in range(4):
+            old = AllWorkers(lambda: loader([2, 1], by, **more), (1, 3))
+            made = list(_some(old.passes[worker], done))
+            old = AllWorkers(lambda: loader([2, 1], by, **more), (1, 3))
+            _some(old.passes[worker], done)
+            state = old.workers[worker].state_dict()
+            ahead = _some(old.passes[worker], 5 - done)
+            new = AllWorkers(
+                lambda: ordered([change(STEP, {"a": 1, "b": 3, "c": 1}, "c", required=True)], by=by, **more), (1, 3)
+            )
+            beyond = done > 0 and worker + 3 * (done - 1) + 1 >= STEP
+            if beyond:
+                with pytest.raises(StateMismatchError, match="made with the weights from before"):
+                    new.workers[worker].load_state_dict(state)
+                continue
+            new.workers[worker].load_state_dict(state)
+            again = _some(iter(new.workers[worker]), 5 - done)
+            whole = _some(
+                AllWorkers(lambda: loader(Schedule({0: [2, 1, 0], 40: [1, 3, 1]}), by, 1, **more), (1, 3)).passes[
+                    worker
+                ],
+                5,
+            )
+            assert [_rows(batch) for batch in made + again] == [_rows(batch) for batch in whole]
+            same = [number for number in range(done, 5) if worker + 3 * number + 1 < STEP]
+            assert again[: len(same)] == ahead[: len(same)]
+
+
+def _some(batches: Any, count: int) -> list[Any]:
+    return [next(batches) for _ in range(count)]
+
+
+def _rows(batch: Any) -> Any:
+    return batch["batch"] if isinstance(batch, dict) else batch
+
+
+def test_keys_lead_to_samples_on_both_sides() -> None:
+    made = ordered(CHANGES, keys="key")
+    for batch in _some(iter(made), 16):
+        for sample, key in zip(batch["batch"], batch["key"], strict=True):
+            assert made.restore_sample(key) == sample
+    with pytest.raises(StateMismatchError, match="must come from a loader with the same source"):
+        loader([2, 1], keys="key").restore_sample(key)
+
+
+def test_code_may_catch_up_with_the_changes() -> None:
+    """The weights of a change may go into the code, also with other weights that come later."""
+    run = AllWorkers(lambda: ordered(CHANGES), (1, 2))
+    got = run.take(16)
+    caught = Schedule({0: [2, 1, 0], 40: [1, 3, 0], 96: [0, 3, 1], 200: Ramp([1, 1, 1], 10)})
+    got += AllWorkers(lambda: loader(caught, more=1), (2, 1), run).take(20)
+    assert got == AllWorkers(lambda: loader(caught, more=1), (1, 1)).take(36)
+
+
+def test_change_overrides_later_weights() -> None:
+    """Also the rest of a ramp, and a change that was ordered before for later."""
+    ahead = Schedule({0: [2, 1], 16: Ramp([1, 5], 64), 240: [1, 0]})
+    run = AllWorkers(lambda: loader(ahead), (1, 2))
+    got = run.take(5)
+
+    def made() -> ShardLoader:
+        found = loader(ahead)
+        found.change_mixture([change(20, {"a": 1}), change(7, {"a": 1, "b": 1})], load)
+        return found
+
+    got += AllWorkers(made, (1, 1), run).take(40)
+    flat = [row[0] for batch in got for row in batch]
+    assert set(flat[48:]) == {0, 1}
+    assert abs(sum(flat[48:]) - len(flat[48:]) / 2) <= 1
+    assert got[:6] == AllWorkers(lambda: loader(ahead), (1, 1)).take(6)
+
+
+def test_added_source_is_known_to_later_changes() -> None:
+    """A worker starts from a state between a change that added a source and one that only knows its name."""
+    changes = [change(3, {"a": 1, "c": 1}, "c"), change(9, {"c": 1})]
+    run = AllWorkers(lambda: ordered(changes), (1, 2))
+    got = run.take(5)
+    run.lose(0)
+    run.lose(1)
+    got += AllWorkers(lambda: ordered([]), (2, 1), run).take(10)
+    expected = Schedule({0: [2, 1, 0], 16: [1, 0, 1], 64: [0, 0, 1]})
+    assert got == AllWorkers(lambda: loader(expected, more=1), (1, 1)).take(15)
+
+
+def test_change_of_another_history_is_left_out() -> None:
+    """The run's record has a change, but its job goes on from a state of a run that went its own way past it."""
+    run = AllWorkers(lambda: loader([2, 1]), (1, 1))
+    got = run.take(9)
+    got += AllWorkers(lambda: ordered(CHANGES[:1]), (2, 1), run).take(5)
+    assert got == AllWorkers(lambda: loader([2, 1]), (1, 1)).take(14)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_plan_names_the_position_and_weights(steps: int) -> None:
+    run = AllWorkers(lambda: loader([2, 1]), (1, 2))
+    run.take(steps)
+    asked = {"a": "0.25", "b": "0.5", "c": "0.25"}
+    state = run.state() if steps else None
+    position, parts, was, now = ordered([]).plan_change(STEP - 1 - steps, state, asked, {"c": "sources:c"}, [])
+    assert (position, parts) == (40, {"a": 1, "b": 2, "c": 1})
+    assert (was, now) == ({"a": 2 / 3, "b": 1 / 3}, {"a": 0.25, "b": 0.5, "c": 0.25})
+
+
+def test_retired_source_needs_no_weights() -> None:
+    _, parts, _, now = ordered([]).plan_change(2, None, {}, {}, ["a"])
+    assert (parts, now) == ({"a": 0, "b": 1}, {"a": 0.0, "b": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("weights", "added", "retired", "says"),
+    [
+        ({"a": "1", "x": "1"}, {}, [], r"a source must be one of a, b, got 'x'"),
+        ({"a": "-1", "b": "2"}, {}, [], r"weights\[0\] must be at least 0, got -1"),
+        ({"a": "nan", "b": "2"}, {}, [], r"weights\[0\] must be a finite number, got 'nan'"),
+        ({"a": "1e400", "b": "0"}, {}, ["x"], r"must be one of a, b, got 'x'"),
+        ({"a": "0", "b": "0"}, {}, [], r"at least one weight must be above 0"),
+        ({"a": "1"}, {}, [], r"got none for b: give its weight, or --retire it"),
+        ({"a": "1", "b": "1"}, {}, ["b"], r"got 'b' in both"),
+        ({}, {}, ["x"], r"must be one of a, b, got 'x'"),
+        ({}, {"c": "sources:c"}, [], r"must have a weight for the added source 'c'"),
+        ({"a": "1", "b": "1"}, {"a": "sources:c"}, [], r"--add must name a new source, got 'a'"),
+        ({"a": "1", "b": "1", "c": "1"}, {"c": "sources:few"}, [], r"'c' must have 4 shards, as the others, got 1"),
+    ],
+)
+def test_impossible_plans_are_refused(weights: Any, added: Any, retired: Any, says: str) -> None:
+    made = loader([2, 1])
+    made.change_mixture([], lambda name: Given([[1]]) if name == "sources:few" else load(name))
+    with pytest.raises(InvalidArgumentError, match=says):
+        made.plan_change(3, None, weights, added, retired)
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        lambda: Packed(mixed([1, 1, 1], "tokens"), length=16),
+        lambda: Mapped(mixed([1, 1, 1]), list, skip_failures=2),
+        lambda: Given([range(9)]),
+        lambda: Mixture([Given([range(9)] * 2)] * 2, [1, 1], stop="last"),
+    ],
+)
+def test_mixture_without_positions_is_refused(stack: Any) -> None:
+    made = ShardLoader(stack(), batch_size=2, collate_fn=list)
+    with pytest.raises(InvalidArgumentError, match="the uppermost source must be a Mixture"):
+        made.plan_change(3, None, {"a": "1"}, {}, [])
+    with pytest.raises(InvalidArgumentError, match="the uppermost source must be a Mixture"):
+        made.change_mixture(CHANGES, load)
+
+
+@pytest.mark.parametrize(
+    "damage", [7, [7], [{}], [{**CHANGES[0], "position": -1}], [{**CHANGES[0], "parts": {"a": "x"}}]]
+)
+def test_damaged_changes_are_refused(damage: Any) -> None:
+    made = ordered(CHANGES)
+    with pytest.raises(StateCorruptError, match="the ShardLoader's state is damaged"):
+        made.load_state_dict({**made.state_dict(), "mixture_changes": damage})

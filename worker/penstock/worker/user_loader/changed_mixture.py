@@ -1,0 +1,81 @@
+"""Changes of the weights of a loader's mixture in mid-run (`penstock mix`): their hook in a user's loader.
+
+A loader takes such changes by two methods: `change_mixture`, which is called before a state is loaded, and
+`plan_change`, for a trial of a new change in a helper process. penstock.data.ShardLoader has both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.state.allowed_modules import module_of
+from penstock.proto.v1 import coordinator_pb2, records_pb2
+from penstock.worker.processes.user_code import MAIN, check_allowed, load_input_fn
+
+__all__ = ["apply_changes", "plan_change"]
+
+_NO_HOOK = (
+    "the input_fn must return a ShardLoader over a Mixture, because the weights of the run's mixture are changed by "
+    "`penstock mix`, got a {}: return that loader itself, not a wrapper"
+)
+
+
+def apply_changes(loader: Any, assignment: records_pb2.WorkerAssignment) -> None:
+    """Give a new loader the changes of its run, and the way to import added sources. Raises InvalidArgumentError if the
+    run has changes and the loader cannot take them."""
+    change_mixture = getattr(loader, "change_mixture", None)
+    if not callable(change_mixture):
+        if assignment.mixture_changes:
+            raise InvalidArgumentError(_NO_HOOK.format(type(loader).__qualname__))
+        return
+
+    def load(name: str) -> Any:
+        return _source(name, assignment.loader)
+
+    change_mixture([_plain(change, assignment.attempt) for change in assignment.mixture_changes], load)
+
+
+def plan_change(loader: Any, trial: coordinator_pb2.MixtureTrial, resume: Mapping[str, Any] | None) -> bytes:
+    """Try a change with a new loader, and return a serialised MixturePlan. `resume`: decoded state with which the
+    attempt began, if the change counts from there.
+
+    Raises InvalidArgumentError for an impossible change.
+    """
+    plan = getattr(loader, "plan_change", None)
+    if not callable(plan):
+        raise InvalidArgumentError(_NO_HOOK.format(type(loader).__qualname__))
+    weights = {asked.source: asked.weight for asked in trial.weights}
+    if len(weights) < len(trial.weights):
+        raise InvalidArgumentError("--weights must name each source once, got one of them again: leave one out")
+    added = {one.source: one.function for one in trial.added}
+    state = None if resume is None else resume["aggregated"]
+    position, parts, was, now = plan(trial.steps, state, weights, added, list(trial.retired))
+    found = coordinator_pb2.MixturePlan()
+    found.change.position = position
+    found.change.added.extend(trial.added)
+    found.change.weights.extend(records_pb2.MixtureWeight(source=name, parts=part) for name, part in parts.items())
+    for name in parts:
+        found.shares.add(source=name, was=was.get(name, 0.0), now=now[name])
+    return found.SerializeToString()
+
+
+def _plain(change: records_pb2.MixtureChange, attempt: int) -> dict[str, Any]:
+    """Return a change as `change_mixture` takes it."""
+    return {
+        "key": change.key,
+        "position": change.position,
+        "parts": {weight.source: weight.parts for weight in change.weights},
+        "added": {added.source: added.function for added in change.added},
+        "required": change.attempt == attempt,
+    }
+
+
+def _source(name: str, spec: records_pb2.LoaderSpec) -> Any:
+    """Import the function of an added source, under the same list of allowed modules as input_fn, and call it."""
+    allow = list(spec.allow) or [module_of(spec.input_fn).partition(".")[0]]
+    if module_of(name) != MAIN or not spec.main_path:
+        check_allowed(name, allow)
+    own = records_pb2.LoaderSpec(input_fn=name, main_path=spec.main_path, sys_path=spec.sys_path, allow=allow)
+    return load_input_fn(own)()
