@@ -1,4 +1,4 @@
-"""One of the compared readers, which answers requests: `python -m benchmarks.readers.player MODULE CLASS`."""
+"""Process of one compared reader, which answers requests: `python -m benchmarks.readers.player MODULE CLASS`."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_one_change_is_decided_at_a_time(stage: Stage) -> None:
 
 
 def test_snapshots_of_older_runners_are_dropped(stage: Stage) -> None:
-    """Those beyond the change's step; each slot makes every second batch."""
+    """Snapshots beyond the change's step are dropped; each slot makes every second batch."""
     registry, (slot, *_) = stage.world.registry, stage.world.slots()
     header = pb.SnapshotHeader(**slot.key._asdict(), generation=slot.generation, size=1)
 

@@ -16,9 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
+import streams
 import torch
 from devices import FakeBackend
+from numbered_batches import numbers
 
+from penstock.client import DataLoader
 from penstock.client.api.appliance_settings import resolve
 from penstock.client.states.run_opening import Opening
 from penstock.client.states.saved_state import BoxStart
@@ -424,3 +427,14 @@ def device() -> Iterator[FakeBackend]:
 def rig(rigs: Any, device: FakeBackend) -> Any:
     """Reader of one slot, with a device whose copies happen when `device.finish` is called."""
     return rigs(backend=device)
+
+
+@pytest.fixture
+def two(appliances: Any) -> Any:
+    """An appliance of two workers."""
+    return appliances(numbers, num_workers_per_box=2)
+
+
+@pytest.fixture
+def loader() -> DataLoader:
+    return DataLoader(streams.counter)

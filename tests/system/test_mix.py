@@ -22,7 +22,7 @@ from penstock.proto.errors import InputFnNotAllowedError, InvalidArgumentError, 
 BEFORE, AFTER = {"web": 3, "code": 1}, {"web": 1, "code": 4}
 WEIGHTS = {"web": "0.2", "code": "0.8"}
 STEPS = 1200
-"""Steps of a loop that nobody holds."""
+"""Number of steps of a loop that runs at full speed."""
 
 
 @pytest.fixture(scope="module")

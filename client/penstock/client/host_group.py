@@ -71,5 +71,6 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 
 def open_group(ranks: Sequence[int], rank: int, timeout_s: float) -> HostGroup | None:
-    """Return a new group; None for a single rank."""
+    """Return a new gloo group of these ranks, for values in the host's memory; None for a single rank. `rank`: this
+    process's rank. Every rank in `ranks` must make the call; RuntimeError after `timeout_s` if one does not."""
     return HostGroup(ranks, rank, timeout_s) if len(ranks) > 1 else None

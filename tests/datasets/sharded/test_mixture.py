@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.data import Mixture, Repeated, ShardedSource, WindowShuffled
 from penstock.data.sharded.layers import mixture, mixture_shares
 from penstock.data.sharded.layers.mixture import Stop
-from penstock.data.sharded.layers.mixture_shares import MAX_PARTS, MixtureSchedule, parts_of, schedule_of
+from penstock.data.sharded.layers.mixture_shares import MAX_PARTS, MixtureShares, parts_of, shares_of
 from penstock.data.sharded.protocol import Cursor, PositionOf
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
@@ -89,7 +89,7 @@ def worst(parts: Sequence[int], order: Any) -> Fraction:
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any), st.integers(0, 3))
 def test_shares_are_exact_to_one_sample(parts: list[int], block: int) -> None:
-    order = schedule_of(tuple(parts)).many(np.arange((block + 2) * mixture_shares.POSITIONS))
+    order = shares_of(tuple(parts)).many(np.arange((block + 2) * mixture_shares.POSITIONS))
     assert worst(parts, order) < 1
 
 
@@ -100,24 +100,23 @@ def test_shares_are_exact_to_one_sample(parts: list[int], block: int) -> None:
 )
 def test_shares_of_harder_weights(weights: list[float]) -> None:
     parts = parts_of(weights)
-    assert worst(parts, schedule_of(parts).many(np.arange(sum(parts) + mixture_shares.POSITIONS))) < 1
+    assert worst(parts, shares_of(parts).many(np.arange(sum(parts) + mixture_shares.POSITIONS))) < 1
 
 
 def test_one_position_or_many() -> None:
     places = np.array([0, 3, 10**12, 4099, 4100, 4101, 7])
-    assert [schedule_of((7, 2, 1)).at(int(place)) for place in places] == schedule_of((7, 2, 1)).many(places).tolist()
+    assert [shares_of((7, 2, 1)).at(int(place)) for place in places] == shares_of((7, 2, 1)).many(places).tolist()
 
 
 def test_a_common_divisor_changes_nothing() -> None:
     assert (
-        schedule_of((70, 20, 10)).many(np.arange(500)).tolist()
-        == MixtureSchedule((7, 2, 1)).many(np.arange(500)).tolist()
+        shares_of((70, 20, 10)).many(np.arange(500)).tolist() == MixtureShares((7, 2, 1)).many(np.arange(500)).tolist()
     )
 
 
 def test_the_turns_are_the_same_for_ever() -> None:
     """A saved state is a position in this order."""
-    order = schedule_of((7, 2, 1)).many(np.arange(9000))
+    order = shares_of((7, 2, 1)).many(np.arange(9000))
     assert "".join(map(str, order[:40])) == "0001020100200010001010000100200201001000"
     assert hashlib.sha256(order.astype("<u2").tobytes()).hexdigest()[:16] == "62a2f7c2edd383c6"
 
@@ -125,7 +124,7 @@ def test_the_turns_are_the_same_for_ever() -> None:
 @pytest.mark.parametrize(("weights", "shards"), [((1, 1), 2), ((7, 2, 1), 10), ((7, 2, 1), 64), ((3, 3, 3, 1), 60)])
 def test_each_shard_gets_each_sources_share(weights: tuple[int, ...], shards: int) -> None:
     """Turns that repeated themselves with the weights' period would give a shard the same source again and again."""
-    order = schedule_of(weights).many(np.arange(120_000))
+    order = shares_of(weights).many(np.arange(120_000))
     for shard in range(shards):
         for source, weight in enumerate(weights):
             share = weight / sum(weights)
@@ -141,7 +140,7 @@ def marked(mark: str, lengths: Sequence[int], **options: Any) -> Given:
 
 def test_the_position_of_a_loader_decides() -> None:
     source = Mixture([marked("a", [9]), marked("b", [9])], [1, 1])
-    order = schedule_of((1, 1))
+    order = shares_of((1, 1))
     for shift in range(20):
         cursor = source.open(0, 0, 1, None, lambda index, shift=shift: shift + 3 * index)  # type: ignore[misc]
         assert ["ab".index(next(cursor)[0]) for _ in range(9)] == [order.at(shift + 3 * index) for index in range(9)]
@@ -154,7 +153,7 @@ def test_same_data_twice_has_two_orders() -> None:
     """Energon (#266) gave a dataset that was mixed with itself in one order twice."""
     leaf = Given([range(50)], shuffled=True)
     samples = first(Mixture([leaf, leaf], [1, 1]), 100)
-    turn = schedule_of((1, 1)).many(np.arange(100))
+    turn = shares_of((1, 1)).many(np.arange(100))
     ones, others = ([sample for sample, number in zip(samples, turn, strict=True) if number == n] for n in (0, 1))
     assert ones[:40] != others[:40]
 
@@ -183,7 +182,7 @@ def by_hand(lengths: Sequence[int], parts: Sequence[int], stop: Stop) -> list[st
     left, live, given_out = list(lengths), list(parts), [0] * len(parts)
     out: list[str] = []
     while any(live):
-        number = schedule_of(tuple(live)).at(len(out))
+        number = shares_of(tuple(live)).at(len(out))
         if not left[number]:
             if stop == "first":
                 break

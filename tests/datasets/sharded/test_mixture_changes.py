@@ -62,7 +62,7 @@ def test_changed_run_equals_the_schedule(by: Any, saved: int) -> None:
     third = AllWorkers(lambda: ordered(CHANGES, by=by), (2, 2), second)
     got += third.take(10)
     third.lose(1)
-    fourth = AllWorkers(lambda: ordered([], by=by), (1, 1), third)  # nobody but the state knows them
+    fourth = AllWorkers(lambda: ordered([], by=by), (1, 1), third)  # only the state has the changes
     assert len(got) < 40
     with pytest.raises(StateMismatchError, match="which `penstock mix --add` added"):
         loader([2, 1], by).load_state_dict(third.state())

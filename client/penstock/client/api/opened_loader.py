@@ -344,8 +344,8 @@ class OpenedLoader:
 
 
 def _on(cover: DigestCover, start_of: Callable[[int], BoxStart], box: int) -> BoxStart:
-    """Return the start of a box that `start_of` gives. If digests cover rows (DigestCover.ROWS), mark the position
-    accordingly."""
+    """Return the position and state from which a box starts, as `start_of` gives them. Set `by_rows` in the position if
+    each row of a batch has a digest of its own (DigestCover.ROWS)."""
     start = start_of(box)
     start.position.by_rows = cover == DigestCover.ROWS
     return start

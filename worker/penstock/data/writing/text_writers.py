@@ -16,7 +16,7 @@ from penstock.proto.errors import DatasetError
 __all__ = ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"]
 
 REMEDY = "Write the dataset with JSONWriter, which stores any text"
-"""What to do about a value that separated values cannot hold, for errors."""
+"""Remedy in errors about a value that separated values cannot hold."""
 
 
 class _TextWriter(Writer):

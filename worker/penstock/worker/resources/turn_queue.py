@@ -40,7 +40,7 @@ class QueueTurn:
 
     @property
     def position(self) -> int:
-        """Position of the turn in the queue, from 1; 0 once the turn has begun."""
+        """Number of the task (start of a runner, or helper task) in the queue, from 1; 0 once the task may run."""
         return self._queue.position_of(self)
 
     async def end_when_idle(self, pid: int) -> None:
@@ -81,7 +81,7 @@ class TurnQueue:
         return len(self._urgent) + len(self._others)
 
     def position_of(self, turn: QueueTurn) -> int:
-        """Return the position of a turn in the queue; see QueueTurn.position."""
+        """Return the number of a turn in the queue; see QueueTurn.position."""
         if len(self._positions) != len(self):
             self._positions = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
         return self._positions.get(turn, 0)

@@ -162,7 +162,10 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
         try:
             return call()
         except Exception as error:
-            raise ShardCorruptError(f"{self.uri}: {what}: {error}. Write the dataset again") from error
+            raise ShardCorruptError(
+                f"{self.uri}: {what} cannot be read: {error}. Check that its files can be reached and that this user "
+                "may read them; if they are damaged, write the dataset again"
+            ) from error
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise

@@ -17,7 +17,7 @@ from penstock.proto.errors import DatasetError, ShardCorruptError
 __all__ = ["INDEX_AGAIN", "RecordFile", "offsets_of", "opened", "store_offsets"]
 
 INDEX_AGAIN = "Index the folder again with index_folder"
-"""What to do about a file that was changed after it was indexed, for errors."""
+"""Remedy in errors about a file that was changed after it was indexed."""
 
 
 class RecordFile:

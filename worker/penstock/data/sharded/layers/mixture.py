@@ -24,7 +24,7 @@ from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, TokenWeight
 from penstock.data.sharded.layers.mixture_members import MixtureMembers, ended_early, members_of
 from penstock.data.sharded.layers.mixture_order import SegmentedOrder, order_of
 from penstock.data.sharded.layers.mixture_schedule import Schedule, Segment, Weights, segments_of
-from penstock.data.sharded.layers.mixture_shares import MixtureSchedule, schedule_of
+from penstock.data.sharded.layers.mixture_shares import MixtureShares, shares_of
 from penstock.data.sharded.layers.repeated import Repeated
 from penstock.data.sharded.protocol import Cursor, Origin, PositionOf, SavedPosition, ShardedSource, cursor_origin
 from penstock.proto.errors import InvalidArgumentError
@@ -189,7 +189,7 @@ class Mixture:
             where = f"shard {shard} in epoch {epoch}"
             weights = TokenWeights(order_of(self._segments), positions.at, self.changes)
             return ByTokens(members, weights, ended, self._stop, index, saved, where, self.names)
-        order = order_of(self._segments) if self.changes else schedule_of(self._parts)
+        order = order_of(self._segments) if self.changes else shares_of(self._parts)
         return _Cursor(members, order, self._parts, ended, self._stop, index, positions, self.names)
 
     def wanted(self, position: int = 0) -> list[float]:
@@ -269,7 +269,7 @@ class _Cursor:
     def __init__(
         self,
         members: MixtureMembers,
-        order: MixtureSchedule | SegmentedOrder,
+        order: MixtureShares | SegmentedOrder,
         parts: tuple[int, ...],
         ended: set[int],
         stop: Stop,
@@ -314,7 +314,7 @@ class _Cursor:
     def close(self) -> None:
         self._members.close()
 
-    def _skip_some(self, count: int, schedule: MixtureSchedule | SegmentedOrder) -> int:
+    def _skip_some(self, count: int, schedule: MixtureShares | SegmentedOrder) -> int:
         """Skip `count` samples, but stop at the first turn of a source that has no sample left, and mark that source as
         ended. Returns the number of skipped samples."""
         if count == 1:
@@ -354,9 +354,9 @@ class _Cursor:
         self._members.drop(number)
         self._schedule = self._live_schedule()
 
-    def _live_schedule(self) -> MixtureSchedule | SegmentedOrder | None:
+    def _live_schedule(self) -> MixtureShares | SegmentedOrder | None:
         """Return the schedule of the sources that have not ended; None if the mixture has ended."""
         if not self._ended:
             return self._order
         live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))
-        return schedule_of(live) if any(live) and self._stop != "first" else None
+        return shares_of(live) if any(live) and self._stop != "first" else None

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.mixture_schedule import Segment
-from penstock.data.sharded.layers.mixture_shares import MAX_PARTS, MixtureSchedule, schedule_of, table_of
+from penstock.data.sharded.layers.mixture_shares import MAX_PARTS, MixtureShares, shares_of, table_of
 
 __all__ = ["Piece", "SegmentedOrder", "order_of"]
 
@@ -100,10 +100,10 @@ def order_of(segments: tuple[Segment, ...]) -> SegmentedOrder:
     return SegmentedOrder(segments)
 
 
-def _order(segment: Segment) -> MixtureSchedule | _RampOrder:
+def _order(segment: Segment) -> MixtureShares | _RampOrder:
     if segment.over:
         return _RampOrder(segment.begin, segment.parts, segment.over)
-    return schedule_of(segment.parts)
+    return shares_of(segment.parts)
 
 
 class _RampOrder:

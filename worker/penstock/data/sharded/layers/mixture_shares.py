@@ -1,4 +1,4 @@
-"""Schedule of a mixture: from the position of a sample to the source that it comes from.
+"""Shares of a mixture's sources under constant weights: which source gives the sample at each position of the order.
 
 In every prefix of the order, the number of each source's samples must deviate from its share by less than one. So the
 k-th sample of a source with share w has a window of positions: from the first p with w p > k - 1, to the last with w (p
@@ -35,7 +35,7 @@ import numpy.typing as npt
 from penstock.data.ordering.permutation import Ints, mix
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["MAX_PARTS", "MixtureSchedule", "parts_of", "schedule_of", "table_of"]
+__all__ = ["MAX_PARTS", "MixtureShares", "parts_of", "shares_of", "table_of"]
 
 MAX_PARTS = 1 << 16
 """Largest sum of the whole numbers that weights are converted to."""
@@ -98,12 +98,12 @@ def _reduced(parts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def schedule_of(parts: tuple[int, ...]) -> MixtureSchedule:
-    """Return the schedule of sources whose weights are these whole numbers, at least one of which is not 0."""
-    return MixtureSchedule(_reduced(parts))
+def shares_of(parts: tuple[int, ...]) -> MixtureShares:
+    """Return the shares of sources whose weights are these whole numbers, at least one of which is not 0."""
+    return MixtureShares(_reduced(parts))
 
 
-class MixtureSchedule:
+class MixtureShares:
     """Function from positions to sources. `parts`: weights as whole numbers without a common divisor."""
 
     def __init__(self, parts: tuple[int, ...]) -> None:
