@@ -189,6 +189,7 @@ def test_values_unlike_the_sampled_ones_are_named() -> None:
             [b"a", b"b"],
             r"must be a list of one value, as in the sampled rows, got \[b'a', b'b'\]. Convert to Parquet",
         ),
+        ("time", "noon", "must be a time, as in the sampled rows, got 'noon'. Leave the column out"),
         ("file", {"bytes": None}, r"must have the field bytes, as in the sampled rows, got \{'bytes': None\}"),
     ):
         with pytest.raises(DatasetError, match=f"row 0: column 'a': {words}"):

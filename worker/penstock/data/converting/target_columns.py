@@ -60,7 +60,11 @@ def _listed(value: Any) -> Any:
 
 
 def _time_text(value: Any) -> Any:
-    return None if value is None else str(value) if isinstance(value, np.datetime64) else value.isoformat()
+    if value is None or isinstance(value, np.datetime64):
+        return value if value is None else str(value)
+    if not isinstance(value, datetime.date | datetime.time):  # a datetime is a date
+        raise ValueError(f"must be a time, as in the sampled rows, got {value!r:.80}")
+    return value.isoformat()
 
 
 def _float(value: Any) -> Any:
