@@ -179,8 +179,8 @@ def abandoned() -> set[str]:
     return {name for name, by in made.items() if by and not alive([int(by[1])])}
 
 
-LOOSE = {"fork servers": 1, "threads": 6, "socket": 2}
-"""Largest numbers by which a count may grow: an idle fork server, asyncio's pool of threads, gRPC's connections."""
+LOOSE = {"fork servers": 1, "threads": 6}
+"""Largest numbers by which a count may grow: an idle fork server, asyncio's pool of threads."""
 
 
 def settled(pids: list[int], before: list[Counter[str]], deadline_s: float) -> None:
