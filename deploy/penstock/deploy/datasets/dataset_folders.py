@@ -15,6 +15,7 @@ from typing import Any
 import typer
 
 from penstock.data import StreamingDataset, StreamingLoader, convert_dataset, index_folder
+from penstock.data.converting.argument_names import ArgumentNames
 from penstock.data.fetch_plan import Fetches, PlannedRun, planned
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.shards import Shard
@@ -37,7 +38,9 @@ def show_index(folder: Path, format: str | None, as_json: bool) -> None:
 
 def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: Any) -> None:
     """Convert a dataset, and print what was made."""
-    done = convert_dataset(source, dest, to, **settings)
+    if "://" not in source:
+        _index_of(Path(source).expanduser())
+    done = convert_dataset(source, dest, to, names=ArgumentNames(options=True), **settings)
     found: dict[str, Any] = {
         **_counts(dest, done.shards),
         "parts": done.parts,
@@ -132,13 +135,22 @@ def _split_of(folder: Path) -> str | None:
 
 
 def _shards(folder: Path) -> list[Shard]:
-    path = folder / INDEX
+    path = _index_of(folder)
     try:
         return read_index(path.read_bytes(), str(path))
-    except FileNotFoundError:
-        raise DatasetError(f"{folder} must have {INDEX}. Write it with `penstock data index {folder}`") from None
     except OSError as error:
-        raise DatasetError(f"{path} cannot be read: {error.strerror}") from error
+        raise DatasetError(f"{path} cannot be read: {error.strerror}. Check that this user may read it") from error
+
+
+def _index_of(folder: Path) -> Path:
+    """Return the path of a folder's index. Raises DatasetError if there is none."""
+    path = folder / INDEX
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing"
+        raise DatasetError(f"{folder} must be the folder of a dataset, got {found}. Give the folder that has {INDEX}")
+    if not path.exists():
+        raise DatasetError(f"{folder} must have {INDEX}. Write it with `penstock data index {folder}`")
+    return path
 
 
 def _counts(folder: str | Path, shards: Sequence[Shard]) -> dict[str, Any]:
