@@ -10,18 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from penstock.data import StreamingDataset, StreamingLoader, convert_dataset, index_folder
+from penstock.data import convert_dataset, index_folder
 from penstock.data.converting.argument_names import ArgumentNames
-from penstock.data.fetch_plan import Fetches, PlannedRun, planned
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.shards import Shard
 from penstock.deploy.console.exit_codes import exit_code
 from penstock.proto.errors import DatasetError
 from penstock.runtime.telemetry.logs import printable
+
+if TYPE_CHECKING:
+    from penstock.data import StreamingDataset
 
 __all__ = ["show_conversion", "show_index", "show_inspection", "show_plan", "show_verification"]
 
@@ -69,6 +71,9 @@ def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as
         order: arguments of StreamingLoader that decide the order and what is fetched ahead.
         run: other settings of a PlannedRun.
     """
+    from penstock.data import StreamingLoader  # imports torch
+    from penstock.data.fetch_plan import Fetches, PlannedRun, planned
+
     shards = _shards(folder)
     with _opened(folder) as dataset:
         loader = StreamingLoader(dataset, global_batch_size=batch, rank=(0, boxes), **order)
@@ -121,6 +126,8 @@ def show_verification(folder: Path, as_json: bool) -> int:
 def _opened(folder: Path, **options: Any) -> Iterator[StreamingDataset]:
     """Open a dataset without writing into its folder: what it stores itself, such as decompressed shards, goes into a
     temporary folder."""
+    from penstock.data import StreamingDataset  # imports torch
+
     with tempfile.TemporaryDirectory() as scratch:
         dataset = StreamingDataset(str(folder.absolute()), scratch, split=_split_of(folder), **options)
         try:
