@@ -16,9 +16,7 @@ import hashlib
 import importlib
 import json
 import os
-import sys
 import tempfile
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,6 +44,7 @@ from penstock.runtime.files.atomic_files import sync_folder
 from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import Spawned, module, spawn
 from penstock.runtime.process.watch import wait_for_any
+from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 __all__ = ["Converted", "convert_dataset"]
 
@@ -57,8 +56,6 @@ ARROW_FILE = b"ARROW1"
 """First bytes of a file in Arrow's file format; the stream format does not have them."""
 PROCESS_BYTES = 128 << 20
 """Bytes of data for each process: with fewer, starting another process takes longer than it saves."""
-QUIET_S = 2.0
-"""Seconds between lines of progress on standard error."""
 THREADS = 16
 """Number of small files that are read or removed at a time."""
 END_S = 60.0
@@ -268,10 +265,11 @@ class _Conversion:
     timeout_s: float
 
     def __post_init__(self) -> None:
-        self._shown = time.monotonic()
+        self._line = Progress(FILES_S)
 
     def run(self, processes: int) -> Converted:
         with contextlib.ExitStack() as stack:
+            stack.callback(self._line.finish)
             finished = self._finished_before()
             if finished is None:
                 lock = stack.enter_context(self._sole_writer())
@@ -395,14 +393,8 @@ class _Conversion:
             self._progress(done, total)
 
     def _progress(self, done: int, total: int) -> None:
-        if time.monotonic() - self._shown >= QUIET_S:
-            self._shown = time.monotonic()
-            samples = sum(part.end - part.begin for part in self.plan.parts)
-            print(
-                f"{self.remote.url}: converted {done} of {total} parts of {samples} samples",
-                file=sys.stderr,
-                flush=True,
-            )
+        samples = sum(part.end - part.begin for part in self.plan.parts)
+        self._line.update(f"{self.remote.url}: converted {done} of {total} parts of {samples} samples")
 
     # ---- the end
 
