@@ -45,7 +45,7 @@ def heads(text: str, title: str) -> list[str]:
 
 
 def test_idle(coordinator: Any) -> None:
-    done = coordinator.run("status")
+    done = coordinator.call("status")
     assert done.returncode == 0
     first, _, last = done.stdout.splitlines()
     assert first.startswith(f"No runs at {coordinator.environment['PENSTOCK_COORDINATOR']} (Penstock ")
@@ -57,7 +57,7 @@ def test_idle(coordinator: Any) -> None:
 
 
 def test_state_of_no_run(coordinator: Any) -> None:
-    done = coordinator.run("state", "nobody")
+    done = coordinator.call("state", "nobody")
     assert done.returncode == 18
     assert done.error.startswith("penstock: the coordinator has no run 'nobody/0': see `penstock status --all`")
     assert len(done.stderr.splitlines()) == 1

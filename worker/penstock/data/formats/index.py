@@ -19,7 +19,7 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import InvalidField, kind_of
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = [
     "INDEX",
@@ -183,7 +183,10 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
     if compression is None:
         compression = ""
     elif isinstance(compression, str) and compression:
-        parse_compression(compression)
+        try:
+            parse_compression(compression)
+        except InvalidArgumentError as error:
+            raise InvalidField("compression", f"is invalid: {error.message}") from None
     else:
         raise InvalidField("compression", f"must be a name or null, got {kind_of(compression)}")
     pairs = []

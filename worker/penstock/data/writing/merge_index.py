@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from penstock.data.arguments import truth
 from penstock.data.formats.index import INDEX, join_indexes, read_index, write_index
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
@@ -47,6 +48,7 @@ def merge_index(
 
     Raises DatasetError if there is no index, or one cannot be read; ShardUnavailableError.
     """
+    truth("append", append)
     local = None
     if isinstance(folder, tuple):
         local, folder = RemoteFolder(local_folder("folder", folder[0])), folder[1]

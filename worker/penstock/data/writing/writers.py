@@ -20,14 +20,14 @@ import shutil
 import struct
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 
-from penstock.data.arguments import at_least_one, byte_count
+from penstock.data.arguments import at_least_one, byte_count, truth
 from penstock.data.cache.file_hashes import digest_of
 from penstock.data.formats.compressed_files import extension_of, pack
 from penstock.data.formats.encodings import encoding_of
@@ -100,6 +100,9 @@ class Writer(ABC):
         progress: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
+        flags = {"exist_ok": exist_ok, "append": append, "keep_local": keep_local, "progress": progress}
+        for name, value in flags.items():
+            truth(name, value)
         self.out, remote = _destination(out, storage_options)
         """Local folder of the files. With a remote, the files are uploaded from this folder."""
         self._whole: RemoteFolder | None = None
@@ -116,11 +119,11 @@ class Writer(ABC):
         """Name of the dataset, for errors."""
         self.compression = compression or None
         self.hashes = sorted(set(hashes))
-        self.size_limit = _size_limit(self.name, size_limit)
+        self.size_limit = _size_limit(size_limit)
         self.columns = dict(columns)
         for name in self.columns:
             if not isinstance(name, str):
-                raise DatasetError(f"{self.name}: a column's name must be a str, got {name!r}")
+                raise InvalidArgumentError(f"{self.name}: a column's name must be a str, got {name!r}")
         if self.compression:
             pack(b"", self.compression)  # fail early if the compression is unknown, or its package is missing
         for algorithm in self.hashes:
@@ -129,6 +132,8 @@ class Writer(ABC):
         """Number of the version that `close` published, with append=True."""
         self.notes: Mapping[str, Any] = {}
         """Notes that are written into the index, see `write_index`."""
+        self.remedy_of: Callable[[str], str] = lambda name: f"Correct the value, or give {name!r} another encoding"
+        """Function from a column's name to the remedy for a value that the column's encoding cannot store."""
         self._shards: list[Shard] = []
         self._samples: list[bytes] = []
         self._written = 0
@@ -279,7 +284,9 @@ class Writer(ABC):
                     f"{where}: the sample must have this column, got the columns {found}. Add it to the sample, or "
                     "leave it out of columns"
                 ) from None
-            raise DatasetError(f"{where}, {self.columns[name]!r}: {type(error).__name__}: {error}") from error
+            raise DatasetError(
+                f"{where}, {self.columns[name]!r}: {type(error).__name__}: {error}. {self.remedy_of(name)}"
+            ) from error
         if len(sample) != len(values):
             extra = ", ".join(repr(name) for name in sample if name not in values)
             known = ", ".join(map(repr, values))
@@ -369,14 +376,11 @@ def _destination(out: Any, storage_options: Mapping[str, Any] | None) -> tuple[P
     return Path(tempfile.gettempdir(), f"penstock-write-{os.getpid()}-{os.urandom(4).hex()}"), remote
 
 
-def _size_limit(out: str, value: int | str | None) -> int | None:
-    try:
-        limit = byte_count("size_limit", value)
-    except InvalidArgumentError as error:
-        raise DatasetError(f"{out}: {error.message}") from None
+def _size_limit(value: int | str | None) -> int | None:
+    limit = byte_count("size_limit", value)
     if limit is not None and limit > MAX_BYTES:
-        raise DatasetError(
-            f"{out}: size_limit must be at most {MAX_BYTES} bytes, got {value!r}. Pass None for a single shard"
+        raise InvalidArgumentError(
+            f"size_limit must be at most {MAX_BYTES} bytes, got {value!r}. Pass None for a single shard"
         )
     return limit
 
@@ -404,8 +408,8 @@ class MDSWriter(Writer):
             try:
                 # Writing a pickle runs no foreign code. Reading a pickle does, so only the reader has to allow it.
                 self._encodings[name] = encoding_of(columns[name], allow_unsafe_types=True)
-            except DatasetError as error:
-                raise DatasetError(f"{out}: column {name!r}: {error.message}") from None
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"{out}: column {name!r}: {error.message}") from None
         ordered = {name: columns[name] for name in self._encodings}
         super().__init__(out, ordered, **settings)
         self._varying = [name for name, encoding in self._encodings.items() if encoding.size is None]
