@@ -71,6 +71,23 @@ def test_reader_of_a_version_is_not_disturbed(place: str, hashes: list[str], tmp
         read(place, tmp_path / "c", version=4)
 
 
+def test_torn_index_of_a_version_is_named(tmp_path: Path) -> None:
+    append(tmp_path / "data", 0)
+    append(tmp_path / "data", 1)
+    path = tmp_path / "data" / version_index(2)
+    whole = path.read_bytes()
+    for size in (0, 10, 60, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DatasetError, match=r"index-000002.json(: the index)? must be") as caught:
+            StreamingDataset(str(tmp_path / "data"))
+        assert size > 20 or "got a damaged file, which names no version. Restore the file" in caught.value.message
+    path.write_bytes((tmp_path / "data" / version_index(1)).read_bytes())
+    with pytest.raises(DatasetError, match=r"must be the index of version 2, got that of version 1\. Restore"):
+        StreamingDataset(str(tmp_path / "data"), version=2)
+    path.write_bytes((tmp_path / "data" / INDEX).read_bytes())
+    assert len(StreamingDataset(str(tmp_path / "data"))) == 40
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

@@ -207,7 +207,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._relieve_caches()
         indexes = [index for _, index, _ in opened]
         read = [
-            (index, *open_index(cache.index_path, index, name, ColumnsPlace.of(cache)))
+            (index, *open_index(cache.index_path, index, f"{name}: {cache.index_path.name}", ColumnsPlace.of(cache)))
             for cache, index, (_, _, name) in zip(self._caches, indexes, remotes, strict=True)
         ]
         self._tables = [
