@@ -207,7 +207,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._relieve_caches()
         indexes = [index for _, index, _ in opened]
         read = [
-            (index, *open_index(cache.index_path, index, name, ColumnsPlace.of(cache)))
+            (index, *open_index(cache.index_path, index, f"{name}: {cache.index_path.name}", ColumnsPlace.of(cache)))
             for cache, index, (_, _, name) in zip(self._caches, indexes, remotes, strict=True)
         ]
         self._tables = [
@@ -279,6 +279,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def sizes(self) -> list[Ints]:
         """Number of samples in each unit of `layouts`, for each stream."""
         return [layout.units for layout in self.layouts]
+
+    @property
+    def unit_starts(self) -> Ints | None:
+        """Number of the first sample of each unit of `layouts`, and at the end the number of samples, if they are in
+        memory that processes share; None otherwise."""
+        return self._tables[0].starts if len(self.layouts) == 1 and self.layouts[0].own else None
 
     def sources_of(self, numbers: Ints) -> list[str]:
         """Return, for the samples with these numbers, the names of the streams that they come from."""

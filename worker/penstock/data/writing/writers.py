@@ -20,7 +20,7 @@ import shutil
 import struct
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -35,7 +35,7 @@ from penstock.data.formats.format_table import FORMATS, MAX_BYTES
 from penstock.data.formats.index import INDEX, join_indexes, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder, joined
-from penstock.data.writing.publish import check_columns, check_no_versions, newest_shards, publish
+from penstock.data.writing.publish import check_columns, check_no_versions, newest_index, publish
 from penstock.data.writing.uploads import Uploads, local_folder, writable_remote
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
@@ -135,6 +135,7 @@ class Writer(ABC):
         self.remedy_of: Callable[[str], str] = lambda name: f"Correct the value, or give {name!r} another encoding"
         """Function from a column's name to the remedy for a value that the column's encoding cannot store."""
         self._shards: list[Shard] = []
+        self._published: Sequence[Shard] | None = None
         self._samples: list[bytes] = []
         self._written = 0
         self._ended = False
@@ -182,19 +183,19 @@ class Writer(ABC):
         self._bytes += size
         self._written += 1
 
-    def close(self) -> list[Shard]:
-        """Write the remaining samples and the index; return the shards of the index. Leaving the context does the
-        same."""
+    def close(self) -> Sequence[Shard]:
+        """Write the remaining samples and the index; return the shards of the index, those of the whole version with
+        append=True. Leaving the context does the same."""
         if not self._ended:
             self.flush()
             if self._whole is not None:
                 added = join_indexes([(self._below, self._shards)])
-                self.version, self._shards = publish(self._whole, added, timeout_s=self._timeout_s)
+                self.version, self._published = publish(self._whole, added, timeout_s=self._timeout_s)
             else:
                 self._write_index()
             self._ended = True
             self._clean_up()
-        return self._shards
+        return self._shards if self._published is None else self._published
 
     def _write_index(self) -> None:
         index = write_index(self._shards, self.notes)
@@ -336,14 +337,18 @@ class Writer(ABC):
     def _check_appendable(self, whole: RemoteFolder) -> None:
         """Check, before anything is written, that samples of these columns can be appended to a dataset. Raises
         DatasetError."""
-        text, shards = newest_shards(whole, timeout_s=self._timeout_s)
+        with tempfile.TemporaryDirectory(prefix="penstock-index-") as scratch:
+            given = newest_index(whole, Path(scratch), timeout_s=self._timeout_s)
+            first = None
+            for _, shard in given.entries() if given else ():
+                first = first or shard
         self._before = frozenset(whole.names(deadline_s=self._timeout_s))
-        if text is None and self._before:
+        if given is None and self._before:
             raise DatasetError(
                 f"{whole.url} must be empty or have an {INDEX} to append to, got other files. Give another folder"
             )
         sample = Shard(self.format, 0, (), settings=self._settings())
-        check_columns(whole.url, shards, [sample])
+        check_columns(whole.url, first, [sample])
 
     def _open_folder(self, exist_ok: bool) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
