@@ -210,25 +210,24 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("trained", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_restored_optimizer_continues_exactly(tmp_path: Path, name: str, trained: int) -> None:
+def test_a_restored_optimizer_continues_exactly(checkpointer: AsyncCheckpointer, name: str, trained: int) -> None:
     """Into one that has made no step; and saving changes nothing in the one that is saved."""
     module = network()
     optimizer = OPTIMIZERS[name](list(module.parameters()))
     train(module, optimizer, trained)
     kept = pickle.dumps(optimizer.state_dict())
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"model": module, "optimizer": optimizer})
-        assert pickle.dumps(optimizer.state_dict()) == kept
-        again = network(1)
-        fresh = OPTIMIZERS[name](list(again.parameters()))
-        checkpointer.restore({"model": again, "optimizer": fresh})
+    checkpointer.save(1, {"model": module, "optimizer": optimizer})
+    assert pickle.dumps(optimizer.state_dict()) == kept
+    again = network(1)
+    fresh = OPTIMIZERS[name](list(again.parameters()))
+    checkpointer.restore({"model": again, "optimizer": fresh})
     assert equal(fresh.state_dict(), optimizer.state_dict())
     train(module, optimizer)
     train(again, fresh)
     assert equal(again.state_dict(), module.state_dict())
 
 
-def test_schedulers_and_whatever_has_a_state(tmp_path: Path) -> None:
+def test_schedulers_and_whatever_has_a_state(checkpointer: AsyncCheckpointer) -> None:
     class Meter:
         def __init__(self) -> None:
             self.state: Any = {}
@@ -246,13 +245,12 @@ def test_schedulers_and_whatever_has_a_state(tmp_path: Path) -> None:
         optimizer.step()
         scheduler.step()
     meter.state = {"seen": {"a": torch.arange(7), "b": {}}, "list": [torch.ones(2), {"c": 1}], "none": None}
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"scheduler": scheduler, "optimizer": optimizer, "meter": meter, "step": 5})
-        again = torch.optim.SGD(network(1).named_parameters(), lr=1.0)
-        fresh, other = torch.optim.lr_scheduler.StepLR(again, 3), Meter()
-        other.state = {"seen": {"a": torch.zeros(2), "z": 1}}  # of another topology than what was saved
-        state: dict[str, Any] = {"scheduler": fresh, "optimizer": again, "meter": other, "step": 0}
-        checkpointer.restore(state)
+    checkpointer.save(1, {"scheduler": scheduler, "optimizer": optimizer, "meter": meter, "step": 5})
+    again = torch.optim.SGD(network(1).named_parameters(), lr=1.0)
+    fresh, other = torch.optim.lr_scheduler.StepLR(again, 3), Meter()
+    other.state = {"seen": {"a": torch.zeros(2), "z": 1}}  # of another topology than what was saved
+    state: dict[str, Any] = {"scheduler": fresh, "optimizer": again, "meter": other, "step": 0}
+    checkpointer.restore(state)
     assert (fresh.last_epoch, fresh.step_size, state["step"]) == (5, 2, 5)
     assert fresh.get_last_lr() == scheduler.get_last_lr()
     assert again.param_groups[0]["lr"] == pytest.approx(0.01)
@@ -260,37 +258,36 @@ def test_schedulers_and_whatever_has_a_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'optimizer' of the state has .* without names:UserWarning")
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named(checkpointer: AsyncCheckpointer) -> None:
     module = network()
     optimizer = torch.optim.Adam(module.parameters())
     train(module, optimizer)
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"model": module, "optimizer": optimizer, "extra": {"a": 1, "t": torch.ones(3)}})
-        checkpointer.wait()
+    checkpointer.save(1, {"model": module, "optimizer": optimizer, "extra": {"a": 1, "t": torch.ones(3)}})
+    checkpointer.wait()
 
-        def fails(state: Any, words: str, error: type[Exception] = CheckpointError) -> None:
-            with pytest.raises(error, match=words):
-                checkpointer.restore(state)
+    def fails(state: Any, words: str, error: type[Exception] = CheckpointError) -> None:
+        with pytest.raises(error, match=words):
+            checkpointer.restore(state)
 
-        fails({"nothing": {}}, r"has no value 'nothing'; its values are 'extra', 'model', 'optimizer'")
-        fails(
-            {"model": network(bias=False)},
-            r"'model' cannot be restored from .*step-1: the checkpoint has 'model.0.bias', which the",
-        )
-        larger = nn.Sequential(*network(), nn.Linear(2, 2))
-        fails({"model": larger}, r"the checkpoint lacks 'model.3.bias', 'model.3.weight'")
-        wider = nn.Sequential(nn.Linear(7, 5), *list(network())[1:])
-        fails({"model": wider}, r"must have the shape saved in .*, \[5, 6\], got \[")
-        fails({"extra": {"b": 1}}, r"'extra' cannot be restored from .*: the checkpoint lacks 'extra.b'")
-        fails({"extra": {"t": torch.ones(4)}}, r"must have the shape saved in")
-        fails(
-            {"optimizer": torch.optim.Adam(network().parameters())},
-            r"state for the parameters '0.bias', .* matched by name",
-        )
-        fails([1], r"state must be a dict, got list", InvalidArgumentError)
-        good = network(3)
-        checkpointer.restore({"model": good})
-        assert equal(good.state_dict(), module.state_dict())
+    fails({"nothing": {}}, r"has no value 'nothing'; its values are 'extra', 'model', 'optimizer'")
+    fails(
+        {"model": network(bias=False)},
+        r"'model' cannot be restored from .*step-1: the checkpoint has 'model.0.bias', which the",
+    )
+    larger = nn.Sequential(*network(), nn.Linear(2, 2))
+    fails({"model": larger}, r"the checkpoint lacks 'model.3.bias', 'model.3.weight'")
+    wider = nn.Sequential(nn.Linear(7, 5), *list(network())[1:])
+    fails({"model": wider}, r"must have the shape saved in .*, \[5, 6\], got \[")
+    fails({"extra": {"b": 1}}, r"'extra' cannot be restored from .*: the checkpoint lacks 'extra.b'")
+    fails({"extra": {"t": torch.ones(4)}}, r"must have the shape saved in")
+    fails(
+        {"optimizer": torch.optim.Adam(network().parameters())},
+        r"state for the parameters '0.bias', .* matched by name",
+    )
+    fails([1], r"state must be a dict, got list", InvalidArgumentError)
+    good = network(3)
+    checkpointer.restore({"model": good})
+    assert equal(good.state_dict(), module.state_dict())
 
 
 class Custom:
@@ -365,18 +362,17 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path, how: str) -> No
     assert not marker.exists()
 
 
-def test_keys_that_are_no_strings(tmp_path: Path) -> None:
+def test_keys_that_are_no_strings(checkpointer: AsyncCheckpointer) -> None:
     """torch's flattening makes strings of them: a MultiStepLR would not find its milestones any more."""
     module = network()
     optimizer = torch.optim.SGD(module.named_parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
     saved = {"a": {0: torch.ones(2), "0b": 1}, "b": [{(1, 2): "x"}, {None: {3.5: 4}}]}
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"optimizer": optimizer, "scheduler": scheduler, "plain": saved})
-        again = torch.optim.SGD(module.named_parameters(), lr=1.0)
-        fresh = torch.optim.lr_scheduler.MultiStepLR(again, [9])
-        found: dict[str, Any] = {"a": {0: torch.zeros(2), "0b": None}, "b": [{(1, 2): None}, {None: {3.5: None}}]}
-        checkpointer.restore({"optimizer": again, "scheduler": fresh, "plain": found})
+    checkpointer.save(1, {"optimizer": optimizer, "scheduler": scheduler, "plain": saved})
+    again = torch.optim.SGD(module.named_parameters(), lr=1.0)
+    fresh = torch.optim.lr_scheduler.MultiStepLR(again, [9])
+    found: dict[str, Any] = {"a": {0: torch.zeros(2), "0b": None}, "b": [{(1, 2): None}, {None: {3.5: None}}]}
+    checkpointer.restore({"optimizer": again, "scheduler": fresh, "plain": found})
     assert fresh.milestones == scheduler.milestones
     assert equal(found["a"], saved["a"])
     for one, other in ((optimizer, scheduler), (again, fresh)):
