@@ -19,17 +19,26 @@ from penstock.proto.errors import CheckpointCorruptError, CheckpointError, Check
 from penstock.proto.state.checkpoint_files import MANIFEST, METADATA, checkpoints, leftovers, newest
 
 
-def filled(folder: Path, *steps: int, **options: Any) -> None:
+def fill(checkpointer: AsyncCheckpointer, *steps: int) -> None:
     """Saves of these steps, of a tensor with the step in it."""
-    with AsyncCheckpointer(folder, **options) as checkpointer:
-        for step in steps:
-            checkpointer.save(step, {"x": torch.full((1000,), float(step))})
+    for step in steps:
+        checkpointer.save(step, {"x": torch.full((1000,), float(step))})
+    checkpointer.wait()
 
 
-def restored(folder: Path, step: int | None = None, **options: Any) -> tuple[int | None, float]:
+def back(checkpointer: AsyncCheckpointer, step: int | None = None, **options: Any) -> tuple[int | None, float]:
     found = {"x": torch.full((1000,), -1.0)}
+    return checkpointer.restore(found, step, **options), float(found["x"][0])
+
+
+def filled(folder: Path, *steps: int, **options: Any) -> None:
+    with AsyncCheckpointer(folder, **options) as checkpointer:
+        fill(checkpointer, *steps)
+
+
+def restored(folder: Path, step: int | None = None) -> tuple[int | None, float]:
     with AsyncCheckpointer(folder) as checkpointer:
-        return checkpointer.restore(found, step, **options), float(found["x"][0])
+        return back(checkpointer, step)
 
 
 # ---- which one
@@ -57,13 +66,13 @@ def test_an_empty_folder_is_a_start_from_nothing(tmp_path: Path) -> None:
         assert checkpointer.latest() is None
 
 
-def test_a_step_by_name(tmp_path: Path) -> None:
-    filled(tmp_path, 1, 2, 3)
-    assert restored(tmp_path, 2) == (2, 2.0)
+def test_a_step_by_name(checkpointer: AsyncCheckpointer) -> None:
+    fill(checkpointer, 1, 2, 3)
+    assert back(checkpointer, 2) == (2, 2.0)
     with pytest.raises(
         CheckpointNotFoundError, match=r"has no checkpoint of step 4; its checkpoints are of steps: 3, 2, 1"
     ):
-        restored(tmp_path, 4)
+        back(checkpointer, 4)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +86,9 @@ def test_a_step_by_name(tmp_path: Path) -> None:
         ("index", r"\.metadata has [0-9,]+ bytes, but"),
     ],
 )
-def test_damage_names_the_newest_good_one(tmp_path: Path, harm: str, words: str) -> None:
-    filled(tmp_path, 1, 2)
-    path = tmp_path / "step-2"
+def test_damage_names_the_newest_good_one(checkpointer: AsyncCheckpointer, harm: str, words: str) -> None:
+    fill(checkpointer, 1, 2)
+    path = checkpointer.folder / "step-2"
     if harm == "missing":
         (path / "__0_0.distcp").unlink()
     elif harm == "short":
@@ -100,17 +109,17 @@ def test_damage_names_the_newest_good_one(tmp_path: Path, harm: str, words: str)
     with pytest.raises(
         CheckpointCorruptError, match=rf"step-2 is damaged: .*{words}.* undamaged checkpoint is of step 1: restore"
     ):
-        restored(tmp_path)
-    assert restored(tmp_path, 1) == (1, 1.0)
-    with AsyncCheckpointer(tmp_path) as checkpointer, pytest.warns(UserWarning, match=rf"step-2 is damaged: .*{words}"):
+        back(checkpointer)
+    assert back(checkpointer, 1) == (1, 1.0)
+    with pytest.warns(UserWarning, match=rf"step-2 is damaged: .*{words}"):
         assert checkpointer.latest() == 1
-    filled(tmp_path, 3)  # and the training goes on
-    assert restored(tmp_path) == (3, 3.0)
+    fill(checkpointer, 3)  # and the training goes on
+    assert back(checkpointer) == (3, 3.0)
 
 
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    filled(tmp_path, 1, 2)
-    file = tmp_path / "step-2" / "__0_0.distcp"
+def test_a_flipped_bit_is_found(checkpointer: AsyncCheckpointer) -> None:
+    fill(checkpointer, 1, 2)
+    file = checkpointer.folder / "step-2" / "__0_0.distcp"
     data = bytearray(file.read_bytes())
     data[3000] ^= 1
     file.write_bytes(data)
@@ -118,14 +127,14 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         CheckpointCorruptError,
         match=r"__0_0.distcp: bytes 0 to [0-9,]+, with 'x', have checksum [0-9a-f]{16}, but .* checkpoint is of step 1",
     ):
-        restored(tmp_path)
+        back(checkpointer)
     with pytest.raises(
         CheckpointCorruptError, match=r"__0_0.distcp has checksum [0-9a-f]{32}, but [0-9a-f]{32} was written"
     ):
-        restored(tmp_path, verify=True)
-    shutil.rmtree(tmp_path / "step-1")
+        back(checkpointer, verify=True)
+    shutil.rmtree(checkpointer.folder / "step-1")
     with pytest.raises(CheckpointCorruptError, match=r"The folder has no undamaged"):
-        restored(tmp_path, verify=True)
+        back(checkpointer, verify=True)
 
 
 def test_a_half_done_replacement_is_undone(tmp_path: Path) -> None:
@@ -347,9 +356,9 @@ EVIL = {
 
 
 @pytest.mark.parametrize("how", EVIL)
-def test_an_index_that_would_run_code_is_refused(tmp_path: Path, how: str) -> None:
-    filled(tmp_path / "saved", 1)
-    found = newest(tmp_path / "saved")
+def test_an_index_that_would_run_code_is_refused(checkpointer: AsyncCheckpointer, tmp_path: Path, how: str) -> None:
+    fill(checkpointer, 1)
+    found = newest(checkpointer.folder)
     assert found is not None
     assert found.manifest is not None
     marker = tmp_path / "ran"
@@ -358,7 +367,7 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path, how: str) -> No
     with pytest.raises(
         CheckpointCorruptError, match=r"the pickle names (.*, which no index of torch|an attribute that is not)"
     ):
-        restored(tmp_path / "saved")
+        back(checkpointer)
     assert not marker.exists()
 
 
