@@ -94,7 +94,7 @@ class Shell:
         """The same as `run`, in a process that is forked, with all that it needs imported: a fortieth of a second."""
         out, err = self.folder / "called.out", self.folder / "called.err"
         with out.open("wb") as said, err.open("wb") as failed:
-            process = self._fork(arguments, self.env(environment), said.fileno(), failed.fileno())
+            process = self.fork(arguments, self.env(environment), said.fileno(), failed.fileno())
         try:
             code = process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -102,13 +102,14 @@ class Shell:
             raise AssertionError(f"penstock {' '.join(arguments)} did not end:\n{err.read_text()}") from None
         return Finished([PENSTOCK, *arguments], code, out.read_text(), err.read_text())
 
-    def _fork(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> Forked:
+    def fork(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> Forked:
+        torch = arguments[:1] in (("replay",), ("state",))  # who decodes states imports it, which takes two seconds
         return interpreters.start(
             "penstock.deploy.__main__",
             arguments,
             environment,
-            imports=IMPORTED,
-            torch=False,
+            imports=(*IMPORTED, *(["penstock.proto.state.codec"] if torch else [])),
+            torch=torch,
             python=PYTHON,
             stdout=stdout,
             stderr=stderr,
@@ -142,7 +143,7 @@ class Shell:
                     process_group=0,
                 )
             else:
-                process = self._fork(arguments, given, subprocess.PIPE, out.fileno())
+                process = self.fork(arguments, given, subprocess.PIPE, out.fileno())
         started = Started(process, log)
         self.started.append(started)
         return started

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import pty
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,8 +132,8 @@ def test_status_on_a_terminal_is_drawn(running: Running) -> None:
     with os.fdopen(ours, "rb") as screen:
         with os.fdopen(theirs, "wb") as terminal:
             environment = running.shell.env({"TERM": "xterm", "COLUMNS": "120"})
-            command = [str(Path(sys.executable).with_name("penstock")), "status"]
-            subprocess.run(command, env=environment, stdout=terminal, stdin=subprocess.DEVNULL, timeout=60, check=True)
+            status = running.shell.fork(("status",), environment, terminal.fileno(), 2)
+            assert status.wait(60) == 0
         drawn = b""
         with contextlib.suppress(OSError):  # the other end is closed, and all is read
             while True:
