@@ -463,6 +463,7 @@ def _reader(
         reseed_collate=own_collate if reseed is None else reseed,
         many=dataset.get_many,
         counter=counter,
+        by_column=not own_collate,
     )
 
 
