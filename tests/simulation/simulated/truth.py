@@ -434,23 +434,13 @@ class Truth:
         match error:
             case StateUnavailableError():
                 window = plan.retention < max(box.steps for box in plan.boxes)
-                return window or "has closed" in error.message or self._is_unheard(plan.name, error.message)
+                return window or "has closed" in error.message
             case DeadlineError():
                 slots = {int(number) for number in re.findall(r"box (\d+) slot \d+ on worker", error.message)}
                 return self._all_through(plan, error.message) or (bool(slots) and slots <= held_up)
             case WorkerLostError():
                 return "times within" in error.message
         return isinstance(error, SupersededError | UnknownRunError)
-
-    def _is_unheard(self, run: str, refusal: str) -> bool:
-        """Return whether a box counts as lost because its last report came before the last fault. A report that was
-        lost then keeps the box silent until the call's deadline, which is later than the end of the box's lease."""
-        number = re.search(r"training process of box (\d+) has stopped reporting", refusal)
-        attempt = None if self.registry is None else self.registry.cluster.runs[run].current
-        if number is None or attempt is None:
-            return False
-        box = attempt.boxes[int(number[1])]
-        return self.before.heard_box.get((run, box.number, box.client), 0.0) < self.before.awake(self.healed_at)
 
     def _all_through(self, plan: RunPlan, waited_for: str) -> bool:
         """Return whether it waited for boxes that never open the attempt: they were through in an earlier one,
