@@ -431,6 +431,8 @@ class Truth:
 
     def _may_fail(self, plan: RunPlan, error: PenstockError, held_up: set[int]) -> bool:
         """Return whether a state may be refused when no fault happens any more."""
+        if self._is_unheard(plan.name, error.message):
+            return True
         match error:
             case StateUnavailableError():
                 window = plan.retention < max(box.steps for box in plan.boxes)
@@ -441,6 +443,16 @@ class Truth:
             case WorkerLostError():
                 return "times within" in error.message
         return isinstance(error, SupersededError | UnknownRunError)
+
+    def _is_unheard(self, run: str, refusal: str) -> bool:
+        """Return whether the state lacks a box that the coordinator has not heard since the last fault: its process has
+        ended, and the call that closed it was lost."""
+        number = re.search(r"box (\d+) \(its training process has stopped reporting", refusal)
+        attempt = None if self.registry is None else self.registry.cluster.runs[run].current
+        if number is None or attempt is None:
+            return False
+        box = attempt.boxes[int(number[1])]
+        return self.before.heard_box.get((run, box.number, box.client), 0.0) < self.before.awake(self.healed_at)
 
     def _all_through(self, plan: RunPlan, waited_for: str) -> bool:
         """Return whether it waited for boxes that never open the attempt: they were through in an earlier one,
