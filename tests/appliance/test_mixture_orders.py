@@ -164,6 +164,33 @@ def test_one_change_is_decided_at_a_time(stage: Stage) -> None:
         stage.orders.trial(stage.request(key="other"))
 
 
+def test_change_during_a_trial_refuses_its_plan(stage: Stage) -> None:
+    """The plan's weights are those of a run without the other change."""
+    trial = stage.orders.trial(stage.request(key="other"))
+    stage.orders.make(stage.proposed())
+    with pytest.raises(OverloadedError, match="another change of the mixture of run job/0 was made meanwhile"):
+        stage.orders.proposed(stage.request(key="other"), trial, pb.MixturePlan())
+
+
+def test_epoch_that_ends_during_a_trial_refuses(stage: Stage) -> None:
+    """The plan's position is in the epoch before."""
+    trial = stage.orders.trial(stage.request())
+    for box in stage.boxes:
+        box.abandon_epoch()
+        box.deliver(1)
+    with pytest.raises(StateUnavailableError, match="an epoch of run job/0 ended while the change was decided"):
+        stage.orders.proposed(stage.request(), trial, pb.MixturePlan())
+    later = stage.orders.trial(stage.request()).trial
+    assert (later.steps, later.epochs) == (2, 1)
+
+
+def test_fence_ends_before_the_loops_fail(stage: Stage) -> None:
+    assert stage.orders.patience(stage.proposed()) == 20
+    (attempt,) = stage.world.registry.cluster.open_attempts()
+    attempt.boxes[1].opening.loader.options.timeout_s = 5
+    assert stage.orders.patience(stage.proposed()) == 2.5
+
+
 def test_snapshots_of_older_runners_are_dropped(stage: Stage) -> None:
     """Snapshots beyond the change's step are dropped; each slot makes every second batch."""
     registry, (slot, *_) = stage.world.registry, stage.world.slots()

@@ -21,8 +21,6 @@ __all__ = ["MixtureCalls"]
 
 LOOK_S = 0.2
 """Seconds between two looks at what a change waits for, beside those after each report of a box."""
-FENCE_S = 20.0
-"""Longest time in seconds for which the boxes may wait at a fence."""
 
 _Complete = Callable[[StateQuery, int, float, float], Awaitable[BoxState]]
 
@@ -58,7 +56,7 @@ class MixtureCalls:
             return made
         proposal = self._orders.proposed(request, trial, plan)
         if not request.dry_run:
-            await self._make(proposal, min(until, loop.time() + FENCE_S))
+            await self._make(proposal, min(until, loop.time() + self._orders.patience(proposal)))
         return pb.ChangeMixtureReply(
             run=proposal.run.name,
             change=proposal.change,

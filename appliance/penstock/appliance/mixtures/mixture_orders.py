@@ -39,8 +39,13 @@ SOURCES_MAX = 256
 """Largest number of sources that an order may name."""
 TEXT_MAX = 200
 """Largest number of characters of a name or weight in an order."""
+FENCE_S = 20.0
+"""Longest time in seconds for which the boxes may wait at a fence."""
 CHANGES_SIZE = 64 << 10
 """Largest number of bytes of all changes of a run. Each assignment of a slot contains them."""
+
+
+_ENDED = "ended while the change was decided: order the change again"
 
 
 @dataclass
@@ -79,14 +84,21 @@ class MixtureOrders:
         attempt = self._attempt(run)
         self._check_step(attempt, request.from_step)
         box = _furthest(attempt)
-        at = _position(box)
+        at, epochs = _position(box), _position(box).epoch - box.start.epoch
+        began = at.step - sum(at.delivered) if epochs else box.start.step
         trial = pb.MixtureTrial(weights=request.weights, added=request.added, retired=request.retired)
-        began = box.start.step
-        if at.epoch != box.start.epoch:
-            began, trial.in_later_epoch = at.step - sum(at.delivered), True
-        trial.steps = request.from_step - 1 - began
-        serial = self._cluster.next_version()
-        return MixtureTrial(run.name, attempt.number, 0, serial, box=box.number, blob=request.key, trial=trial)
+        trial.steps, trial.epochs = request.from_step - 1 - began, epochs
+        return MixtureTrial(
+            run.name,
+            attempt.number,
+            0,
+            self._cluster.next_version(),
+            box=box.number,
+            blob=request.key,
+            trial=trial,
+            epoch=at.epoch,
+            changes=len(run.mixture_changes),
+        )
 
     def proposed(self, request: pb.ChangeMixtureRequest, trial: MixtureTrial, plan: pb.MixturePlan) -> Proposal:
         """Return the order with the result of its trial. Raises an error if it cannot be carried out any more."""
@@ -95,6 +107,10 @@ class MixtureOrders:
         if attempt.number != trial.attempt:
             raise SupersededError(f"attempt {trial.attempt} of run {run.name} ended meanwhile: order the change again")
         self._check_step(attempt, request.from_step)
+        if len(run.mixture_changes) != trial.changes:
+            raise OverloadedError(f"another change of the mixture of run {run.name} was made meanwhile: retry after it")
+        if _position(_furthest(attempt)).epoch != trial.epoch:
+            raise StateUnavailableError(f"an epoch of run {run.name} {_ENDED}")
         change = records_pb2.MixtureChange()
         change.CopyFrom(plan.change)
         change.key, change.step, change.attempt = request.key, request.from_step, attempt.number
@@ -106,9 +122,15 @@ class MixtureOrders:
             )
         slots = [slot for box in attempt.boxes.values() for slot in box.slots]
         queued = sum(slot.gauge.queued for slot in slots)
-        epoch = _position(_furthest(attempt)).epoch
         fence = str(self._cluster.next_version())
-        return Proposal(run, attempt, change, epoch, fence, list(plan.shares), len(slots), queued)
+        return Proposal(run, attempt, change, trial.epoch, fence, list(plan.shares), len(slots), queued)
+
+    @staticmethod
+    def patience(proposal: Proposal) -> float:
+        """Return the longest time in seconds for which the boxes may wait at the fence: half of the shortest deadline
+        of their training loops, which would fail otherwise."""
+        deadlines = [box.opening.loader.options.timeout_s for box in proposal.attempt.boxes.values()]
+        return min([FENCE_S, *(deadline / 2 for deadline in deadlines if deadline > 0)])
 
     def fence(self, proposal: Proposal) -> None:
         """Tell all boxes to wait before the step."""
@@ -130,9 +152,7 @@ class MixtureOrders:
         if taken >= change.step:
             raise _too_early(attempt, change.step, taken + 1)
         if any(_position(box).epoch != proposal.epoch for box in boxes):
-            raise StateUnavailableError(
-                f"an epoch of run {attempt.run} ended while the change was decided: order the change again"
-            )
+            raise StateUnavailableError(f"an epoch of run {attempt.run} {_ENDED}")
         missing = [str(box.number) for box in boxes if box.fence[0] != proposal.fence]
         if missing:
             return f"the answer of box {', '.join(missing[:8])}"

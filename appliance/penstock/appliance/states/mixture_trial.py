@@ -31,6 +31,14 @@ class MixtureTrial(Aggregation):
     """Query for a trial: makes one request, to the first ready slot of the box. `blob`: key of the change."""
 
     trial: pb.MixtureTrial = field(default_factory=pb.MixtureTrial)
+    epoch: int = 0
+    """Epoch of the boxes in which the change's step was expected."""
+    changes: int = 0
+    """Number of changes that the run had."""
+
+    @property
+    def title(self) -> str:
+        return f"trial of a change of the mixture of run {self.run}"
 
     def task(self, *given: Any) -> MixtureTask:
         fields: dict[str, Any] = {"trial": self.trial}
