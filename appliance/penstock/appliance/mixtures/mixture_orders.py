@@ -15,6 +15,7 @@ coordinator has it. So a change is made on all boxes, or on none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.appliance.core.cluster_state import ClusterState
@@ -78,8 +79,9 @@ class MixtureOrders:
         made = next((change for change in run.mixture_changes if change.key == request.key), None)
         return None if made is None else pb.ChangeMixtureReply(run=run.name, change=made)
 
-    def trial(self, request: pb.ChangeMixtureRequest) -> MixtureTrial:
-        """Return the query for the trial of a new order. Raises an error if the change cannot be made."""
+    def trials(self, request: pb.ChangeMixtureRequest) -> list[MixtureTrial]:
+        """Return the queries for the trials of a new order: one, or with added sources one for each worker of the run.
+        Raises an error if the change cannot be made."""
         run = self._run(request.run)
         attempt = self._attempt(run)
         self._check_step(attempt, request.from_step)
@@ -88,20 +90,36 @@ class MixtureOrders:
         began = at.step - sum(at.delivered) if epochs else box.start.step
         trial = pb.MixtureTrial(weights=request.weights, added=request.added, retired=request.retired)
         trial.steps, trial.epochs = request.from_step - 1 - began, epochs
-        return MixtureTrial(
-            run.name,
-            attempt.number,
-            0,
-            self._cluster.next_version(),
-            box=box.number,
-            blob=request.key,
-            trial=trial,
-            epoch=at.epoch,
-            changes=len(run.mixture_changes),
-        )
+        where = _slot_of_each_worker(attempt) if request.added else [(box.number, None)]
+        return [
+            MixtureTrial(
+                run.name,
+                attempt.number,
+                0,
+                self._cluster.next_version(),
+                box=number,
+                blob=f"{request.key} {index}",
+                trial=trial,
+                slot=slot,
+                epoch=at.epoch,
+                changes=len(run.mixture_changes),
+            )
+            for index, (number, slot) in enumerate(where)
+        ]
 
-    def proposed(self, request: pb.ChangeMixtureRequest, trial: MixtureTrial, plan: pb.MixturePlan) -> Proposal:
-        """Return the order with the result of its trial. Raises an error if it cannot be carried out any more."""
+    def proposed(
+        self, request: pb.ChangeMixtureRequest, trials: Sequence[MixtureTrial], plans: Sequence[pb.MixturePlan]
+    ) -> Proposal:
+        """Return the order with the results of its trials. Raises an error if it cannot be carried out any more, or if
+        workers differ."""
+        trial, plan = trials[0], plans[0]
+        for other, found in zip(trials, plans, strict=True):
+            if found != plan:
+                raise InvalidArgumentError(
+                    "the added sources must be the same on all workers, but differ between those of box "
+                    f"{trial.box} slot {trial.slot} and box {other.box} slot {other.slot}: give all workers the same "
+                    "code and data"
+                )
         run = self._run(request.run)
         attempt = self._attempt(run)
         if attempt.number != trial.attempt:
@@ -230,6 +248,15 @@ class MixtureOrders:
         reached = _furthest(attempt).step
         if step <= reached:
             raise _too_early(attempt, step, reached + 1)
+
+
+def _slot_of_each_worker(attempt: Attempt) -> list[tuple[int, int]]:
+    """Return the box and the number of one slot of each worker; all slots without a worker count as one."""
+    found: dict[str, tuple[int, int]] = {}
+    for box in attempt.boxes.values():
+        for slot in box.slots:
+            found.setdefault(slot.worker, (box.number, slot.key.slot))
+    return sorted(found.values())
 
 
 def _is_live(attempt: Attempt, number: int) -> bool:

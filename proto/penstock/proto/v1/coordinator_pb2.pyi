@@ -2341,6 +2341,9 @@ class MixturePlan(_message.Message):
 
     CHANGE_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    order: _builtins.str
+    """digest of the order of samples with the change; the same on all workers"""
     @_builtins.property
     def change(self) -> _records_pb2.MixtureChange:
         """without key, step and attempt"""
@@ -2352,10 +2355,11 @@ class MixturePlan(_message.Message):
         *,
         change: _records_pb2.MixtureChange | None = ...,
         shares: _abc.Iterable[Global___MixtureShare] | None = ...,
+        order: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "shares", b"shares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "order", b"order", "shares", b"shares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -42,7 +42,7 @@ from penstock.data.sharded.protocol import ShardedSource
 from penstock.data.sharded.round_robin import Tail
 from penstock.data.sharded.sample_counts import changes_shares, counted_samples, wanted_shares
 from penstock.data.sharded.shard_cursors import HeldSample
-from penstock.data.sharded.shard_keys import KeyStage, SampleKey
+from penstock.data.sharded.shard_keys import KeyStage, SampleKey, digest_of
 from penstock.data.sharded.shard_states import (
     FixedOrder,
     ShardedPosition,
@@ -390,9 +390,10 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         weights: Mapping[str, Any],
         added: Mapping[str, str],
         retired: Sequence[str],
-    ) -> tuple[tuple[int, int], dict[str, int], dict[str, float], dict[str, float]]:
-        """Return a change's epoch and position, the weights of all sources as whole numbers, and the sources' shares
-        before and after it. The loader itself changes, and is used for nothing else afterwards.
+    ) -> tuple[str, tuple[int, int], dict[str, int], dict[str, float], dict[str, float]]:
+        """Return the digest of the order with a change, its epoch and position, the weights of all sources as whole
+        numbers, and the sources' shares before and after it. The loader itself changes, and is used for nothing else
+        afterwards.
 
         steps: number of global batches before the change, from the state, or from the beginning of its epoch.
         epochs: number of epochs that the run has begun since the state. state: aggregated state from which the run
@@ -415,7 +416,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         check_order(self._with_later_weights({**at, "others": {}}), self._order, strict=True)
         beside = max(before.names, key=parts.__getitem__)
         self._try_sources([*([beside] if added and parts[beside] else []), *added])
-        return (epoch, position), parts, shares_at(before, position), shares_at(mixture_of(self.source), position)
+        was, now = shares_at(before, position), shares_at(mixture_of(self.source), position)
+        return digest_of(self._order), (epoch, position), parts, was, now
 
     def _try_sources(self, names: Sequence[str]) -> None:
         """Make a batch of a sample of each of these sources."""

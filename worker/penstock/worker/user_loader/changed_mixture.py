@@ -51,8 +51,10 @@ def plan_change(loader: Any, trial: coordinator_pb2.MixtureTrial, resume: Mappin
         raise InvalidArgumentError("--weights must name each source once, got one of them again: leave one out")
     added = {one.source: one.function for one in trial.added}
     state = None if resume is None else resume["aggregated"]
-    (epoch, position), parts, was, now = plan(trial.steps, trial.epochs, state, weights, added, list(trial.retired))
-    found = coordinator_pb2.MixturePlan()
+    order, (epoch, position), parts, was, now = plan(
+        trial.steps, trial.epochs, state, weights, added, list(trial.retired)
+    )
+    found = coordinator_pb2.MixturePlan(order=order)
     found.change.epoch, found.change.position = epoch, position
     found.change.added.extend(trial.added)
     found.change.weights.extend(records_pb2.MixtureWeight(source=name, parts=part) for name, part in parts.items())
