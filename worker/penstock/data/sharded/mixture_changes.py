@@ -21,6 +21,7 @@ from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.data.sharded.shard_keys import KeyStage, digest_of
 from penstock.data.sharded.shard_states import described
 from penstock.proto.errors import InvalidArgumentError, ReplayMismatchError, StateCorruptError, StateMismatchError
+from penstock.proto.state.envelope import damaged_state
 
 __all__ = [
     "CHANGES",
@@ -102,7 +103,7 @@ class MixtureChange:
             if not all(type(number) is int and 0 <= number < NUMBER_LIMIT for number in numbers):
                 raise ValueError(f"numbers must be in range, got {numbers!r:.200}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"the ShardLoader's state is damaged: {error!r}. Load an older state") from error
+            raise damaged_state("the ShardLoader's state is damaged", error) from error
         return change
 
 
