@@ -436,9 +436,14 @@ class StateQuery:
             doubtful.append(f"box {box.number}")
         return start, position
 
+    @property
+    def title(self) -> str:
+        """Name of the query in messages."""
+        return f"state of run {self.run} at step {self.step}"
+
     def _of_slot(self, error: PenstockError, key: SlotKey, worker: str) -> PenstockError:
         on = f" on worker {worker}" if worker else ""
-        message = f"state of run {self.run} at step {self.step}: box {key.box} slot {key.slot}{on}: {error.message}"
+        message = f"{self.title}: box {key.box} slot {key.slot}{on}: {error.message}"
         return error_named(type(error).__name__, message, error.remote_traceback)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
