@@ -2,6 +2,7 @@
 
 from penstock.data.converting.convert import Converted, convert_dataset
 from penstock.data.formats.lance.lance_rows import LanceRows
+from penstock.data.formats.media.clips import AudioClip, VideoClip
 from penstock.data.formats.megatron.token_documents import MegatronDocuments
 from penstock.data.loading.counting import Counts
 from penstock.data.loading.map_loader import MapLoader
@@ -31,6 +32,7 @@ from penstock.data.writing.text_writers import CSVWriter, JSONWriter, TSVWriter,
 from penstock.data.writing.writers import MDSWriter
 
 __all__ = [
+    "AudioClip",
     "Balance",
     "CSVWriter",
     "Chunked",
@@ -61,6 +63,7 @@ __all__ = [
     "StreamingLoader",
     "SyntheticDataset",
     "TSVWriter",
+    "VideoClip",
     "WindowShuffled",
     "XSVWriter",
     "collate_packed",

@@ -30,6 +30,7 @@ from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.index import file_notes
 from penstock.data.formats.mds import columns_of
+from penstock.data.formats.media.clips import AudioClip, VideoClip, check_clips
 from penstock.data.formats.parquet.parquet_ranges import block_shard
 from penstock.data.formats.readers import open_block, open_shard
 from penstock.data.formats.records.energon_folder import select_split
@@ -89,6 +90,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         cache_group: str | int | None = None,
         allow_unsafe_types: bool = False,
         images: Literal["pil", "array"] = "pil",
+        clips: Mapping[str, VideoClip | AudioClip] | None = None,
         columns: Sequence[str] | None = None,
         decoded_limit: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -117,6 +119,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 shape (height, width, channels), or (height, width) for one channel, with the dtype and values of
                 `numpy.asarray(image)`. They are decoded when a sample is read: in parallel if the loader has
                 `fetch_threads`.
+            clips: frames or samples to decode of columns of encoded videos and sounds, by the column's name; None: such
+                columns stay bytes. Needs penstock[media].
             columns: names of the columns that samples have; None: all. Of Parquet files no other column is read. The
                 order of samples, and so a saved state, does not depend on the columns.
             decoded_limit: largest number of bytes, or a text such as "1gb", of decoded row groups that this process
@@ -154,6 +158,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Name of each stream: the last part of its address. Streams with the same name get their numbers too."""
         if images not in ("pil", "array"):
             raise InvalidArgumentError(f'images must be "pil" or "array", got {images!r}')
+        decoded = check_clips(clips)
+        self.draws = self.is_overridden or any(clip.draws for clip in decoded.values())
+        """True if code of the user, which may draw random numbers, is called for each sample."""
         self._options = [
             ReadOptions(
                 allow_unsafe_types,
@@ -161,6 +168,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 _columns(
                     f"stream {number}: " if streams else "", columns if stream.columns is None else stream.columns
                 ),
+                clips=decoded,
             )
             for number, stream in enumerate(self.streams)
         ]
