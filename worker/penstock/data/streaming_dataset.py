@@ -25,7 +25,7 @@ from penstock.data.cache.dataset_versions import Version, check_version, open_ve
 from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
-from penstock.data.cache.prefetch import FetchStats
+from penstock.data.cache.prefetch import FetchStats, process_group
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.index import file_notes
@@ -108,9 +108,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             keep_zip: True: keep compressed files in the cache beside the decompressed ones.
             timeout_s: seconds to wait for a shard.
             download_threads: number of shards that a stream fetches at a time.
-            prefetch_bytes: largest number of bytes, or a text such as "4gb", of shards that this process fetches before
-                their samples are needed, over all streams together: those that are needed first. What the present batch
-                needs is fetched in any case. None: no limit but cache_limit and the loader's `prefetch_seconds`.
+            prefetch_bytes: largest number of bytes, or a text such as "4gb", of shards that are fetched before their
+                samples are needed, over all streams together: those that are needed first. The boxes of a host that use
+                the same cache folder share it evenly. What the present batch needs is fetched in any case. None: no
+                limit but cache_limit and the loader's `prefetch_seconds`.
             cache_group: name or ID of a Unix group whose members share the cache folders. None: folders that another
                 user made or can write to are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
@@ -366,11 +367,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             error.add_note(f"raised by {what}")
             raise
 
-    def fetch_ahead(self, units: Ints, *, needed: int = 0) -> int:
+    def fetch_ahead(self, units: Ints, *, needed: int = 0, group: str = "") -> int:
         """Fetch the shards of these units (see `layouts`) in the background, in this order, as far as `prefetch_bytes`
         last. The list replaces the one of the call before. `needed`: number of the first units that are fetched in any
-        case. Returns the number of units that are admitted."""
-        count = self._admitted(units, needed)
+        case; `group`: name of the processes that fetch the same. Returns the number of units that are admitted."""
+        count = self._admitted(units, needed, group or process_group())
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         self._ahead = dict.fromkeys(self._opened_for(units[:count]))
         for number in self._ahead:
@@ -382,12 +383,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             self._decoder.want(ready, more=True)
         return count
 
-    def _admitted(self, units: Ints, needed: int) -> int:
-        """Return how many of these units fit into the budget of bytes of all streams. What is open already needs none
-        of it, nor do the first `needed` units."""
+    def _admitted(self, units: Ints, needed: int, group: str) -> int:
+        """Return how many of these units fit into the group's part of the budget of bytes of all streams. What is open
+        already needs none of it, nor do the first `needed` units."""
         if self.prefetch_bytes is None:
             return len(units)
-        free = self.prefetch_bytes
+        free = self.prefetch_bytes // max(cache.reading_groups(group) for cache in self._caches)
         seen = set(self._opened_for(units[:needed]))
         for count in range(needed, len(units)):
             for number in self._opened_for(units[count : count + 1]):

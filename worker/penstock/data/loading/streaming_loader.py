@@ -376,7 +376,8 @@ class StreamingLoader(PositionLoader):
             # The shards of this batch may be in the list of an earlier batch, which another worker has made.
             own = np.unique(self._shards.shards_of(plan.ids))
             ahead_of_need = self._upcoming.shards[window.begin : window.end]
-            count = self.dataset.fetch_ahead(np.concatenate([own, ahead_of_need]), needed=len(own) + window.needed)
+            units, needed = np.concatenate([own, ahead_of_need]), len(own) + window.needed
+            count = self.dataset.fetch_ahead(units, needed=needed, group=self._identity.prefetch_group())
             self._upcoming.gave(window, count - len(own))
 
     def _list(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> UpcomingShards:
