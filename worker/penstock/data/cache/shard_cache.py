@@ -556,6 +556,10 @@ class ShardCache:
             [(key_of(shard.name), shard) for shard in shards if not self._found_in_place(shard)], held
         )
 
+    def reading_groups(self, group: str) -> int:
+        """Return the number of groups of this host that prefetch into the folder, see HostReaders."""
+        return 1 if self.in_place else self._prefetcher.readers.groups(group)
+
     def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
         """Fetch a shard before a reader needs it. Returns False if the cache has no space."""
         until = time.monotonic() + self.timeout_s

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch.utils.data
 
 from penstock.data.arguments import whole
+from penstock.data.cache.prefetch import process_group
 from penstock.data.ordering.partition import WorkerTurn
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.assignment import NEUTRAL, current_assignment
@@ -71,6 +72,13 @@ class WorkerIdentity:
             return WorkerTurn(number, self.workers)
         # The first process of a slot makes the slot's first batch, also if the slot is not the first one.
         return WorkerTurn(number + self.workers * info.id, self.workers * info.num_workers)
+
+    def prefetch_group(self) -> str:
+        """Return a name of the processes that make the batches of this box, and so need the same shards: those that
+        this process's parent started, or the process alone."""
+        info = torch.utils.data.get_worker_info()
+        alone = self.standalone and (info is None or info.dataset is None)
+        return f"{process_group(None if alone else os.getppid())}-{self.box}"
 
     def alone(self, turn: WorkerTurn) -> bool:
         """Return True if this process alone makes the batches of its box, so that it alone counts the epochs."""
