@@ -19,7 +19,7 @@ from typing import Any, Literal, Self, SupportsIndex
 import numpy as np
 import torch.utils.data
 
-from penstock.data.arguments import byte_count
+from penstock.data.arguments import byte_count, column_names
 from penstock.data.batch_columns import Columns, ColumnSource, by_number, joined
 from penstock.data.cache.block_footers import BlockFooters
 from penstock.data.cache.dataset_versions import Version, check_version, open_version
@@ -34,7 +34,7 @@ from penstock.data.formats.index import file_notes
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.media.clips import AudioClip, VideoClip, check_clips
 from penstock.data.formats.parquet.parquet_ranges import block_shard
-from penstock.data.formats.readers import open_block, open_shard
+from penstock.data.formats.readers import check_columns, open_block, open_shard
 from penstock.data.formats.records.energon_folder import select_split
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, columns_of_rows, rows_of
 from penstock.data.indexes.open_index import ColumnsPlace, open_index
@@ -168,7 +168,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             ReadOptions(
                 allow_unsafe_types,
                 images,
-                _columns(
+                column_names(
                     f"stream {number}: " if streams else "", columns if stream.columns is None else stream.columns
                 ),
                 clips=decoded,
@@ -230,7 +230,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             for cache, (index, _, digest), table in zip(self._caches, read, self._tables, strict=True)
         ]
         for own, (_, _, name), options in zip(self._tables, remotes, self._options, strict=True):
-            _check_columns(own, options.columns, name)
+            check_columns(own, options.columns, name)
             if own and own[0].format == "mds":
                 try:
                     # raises an error now instead of after a shard was fetched
@@ -591,22 +591,3 @@ def _selected(table: ShardTable, stream: Stream, name: str) -> ShardTable:
     """Return the table of the split that a stream asks for."""
     shards = select_split(table, stream.split, local_source(stream), name, has_splits=table.facts.splits)
     return table if shards is table else ListedShards(shards)
-
-
-def _columns(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the names of the columns to read; None: all."""
-    if columns is None:
-        return None
-    if isinstance(columns, str) or not columns or not all(isinstance(name, str) for name in columns):
-        raise InvalidArgumentError(f"{where}columns must be a list of at least one column's name, got {columns!r}")
-    if len(set(columns)) != len(columns):
-        raise InvalidArgumentError(f"{where}columns must be unique, got {', '.join(columns)}")
-    return tuple(columns)
-
-
-def _check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
-    """Raise InvalidArgumentError for a column that the index shows to be missing. All shards have the same columns."""
-    known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
-    missing = [name for name in columns or () if known is not None and name not in known]
-    if missing and known is not None:
-        raise InvalidArgumentError(f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}")

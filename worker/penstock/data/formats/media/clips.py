@@ -12,12 +12,14 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
-
-import torch
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.data.arguments import whole
 from penstock.proto.errors import DatasetError, InvalidArgumentError
+
+if TYPE_CHECKING:  # processes that only convert datasets have no use for torch
+    import torch
 
 __all__ = ["AudioClip", "Clip", "InvalidPositions", "Opened", "Positions", "VideoClip", "check_clips", "chosen"]
 
@@ -230,7 +232,7 @@ def _decoders() -> Any:
 
 def _unloadable() -> DatasetError:
     return DatasetError(
-        f"torchcodec must find FFmpeg's libraries and fit torch {torch.__version__}, but cannot be loaded. Install "
+        f"torchcodec must find FFmpeg's libraries and fit torch {version('torch')}, but cannot be loaded. Install "
         "FFmpeg, for example by apt-get install ffmpeg, and the release of torchcodec for this build of torch "
         "(docs/formats.md#videos-and-sounds)"
     )
