@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,35 +192,36 @@ def test_steps_and_runs_that_do_not_exist(cluster: Cluster) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
-def test_coordinator_and_worker_killed_meanwhile(cluster: Cluster) -> None:
-    """An order whose coordinator dies is made or not made, and made once when it is repeated. The last test of this
-    cluster."""
-    cluster.add_worker(4, allow="mixed")
-    with training(cluster, "deaths", 2, 2, 60) as run:
-        schedule: dict[int, Any] = {0: BEFORE}
-        for round, at in enumerate((4, 14, 24, 34)):
-            run.go(at)
-            step, weights = at + 4, {"web": str(1 + round), "code": "3"}
-            asked = order("deaths", step, weights)
-            ordering = threading.Thread(target=_repeat, args=(cluster, asked))
-            ordering.start()
-            threading.Event().wait(0.02 * 4**round)  # at any moment of the order
+def test_coordinator_and_worker_killed_meanwhile(tmp_path: Path) -> None:
+    """An order whose coordinator dies is made or not made, and made once when it is repeated."""
+    with running(tmp_path) as cluster:
+        for _ in range(2):
+            cluster.add_worker(4, allow="mixed")
+        with training(cluster, "deaths", 2, 2, 60) as run:
+            schedule: dict[int, Any] = {0: BEFORE}
+            for round, at in enumerate((4, 14, 24, 34)):
+                run.go(at)
+                step, weights = at + 4, {"web": str(1 + round), "code": "3"}
+                asked = order("deaths", step, weights)
+                ordering = threading.Thread(target=_repeat, args=(cluster, asked))
+                ordering.start()
+                threading.Event().wait(0.02 * 4**round)  # at any moment of the order
+                cluster.coordinator.kill()
+                cluster.restart_coordinator()
+                if round % 2:
+                    cluster.workers.pop(0).kill()
+                    cluster.add_worker(4, allow="mixed")
+                ordering.join(60)
+                assert not ordering.is_alive()
+                schedule[step - 1] = {"web": 1 + round, "code": 3}
             cluster.coordinator.kill()
             cluster.restart_coordinator()
-            if round % 2:
-                cluster.workers.pop(0).kill()
-                cluster.add_worker(4, allow="mixed")
-            ordering.join(60)
-            assert not ordering.is_alive()
-            schedule[step - 1] = {"web": 1 + round, "code": 3}
-        cluster.coordinator.kill()
-        cluster.restart_coordinator()
-        run.go(50)
-    expected = alone(70, schedule)
-    assert run.global_batches == expected[:60]
-    with training(cluster, "deaths-resumed", 1, 3, 10, run.state) as after:
-        after.go(5)
-    assert after.global_batches == expected[60:]
+            run.go(50)
+        expected = alone(70, schedule)
+        assert run.global_batches == expected[:60]
+        with training(cluster, "deaths-resumed", 1, 3, 10, run.state) as after:
+            after.go(5)
+        assert after.global_batches == expected[60:]
 
 
 def _repeat(cluster: Cluster, asked: Any) -> None:
