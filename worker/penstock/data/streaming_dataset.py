@@ -20,20 +20,23 @@ import numpy as np
 import torch.utils.data
 
 from penstock.data.arguments import byte_count
+from penstock.data.batch_columns import Columns, ColumnSource, by_number, joined
 from penstock.data.cache.block_footers import BlockFooters
 from penstock.data.cache.dataset_versions import Version, check_version, open_version
 from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
-from penstock.data.cache.prefetch import FetchStats
+from penstock.data.cache.prefetch import FetchStats, process_group
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.formats.format_table import reads_by_column
 from penstock.data.formats.index import file_notes
 from penstock.data.formats.mds import columns_of
+from penstock.data.formats.media.clips import AudioClip, VideoClip, check_clips
 from penstock.data.formats.parquet.parquet_ranges import block_shard
 from penstock.data.formats.readers import open_block, open_shard
 from penstock.data.formats.records.energon_folder import select_split
-from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
+from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, columns_of_rows, rows_of
 from penstock.data.indexes.open_index import ColumnsPlace, open_index
 from penstock.data.indexes.opened_units import Units
 from penstock.data.indexes.order_layout import OrderLayout, joint_fingerprint
@@ -59,7 +62,7 @@ LISTED_BOUNDS = 1 << 14
 """Number of shards up to which their bounds are a list."""
 
 
-class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
+class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
     """Map-style dataset of samples in shard files, which are downloaded to a local cache when they are needed. A sample
     is a dict from column name to value. The samples of the first stream have the lowest numbers.
 
@@ -89,6 +92,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         cache_group: str | int | None = None,
         allow_unsafe_types: bool = False,
         images: Literal["pil", "array"] = "pil",
+        clips: Mapping[str, VideoClip | AudioClip] | None = None,
         columns: Sequence[str] | None = None,
         decoded_limit: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -106,9 +110,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             keep_zip: True: keep compressed files in the cache beside the decompressed ones.
             timeout_s: seconds to wait for a shard.
             download_threads: number of shards that a stream fetches at a time.
-            prefetch_bytes: largest number of bytes, or a text such as "4gb", of shards that this process fetches before
-                their samples are needed, over all streams together: those that are needed first. What the present batch
-                needs is fetched in any case. None: no limit but cache_limit and the loader's `prefetch_seconds`.
+            prefetch_bytes: largest number of bytes, or a text such as "4gb", of shards that are fetched before their
+                samples are needed, over all streams together: those that are needed first. The boxes of a host that use
+                the same cache folder share it evenly. What the present batch needs is fetched in any case. None: no
+                limit but cache_limit and the loader's `prefetch_seconds`.
             cache_group: name or ID of a Unix group whose members share the cache folders. None: folders that another
                 user made or can write to are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
@@ -117,6 +122,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 shape (height, width, channels), or (height, width) for one channel, with the dtype and values of
                 `numpy.asarray(image)`. They are decoded when a sample is read: in parallel if the loader has
                 `fetch_threads`.
+            clips: frames or samples to decode of columns of encoded videos and sounds, by the column's name; None: such
+                columns stay bytes. Needs penstock[media].
             columns: names of the columns that samples have; None: all. Of Parquet files no other column is read. The
                 order of samples, and so a saved state, does not depend on the columns.
             decoded_limit: largest number of bytes, or a text such as "1gb", of decoded row groups that this process
@@ -154,6 +161,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Name of each stream: the last part of its address. Streams with the same name get their numbers too."""
         if images not in ("pil", "array"):
             raise InvalidArgumentError(f'images must be "pil" or "array", got {images!r}')
+        decoded = check_clips(clips)
+        self.draws = self.is_overridden or any(clip.draws for clip in decoded.values())
+        """True if code of the user, which may draw random numbers, is called for each sample."""
         self._options = [
             ReadOptions(
                 allow_unsafe_types,
@@ -161,6 +171,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 _columns(
                     f"stream {number}: " if streams else "", columns if stream.columns is None else stream.columns
                 ),
+                clips=decoded,
             )
             for number, stream in enumerate(self.streams)
         ]
@@ -207,7 +218,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._relieve_caches()
         indexes = [index for _, index, _ in opened]
         read = [
-            (index, *open_index(cache.index_path, index, name, ColumnsPlace.of(cache)))
+            (index, *open_index(cache.index_path, index, f"{name}: {cache.index_path.name}", ColumnsPlace.of(cache)))
             for cache, index, (_, _, name) in zip(self._caches, indexes, remotes, strict=True)
         ]
         self._tables = [
@@ -253,6 +264,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if not all(each.own for each in self.layouts):
             divisions = self._units.sizes, self._order_sizes()
             self._bounds_of_units = [np.concatenate([[0], np.cumsum(units)]) for units in divisions]
+        self._reads_columns = all(reads_by_column(name) for fact in facts for name in fact.formats)
         self._reads_bulk = any({*fact.formats} - {"mds", "json", "xsv", "csv", "tsv"} for fact in facts)
         self._set_starts()
         if not len(self):
@@ -279,6 +291,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def sizes(self) -> list[Ints]:
         """Number of samples in each unit of `layouts`, for each stream."""
         return [layout.units for layout in self.layouts]
+
+    @property
+    def unit_starts(self) -> Ints | None:
+        """Number of the first sample of each unit of `layouts`, and at the end the number of samples, if they are in
+        memory that processes share; None otherwise."""
+        return self._tables[0].starts if len(self.layouts) == 1 and self.layouts[0].own else None
 
     def sources_of(self, numbers: Ints) -> list[str]:
         """Return, for the samples with these numbers, the names of the streams that they come from."""
@@ -332,19 +350,26 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         get, opened = self._open.get, self._opened
         if not self._reads_bulk:
             return [get(shard, opened)[row] for shard, row in zip(shards.tolist(), offsets.tolist(), strict=True)]
-        if len(samples) and (shards == shards[0]).all():
-            return rows_of(get(int(shards[0]), opened), offsets.tolist())
-        order = np.argsort(shards, kind="stable")
-        ends = np.flatnonzero(np.append(shards[order][1:] != shards[order][:-1], True)) + 1
         found: list[dict[str, Any]] = [{}] * len(samples)
-        begin = 0
-        for end in ends.tolist() if len(samples) else ():
-            chosen = order[begin:end]
-            read = rows_of(get(int(shards[chosen[0]]), opened), offsets[chosen].tolist())
+        for shard, chosen in by_number(shards):
+            read = rows_of(get(shard, opened), offsets[chosen].tolist())
             for place, sample in zip(chosen.tolist(), read, strict=True):
                 found[place] = sample
-            begin = end
         return found
+
+    def get_columns(self, samples: Ints) -> Columns | None:
+        """Return the columns of the samples with these numbers, see ColumnSource."""
+        if not self._reads_columns:
+            return None
+        shards = np.searchsorted(self._units.bounds, samples, side="right") - 1
+        offsets = samples - self._units.bounds[shards]
+        parts = []
+        for shard, chosen in by_number(shards):
+            columns = columns_of_rows(self._open.get(shard, self._opened), offsets[chosen])
+            if columns is None:
+                return None
+            parts.append((chosen, columns))
+        return joined(len(samples), parts)
 
     def _overridden(self, index: int) -> dict[str, Any]:
         """Return a sample by calling a subclass's `__getitem__`, which may raise any exception."""
@@ -358,11 +383,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             error.add_note(f"raised by {what}")
             raise
 
-    def fetch_ahead(self, units: Ints, *, needed: int = 0) -> int:
+    def fetch_ahead(self, units: Ints, *, needed: int = 0, group: str = "") -> int:
         """Fetch the shards of these units (see `layouts`) in the background, in this order, as far as `prefetch_bytes`
         last. The list replaces the one of the call before. `needed`: number of the first units that are fetched in any
-        case. Returns the number of units that are admitted."""
-        count = self._admitted(units, needed)
+        case; `group`: name of the processes that fetch the same. Returns the number of units that are admitted."""
+        count = self._admitted(units, needed, group or process_group())
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         self._ahead = dict.fromkeys(self._opened_for(units[:count]))
         for number in self._ahead:
@@ -374,12 +399,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             self._decoder.want(ready, more=True)
         return count
 
-    def _admitted(self, units: Ints, needed: int) -> int:
-        """Return how many of these units fit into the budget of bytes of all streams. What is open already needs none
-        of it, nor do the first `needed` units."""
+    def _admitted(self, units: Ints, needed: int, group: str) -> int:
+        """Return how many of these units fit into the group's part of the budget of bytes of all streams. What is open
+        already needs none of it, nor do the first `needed` units."""
         if self.prefetch_bytes is None:
             return len(units)
-        free = self.prefetch_bytes
+        free = self.prefetch_bytes // max(cache.reading_groups(group) for cache in self._caches)
         seen = set(self._opened_for(units[:needed]))
         for count in range(needed, len(units)):
             for number in self._opened_for(units[count : count + 1]):

@@ -221,6 +221,9 @@ class ShardCache:
             except FileNotFoundError as error:
                 what = f"{self._in_place} must be a dataset's folder, but has no {self._index_name}. {self._remedy()}"
                 raise ShardUnavailableError(what) from error
+            except NotADirectoryError as error:
+                what = f"{self._in_place} must be a dataset's folder, got a file. Give the folder that has the file"
+                raise ShardUnavailableError(what) from error
             except OSError as error:
                 raise ShardUnavailableError(
                     f"{self.index_path} cannot be read: {error.strerror}. Check that it is a file that this "
@@ -552,6 +555,10 @@ class ShardCache:
         self._prefetcher.want(
             [(key_of(shard.name), shard) for shard in shards if not self._found_in_place(shard)], held
         )
+
+    def reading_groups(self, group: str) -> int:
+        """Return the number of groups of this host that prefetch into the folder, see HostReaders."""
+        return 1 if self.in_place else self._prefetcher.readers.groups(group)
 
     def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
         """Fetch a shard before a reader needs it. Returns False if the cache has no space."""

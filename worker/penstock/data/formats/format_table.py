@@ -25,7 +25,7 @@ from penstock.data.formats.text_shards import check_json, check_separated, open_
 from penstock.data.formats.tfrecord.example_messages import check_records
 from penstock.data.formats.tfrecord.tfrecord_file import open_tfrecord
 
-__all__ = ["FORMATS", "MAX_BYTES", "Format"]
+__all__ = ["FORMATS", "MAX_BYTES", "Format", "reads_by_column"]
 
 MAX_BYTES = (1 << 32) - 1
 """Largest size in bytes of a file that is addressed by 32-bit offsets."""
@@ -52,6 +52,8 @@ class Format:
     """Settings that only mosaicml-streaming's own reader needs, with the values that are written."""
     max_bytes: int = UNLIMITED
     """Largest size of a raw file, in bytes."""
+    by_column: bool = False
+    """True if the reader returns the columns of several rows, see `shards.columns_of_rows`."""
 
 
 def _unchecked(settings: dict[str, Any]) -> None:
@@ -70,10 +72,10 @@ FORMATS: Mapping[str, Format] = {
         _of_mosaicml("csv", _WITH_OFFSETS, check_separated, open_separated),
         _of_mosaicml("tsv", _WITH_OFFSETS, check_separated, open_separated),
         # Penstock's own format: mosaicml-streaming has no index of plain Parquet files.
-        Format("parquet", ("data",), check_parquet, open_parquet),
+        Format("parquet", ("data",), check_parquet, open_parquet, by_column=True),
         # Files of other libraries, read as they are.
         Format("megatron", _WITH_OFFSETS, _unchecked, open_megatron),
-        Format("arrow", ("data",), check_arrow, open_arrow),
+        Format("arrow", ("data",), check_arrow, open_arrow, by_column=True),
         Format("array_record", ("data",), check_records, open_array_record),
         Format("tfrecord", _WITH_OFFSETS, check_records, open_tfrecord),
         Format("json_lines", _WITH_OFFSETS, _unchecked, open_json_lines),
@@ -82,3 +84,9 @@ FORMATS: Mapping[str, Format] = {
     )
 }
 """Formats by name."""
+
+
+def reads_by_column(name: str) -> bool:
+    """Return True if the readers of a format return columns; False also for an unknown format."""
+    known = FORMATS.get(name)
+    return known is not None and known.by_column

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.format_table import FORMATS
+from penstock.data.formats.media.clip_reader import ClipReader
 from penstock.data.formats.parquet.parquet_ranges import FileRange
 from penstock.data.formats.parquet.parquet_reader import ParquetReader
 from penstock.data.formats.shards import DEFAULT_OPTIONS, ColumnReader, ReadOptions, Shard, ShardReader, rows_of
@@ -32,7 +33,7 @@ def open_shard(
         raise ShardCorruptError(f"{source}: {error.message}" if source else error.message) from error
     if source:
         reader.name = source
-    return reader
+    return _with_clips(reader, options)
 
 
 def open_block(
@@ -47,7 +48,11 @@ def open_block(
     except ShardCorruptError as error:
         raise ShardCorruptError(f"{source}: {error.message}") from error
     reader.name = source
-    return reader
+    return _with_clips(reader, options)
+
+
+def _with_clips(reader: ShardReader, options: ReadOptions) -> ShardReader:
+    return ClipReader(reader, options.clips) if options.clips else reader
 
 
 def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:

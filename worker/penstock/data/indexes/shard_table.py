@@ -83,7 +83,7 @@ class _Collected:
             facts.decoded_samples += shard.samples
         self.sizes.extend(shard.units)
         self.counts.append(len(shard.units))
-        self.flags.append(RANGES * has_ranges(shard) | HASHED * any(file.raw.hashes for file in shard.files))
+        self.flags.append(RANGES * has_ranges(shard) | HASHED * shard.is_verifiable)
 
 
 class ShardTable(Sequence[Shard]):

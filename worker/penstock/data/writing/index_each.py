@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -15,13 +13,12 @@ from penstock.data.formats.index import read_index, write_index
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import DatasetError
 from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 __all__ = ["JOURNAL", "index_each"]
 
 JOURNAL = ".penstock-indexing"
 """Name of the file with the entries of the files that are finished, while a folder is indexed."""
-QUIET_S = 2.0
-"""Seconds until the first line of progress on standard error, and between lines."""
 
 _Key = tuple[str, int, int, int, int]
 """Identity of a file's content: name, size in bytes, mtime and ctime in nanoseconds, inode number."""
@@ -42,18 +39,18 @@ def index_each(root: Path, files: Sequence[tuple[str, Path]], index_file: Callab
         write_whole(journal, b"".join(_line(key, shard) for key, shard in done.values()))
         with journal.open("ab") as log, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             waiting = {pool.submit(_indexed, index_file, root / name, name): name for name in names if name not in done}
-            shown = time.monotonic()
+            progress = Progress(FILES_S)
             try:
                 for future in as_completed(waiting):
                     name = waiting[future]
                     done[name] = keys[name], future.result()
                     _append(log, *done[name])
-                    if time.monotonic() - shown >= QUIET_S:
-                        shown = time.monotonic()
-                        print(f"{root}: indexed {len(done)} of {len(names)} files", file=sys.stderr, flush=True)
+                    progress.update(f"{root}: indexed {len(done)} of {len(names)} files")
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+            finally:
+                progress.finish()
     except OSError as error:
         raise DatasetError(
             f"{journal} cannot be written: {error}. Index a copy of the folder that you can write to"
