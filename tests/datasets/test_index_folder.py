@@ -55,7 +55,8 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
         "import dataclasses, sys, time\n"
         "from penstock.data.writing.index_folder import INDEXABLE, index_folder\n"
         "lines = INDEXABLE['json_lines']\n"
-        "def slow(path, name):\n    if name == '5.jsonl': time.sleep(600)\n    return lines.index_file(path, name)\n"
+        "def slow(path, name, out):\n"
+        "    if name == '5.jsonl': time.sleep(600)\n    return lines.index_file(path, name, out)\n"
         "INDEXABLE['json_lines'] = dataclasses.replace(lines, index_file=slow)\n"
         "index_folder(sys.argv[1])\n"
     )

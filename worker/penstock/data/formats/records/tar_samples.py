@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.data.formats.media import images
 from penstock.data.formats.records.energon_folder import field_of
-from penstock.data.formats.records.record_file import RecordFile, opened, store_offsets
+from penstock.data.formats.records.record_file import RecordFile, RecordPart, opened, record_shard
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.plain_files import open_plain
@@ -82,7 +82,7 @@ class MemberError(tarfile.ReadError):
 class TarReader(RecordFile):
     """Reader of a tar archive. A sample's record is the part of the archive that its members lie in."""
 
-    def __init__(self, shard: Shard, data: Path, offsets: Path, options: ReadOptions) -> None:
+    def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart, options: ReadOptions) -> None:
         super().__init__(shard, data, offsets)
         self._images = options.images
         self._fields: dict[str, str] = shard.settings.get("fields", {})
@@ -204,11 +204,11 @@ def _split(name: str) -> tuple[str, str] | None:
     return (found[1], found[2].lower()) if found and not _META.search(name) else None
 
 
-def index_tar(path: Path, name: str) -> Shard:
-    """Write the file of an archive's offsets beside it, and return its shard. Only the headers of the members are read.
-    `name`: path of the archive in the dataset's folder. Raises DatasetError, ShardCorruptError."""
+def index_tar(path: Path, name: str, out: Path) -> Shard:
+    """Write the file of an archive's offsets, and return its shard, see `IndexableFormat.index_file`. Only the headers
+    of the members are read. Raises DatasetError, ShardCorruptError."""
     size, offsets = _samples(path, name)
-    return Shard("webdataset", len(offsets) - 1, store_offsets(path, name, size, offsets))
+    return record_shard("webdataset", out, name, size, offsets)
 
 
 def _check_end(file: BinaryIO, at: int, name: str) -> None:
