@@ -7,6 +7,8 @@ from penstock.data.loading.counting import Counts
 from penstock.data.loading.map_loader import MapLoader
 from penstock.data.loading.streaming_loader import StreamingLoader
 from penstock.data.ordering.balancing.balanced_order import Balance
+from penstock.data.sharded.blends.energon_blend import energon_blend, energon_concat
+from penstock.data.sharded.blends.megatron_blend import megatron_blend
 from penstock.data.sharded.layers.documents import Chunked
 from penstock.data.sharded.layers.mapped import Filtered, Mapped, SkipSample
 from penstock.data.sharded.layers.mixture import Mixture
@@ -15,7 +17,6 @@ from penstock.data.sharded.layers.packed import Packed
 from penstock.data.sharded.layers.packed_rows import collate_packed
 from penstock.data.sharded.layers.repeated import Repeated
 from penstock.data.sharded.layers.windows import Grouped, WindowShuffled
-from penstock.data.sharded.megatron_blend import megatron_blend
 from penstock.data.sharded.protocol import Cursor, ShardedSource
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.data.sharded.sources.lines import LineFile
@@ -65,6 +66,8 @@ __all__ = [
     "XSVWriter",
     "collate_packed",
     "convert_dataset",
+    "energon_blend",
+    "energon_concat",
     "index_folder",
     "index_parquet",
     "megatron_blend",

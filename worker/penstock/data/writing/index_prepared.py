@@ -72,7 +72,7 @@ def warn_of_loader(notes: Mapping[str, Any], where: str) -> None:
         warnings.warn(
             f"{where}: the sample_loader {loader!r} that dataset.yaml names is not run, because code in a data folder "
             "is never run: a sample has the members of its archive. Import the function yourself, and pass it: "
-            "Mapped(source, sample_loader), or energon_blend(..., sample_loaders={PATH: sample_loader})",
+            "Mapped(source, sample_loader), or energon_blend(..., sample_loaders={NAME: sample_loader})",
             stacklevel=3,
         )
 
