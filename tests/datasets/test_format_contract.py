@@ -21,6 +21,7 @@ from format_folders import FOLDERS, Made, plainly
 from shard_server import ShardServer
 
 from penstock.data import StreamingDataset, StreamingLoader
+from penstock.data.formats.arrow.arrow_file import index_arrow
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.data.formats.ranges import file_ranges
@@ -148,6 +149,8 @@ def in_parts(made: Made) -> list[str]:
         if len(paths) == 2 and FORMATS[shard.format].by_part is not None:
             offsets = read_offsets(paths[1], shard.files[1].raw, shard.files[0].raw.size, shard.samples)
             shard = with_spans(shard, np.array(offsets))
+        if shard.format == "arrow":
+            shard = index_arrow(paths[0], shard.name)
         shards.append(shard)
     (made.folder / INDEX).write_bytes(write_index(shards))
     return [shard.name for shard in shards if has_ranges(shard)]

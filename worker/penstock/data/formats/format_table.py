@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.array_record.array_record_file import open_array_record
-from penstock.data.formats.arrow.arrow_file import check_arrow, open_arrow
+from penstock.data.formats.arrow.arrow_file import check_arrow, header_shard, open_arrow, open_arrow_part, read_header
 from penstock.data.formats.mds import check_mds, open_mds
 from penstock.data.formats.megatron.token_documents import open_megatron
 from penstock.data.formats.parquet.parquet_ranges import footer_shard
@@ -106,7 +106,13 @@ FORMATS: Mapping[str, Format] = {
         ),
         # Files of other libraries, read as they are.
         Format("megatron", _WITH_OFFSETS, _unchecked, open_megatron),
-        Format("arrow", ("data",), check_arrow, open_arrow),
+        Format(
+            "arrow",
+            ("data",),
+            check_arrow,
+            open_arrow,
+            by_part=PartReading(header_shard, read_header, open_arrow_part),
+        ),
         Format("array_record", ("data",), check_records, open_array_record),
         Format(
             "tfrecord",

@@ -66,8 +66,9 @@ def energon_blend(
     """
     plan = _plan(path, split, storage_options)
     datasets = _opened(plan, local, sample_loaders or {}, {"storage_options": storage_options, **options})
-    names, given = stream_names([member.path for member in plan.members]), {"shards": shards, "shuffle": shuffle}
-    settings = {**given, "shuffle_block": shuffle_block, "capture_rng": bool(sample_loaders)}
+    names = stream_names([member.path for member in plan.members])
+    settings: dict[str, Any] = {"shards": shards, "shuffle": shuffle, "shuffle_block": shuffle_block}
+    settings["capture_rng"] = bool(sample_loaders)
     if plan.kind != "blend":
         pieces = [
             (name, dataset if not number else copy.copy(dataset))
