@@ -1,39 +1,45 @@
-"""Indexing of files, several at a time, with progress. A later call continues after a kill."""
+"""Indexing of files, in several processes if it takes long, with progress. A later call continues after a kill."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import time
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from penstock.data.formats.index import read_index, write_index
 from penstock.data.formats.records.offset_file import ENDING
 from penstock.data.formats.shards import Shard
+from penstock.data.job_processes import in_processes
 from penstock.data.writing.index_progress import Progress
+from penstock.data.writing.indexable_files import INDEXABLE, IndexFile
 from penstock.proto.errors import DatasetError
 from penstock.runtime.files.atomic_files import write_whole
 
-__all__ = ["JOURNAL", "index_each"]
+__all__ = ["JOURNAL", "index_each", "indexed"]
 
 JOURNAL = ".penstock-indexing"
 """Name of the file with the entries of the files that are finished, while a folder is indexed."""
+PROGRAM = "penstock.data.writing.index_process"
+MEASURE_S = 1.0
+"""Seconds of indexing in this process from which the time for the other files is estimated."""
+WORTH_S = 6.0
+"""Estimated seconds from which other processes are started. Each takes 2 s of processor time until it begins."""
 
 _Key = tuple[str, int, int, int, int]
 """Identity of a file's content: name, size in bytes, mtime and ctime in nanoseconds, inode number."""
 
 
-def index_each(
-    root: Path, files: Sequence[tuple[str, Path]], index_file: Callable[[Path, str, Path], Shard], out: Path
-) -> list[Shard]:
+def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:
     """Return the shards of files, in their order.
 
     Args:
         root: the dataset's folder.
         files: (path relative to it, path) of each file.
-        index_file: as IndexableFormat.index_file.
+        format: name of their format, a key of INDEXABLE.
         out: folder of the index.
 
     Files that an earlier call finished, and that have not changed since, are not read again. The caller removes
@@ -42,23 +48,15 @@ def index_each(
     names = [name for name, _ in files]
     keys = {name: _key(root, name) for name in names}
     done = {name: entry for name, entry in _finished(root, out).items() if entry[0] == keys.get(name)}
-    journal = out / JOURNAL
+    left, journal = [name for name in names if name not in done], out / JOURNAL
+    progress = Progress(str(root), len(names))
     try:
         write_whole(journal, b"".join(_line(key, shard) for key, shard in done.values()))
-        with journal.open("ab") as log, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            waiting = {
-                pool.submit(_indexed, index_file, root / name, name, out): name for name in names if name not in done
-            }
-            progress = Progress(str(root), len(names))
-            try:
-                for future in as_completed(waiting):
-                    name = waiting[future]
-                    done[name] = keys[name], future.result()
-                    _append(log, *done[name])
-                    progress.show(len(done))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        with journal.open("ab") as log, contextlib.closing(_shards(root, left, format, out)) as found:
+            for name, shard in found:
+                done[name] = keys[name], shard
+                _append(log, *done[name])
+                progress.show(len(done))
     except OSError as error:
         raise DatasetError(
             f"{journal} cannot be written: {error}. Give index_folder an argument `out`, a folder that you can write to"
@@ -66,7 +64,30 @@ def index_each(
     return [done[name][1] for name in names]
 
 
-def _indexed(index_file: Callable[[Path, str, Path], Shard], path: Path, name: str, out: Path) -> Shard:
+def _shards(root: Path, names: Sequence[str], format: str, out: Path) -> Generator[tuple[str, Shard], None, None]:
+    """Index files, and yield the name and the shard of each: the first ones in this process, and the others in several
+    if they would take it long."""
+    index_file, began = INDEXABLE[format].index_file, time.monotonic()
+    for count, name in enumerate(names, 1):
+        yield name, indexed(index_file, root / name, name, out)
+        left, spent = len(names) - count, time.monotonic() - began
+        processes = min(len(os.sched_getaffinity(0)), left)
+        if processes > 1 and spent >= MEASURE_S and spent / count * left >= WORTH_S:
+            yield from _in_processes(root, names[count:], format, out, processes)
+            return
+
+
+def _in_processes(
+    root: Path, names: Sequence[str], format: str, out: Path, processes: int
+) -> Iterator[tuple[str, Shard]]:
+    plan = {"root": str(root), "out": str(out), "names": names, "format": format}
+    for said in in_processes(PROGRAM, json.dumps(plan).encode(), range(len(names)), processes):
+        (shard,) = read_index(said["entry"].encode(), "the report of a process that indexes files")
+        yield names[said["number"]], shard
+
+
+def indexed(index_file: IndexFile, path: Path, name: str, out: Path) -> Shard:
+    """Return the shard of a file, see `IndexableFormat.index_file`."""
     try:
         return index_file(path, name, out)
     except OSError as error:

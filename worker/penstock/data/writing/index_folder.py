@@ -45,8 +45,9 @@ def index_folder(
         index_folder("s3://bucket/prepared", out="/data/cache")
         dataset = StreamingDataset("s3://bucket/prepared", "/data/cache", split="train")
 
-    Several files are indexed at a time, with progress on standard error from the third second on. A call continues one
-    that was killed. Hidden files and folders, and those whose names begin with `_` and have no `=`, are left out.
+    Many files are indexed in several processes, with progress on standard error from the third second on. A call
+    continues one that was killed. Hidden files and folders, and those whose names begin with `_` and have no `=`, are
+    left out.
 
     A remote folder must be one that Megatron Energon prepared, or have Parquet files. Of its archives only the offsets
     are read, which Energon has stored beside them. Other remote files: index a local copy, and upload index.json and
@@ -116,7 +117,7 @@ def _index_local(root: Path, format: str | None, out: Path, ranges: bool) -> lis
         return index_parquet(root, out=None if out == root else out, ranges=ranges)
     _refuse_packed(root, files, name)
     out.mkdir(parents=True, exist_ok=True)
-    shards = INDEXABLE[name].join(root, index_each(root, named, INDEXABLE[name].index_file, out))
+    shards = INDEXABLE[name].join(root, index_each(root, named, name, out))
     shards = shards if ranges else [replace(shard, spans=(), ranges=()) for shard in shards]
     notes = prepared_note(root) if name == "webdataset" else {}
     warn_of_loader(notes, str(root))

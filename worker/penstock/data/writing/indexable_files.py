@@ -20,7 +20,7 @@ from penstock.data.formats.shards import Shard
 from penstock.data.formats.tfrecord.tfrecord_file import index_tfrecord
 from penstock.proto.errors import DatasetError
 
-__all__ = ["INDEXABLE", "IndexableFormat"]
+__all__ = ["INDEXABLE", "IndexFile", "IndexableFormat"]
 
 Find = Callable[[Path, Sequence[Path]], list[Path]]
 """Function (folder, files in it and below) that returns the format's files, in the order of their samples."""
