@@ -5,10 +5,12 @@ A change here is a change for every user. Adding a keyword with a default is non
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -324,3 +326,16 @@ def test_assignment_is_neutral_outside_a_worker() -> None:
     assert (here.slot, here.num_workers_per_box, here.global_worker_id) == (0, 1, 0)
     assert isinstance(here.seed, int)
     assert isinstance(here.first_step, int)
+
+
+def test_lazy_names_are_those_of_type_checkers() -> None:
+    import penstock.data
+
+    tree = ast.parse(Path(penstock.data.__file__).read_text())
+    found = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and each.module != "importlib"]
+    pairs = {(name.name, each.module) for each in found for name in each.names if each.module != "typing"}
+    assert {name for name, _ in pairs} == set(penstock.data.__all__) == penstock.data._MODULES.keys()
+    assert pairs == {(name, f"penstock.data.{module}") for name, module in penstock.data._MODULES.items()}
+    assert set(penstock.data.__all__) <= set(dir(penstock.data))
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        penstock.data.Nothing  # type: ignore[attr-defined]  # noqa: B018

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
+from queue import Queue
+
+from waiting import until
 
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -38,6 +42,30 @@ def test_busy_event_loop_keeps_its_lease() -> None:
     heart.stop()
     assert coordinator.closed.wait(DEADLINE_S)
     assert heart.heartbeats >= 2
+
+
+def answered(heart: Heartbeats, coordinator: Coordinator) -> bool:
+    """Answer the event loop; return whether the thread has closed its connection."""
+    heart.note_answer()
+    return coordinator.closed.is_set()
+
+
+def test_connection_is_closed_once_the_loop_is_back() -> None:
+    made: Queue[Coordinator] = Queue()
+
+    def connect() -> Coordinator:
+        made.put(coordinator := Coordinator())
+        return coordinator
+
+    heart = Heartbeats(connect, pb.HeartbeatRequest, lambda: LEASE_S)
+    heart.start()
+    for _ in range(2):
+        coordinator = made.get(timeout=DEADLINE_S)
+        assert coordinator.heard.acquire(timeout=DEADLINE_S), "the call after the one in vain uses the same connection"
+        assert made.empty()
+        assert not coordinator.closed.is_set()
+        until(partial(answered, heart, coordinator), DEADLINE_S)
+    heart.stop()
 
 
 def test_thread_beats_for_a_late_loop_that_runs() -> None:

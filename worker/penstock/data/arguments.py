@@ -11,7 +11,7 @@ from typing import overload
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["at_least_one", "byte_count", "one_of", "real_number", "sample_count", "seconds_count", "whole"]
+__all__ = ["at_least_one", "byte_count", "one_of", "real_number", "sample_count", "seconds_count", "truth", "whole"]
 
 _BYTES = {"kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40, "pb": 1 << 50, "b": 1}
 _SAMPLES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -28,6 +28,14 @@ def whole(name: str, value: int | None) -> int | None:
         return None if value is None else int(operator.index(value))
     except TypeError:
         raise InvalidArgumentError(f"{name} must be a whole number, got {value!r}") from None
+
+
+def truth(name: str, value: bool) -> bool:
+    """Return `value` if it is True or False. Raises InvalidArgumentError for anything else, such as a text, which would
+    count as True."""
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def at_least_one(name: str, value: int) -> int:

@@ -52,7 +52,7 @@ class Fetches:
         """Return the units of a dataset's shards."""
         found: list[tuple[int, int, int]] = []
         for shard in shards:
-            alone = has_ranges(shard) and not any(file.raw.hashes for file in shard.files)
+            alone = has_ranges(shard) and not shard.is_verifiable
             parts = [part_shard(shard, part) for part in range(len(shard.parts))] if alone else [shard]
             for part in parts:
                 found.append((part.samples, sum((file.packed or file.raw).size for file in part.files), part.size))

@@ -20,6 +20,7 @@ import numpy as np
 import torch.utils.data
 
 from penstock.data.arguments import byte_count
+from penstock.data.batch_columns import Columns, ColumnSource, by_number, joined
 from penstock.data.cache.dataset_versions import Version, check_version, open_version
 from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
@@ -28,12 +29,13 @@ from penstock.data.cache.part_tables import PartTables
 from penstock.data.cache.prefetch import FetchStats
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.formats.format_table import reads_by_column
 from penstock.data.formats.index import file_notes
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.ranges.file_ranges import part_shard
 from penstock.data.formats.readers import open_part, open_shard
 from penstock.data.formats.records.energon_folder import check_current, select_split
-from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, rows_of
+from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, columns_of_rows, rows_of
 from penstock.data.indexes.open_index import ColumnsPlace, open_index
 from penstock.data.indexes.opened_units import Units
 from penstock.data.indexes.order_layout import OrderLayout, joint_fingerprint
@@ -44,7 +46,9 @@ from penstock.data.stop_iteration import stop_iteration_error
 from penstock.data.streams import (
     Stream,
     apportioned,
+    check_columns,
     check_weights,
+    chosen_columns,
     group_id,
     prepared_folder,
     remote_of,
@@ -59,7 +63,7 @@ LISTED_BOUNDS = 1 << 14
 """Number of shards up to which their bounds are a list."""
 
 
-class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
+class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
     """Map-style dataset of samples in shard files, which are downloaded to a local cache when they are needed. A sample
     is a dict from column name to value. The samples of the first stream have the lowest numbers.
 
@@ -158,7 +162,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             ReadOptions(
                 allow_unsafe_types,
                 images,
-                _columns(
+                chosen_columns(
                     f"stream {number}: " if streams else "", columns if stream.columns is None else stream.columns
                 ),
             )
@@ -207,7 +211,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._relieve_caches()
         indexes = [index for _, index, _ in opened]
         read = [
-            (index, *open_index(cache.index_path, index, name, ColumnsPlace.of(cache)))
+            (index, *open_index(cache.index_path, index, f"{name}: {cache.index_path.name}", ColumnsPlace.of(cache)))
             for cache, index, (_, _, name) in zip(self._caches, indexes, remotes, strict=True)
         ]
         self._tables = [
@@ -219,7 +223,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             for cache, (index, _, digest), table in zip(self._caches, read, self._tables, strict=True)
         ]
         for own, (_, _, name), options in zip(self._tables, remotes, self._options, strict=True):
-            _check_columns(own, options.columns, name)
+            check_columns(own, options.columns, name)
             if own and own[0].format == "mds":
                 try:
                     # raises an error now instead of after a shard was fetched
@@ -253,6 +257,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if any(self._units.finer) or not all(each.own for each in self.layouts):
             order_bounds = np.concatenate([[0], np.cumsum(self._order_sizes())])
             self._bounds_of_units = [self._units.unit_bounds, order_bounds]
+        self._reads_columns = all(reads_by_column(name) for fact in facts for name in fact.formats)
         self._reads_bulk = any({*fact.formats} - {"mds", "json", "xsv", "csv", "tsv"} for fact in facts)
         self._set_starts()
         if not len(self):
@@ -279,6 +284,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def sizes(self) -> list[Ints]:
         """Number of samples in each unit of `layouts`, for each stream."""
         return [layout.units for layout in self.layouts]
+
+    @property
+    def unit_starts(self) -> Ints | None:
+        """Number of the first sample of each unit of `layouts`, and at the end the number of samples, if they are in
+        memory that processes share; None otherwise."""
+        return self._tables[0].starts if len(self.layouts) == 1 and self.layouts[0].own else None
 
     def sources_of(self, numbers: Ints) -> list[str]:
         """Return, for the samples with these numbers, the names of the streams that they come from."""
@@ -332,19 +343,26 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         get, opened = self._open.get, self._opened
         if not self._reads_bulk:
             return [get(shard, opened)[row] for shard, row in zip(shards.tolist(), offsets.tolist(), strict=True)]
-        if len(samples) and (shards == shards[0]).all():
-            return rows_of(get(int(shards[0]), opened), offsets.tolist())
-        order = np.argsort(shards, kind="stable")
-        ends = np.flatnonzero(np.append(shards[order][1:] != shards[order][:-1], True)) + 1
         found: list[dict[str, Any]] = [{}] * len(samples)
-        begin = 0
-        for end in ends.tolist() if len(samples) else ():
-            chosen = order[begin:end]
-            read = rows_of(get(int(shards[chosen[0]]), opened), offsets[chosen].tolist())
+        for shard, chosen in by_number(shards):
+            read = rows_of(get(shard, opened), offsets[chosen].tolist())
             for place, sample in zip(chosen.tolist(), read, strict=True):
                 found[place] = sample
-            begin = end
         return found
+
+    def get_columns(self, samples: Ints) -> Columns | None:
+        """Return the columns of the samples with these numbers, see ColumnSource."""
+        if not self._reads_columns:
+            return None
+        shards = np.searchsorted(self._units.bounds, samples, side="right") - 1
+        offsets = samples - self._units.bounds[shards]
+        parts = []
+        for shard, chosen in by_number(shards):
+            columns = columns_of_rows(self._open.get(shard, self._opened), offsets[chosen])
+            if columns is None:
+                return None
+            parts.append((chosen, columns))
+        return joined(len(samples), parts)
 
     def _overridden(self, index: int) -> dict[str, Any]:
         """Return a sample by calling a subclass's `__getitem__`, which may raise any exception."""
@@ -575,22 +593,3 @@ def _selected(table: ShardTable, stream: Stream, notes: Mapping[str, Any], name:
     if folder is not None and table.facts.splits:
         check_current(folder, notes, name)
     return table if shards is table else ListedShards(shards)
-
-
-def _columns(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the names of the columns to read; None: all."""
-    if columns is None:
-        return None
-    if isinstance(columns, str) or not columns or not all(isinstance(name, str) for name in columns):
-        raise InvalidArgumentError(f"{where}columns must be a list of at least one column's name, got {columns!r}")
-    if len(set(columns)) != len(columns):
-        raise InvalidArgumentError(f"{where}columns must be unique, got {', '.join(columns)}")
-    return tuple(columns)
-
-
-def _check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
-    """Raise InvalidArgumentError for a column that the index shows to be missing. All shards have the same columns."""
-    known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
-    missing = [name for name in columns or () if known is not None and name not in known]
-    if missing and known is not None:
-        raise InvalidArgumentError(f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from penstock.data.arguments import real_number, sample_count, whole
 from penstock.data.formats.index import INDEX
 from penstock.data.formats.records.energon_folder import is_prepared
+from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.remote.prepared_meta import fetch_meta
 from penstock.data.writing.uploads import local_folder
@@ -22,7 +23,9 @@ from penstock.proto.errors import InvalidArgumentError, ShardUnavailableError
 __all__ = [
     "Stream",
     "apportioned",
+    "check_columns",
     "check_weights",
+    "chosen_columns",
     "group_id",
     "local_source",
     "prepared_folder",
@@ -193,3 +196,22 @@ def apportioned(weights: Sequence[float], total: int) -> list[int]:
     for number in by_rest[: total - sum(shares)]:
         shares[number] += 1
     return shares
+
+
+def chosen_columns(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the names of the columns to read; None: all."""
+    if columns is None:
+        return None
+    if isinstance(columns, str) or not columns or not all(isinstance(name, str) for name in columns):
+        raise InvalidArgumentError(f"{where}columns must be a list of at least one column's name, got {columns!r}")
+    if len(set(columns)) != len(columns):
+        raise InvalidArgumentError(f"{where}columns must be unique, got {', '.join(columns)}")
+    return tuple(columns)
+
+
+def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
+    """Raise InvalidArgumentError for a column that the index shows to be missing. All shards have the same columns."""
+    known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
+    missing = [name for name in columns or () if known is not None and name not in known]
+    if missing and known is not None:
+        raise InvalidArgumentError(f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}")

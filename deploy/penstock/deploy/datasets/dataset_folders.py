@@ -10,17 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from penstock.data import StreamingDataset, StreamingLoader, convert_dataset, index_folder
-from penstock.data.fetch_plan import Fetches, PlannedRun, planned
+from penstock.data import convert_dataset, index_folder
+from penstock.data.converting.argument_names import ArgumentNames
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.shards import Shard
 from penstock.deploy.console.exit_codes import exit_code
 from penstock.proto.errors import DatasetError
 from penstock.runtime.telemetry.logs import printable
+
+if TYPE_CHECKING:
+    from penstock.data import StreamingDataset
 
 __all__ = ["show_conversion", "show_index", "show_inspection", "show_plan", "show_verification"]
 
@@ -37,7 +40,9 @@ def show_index(folder: str, format: str | None, out: Path | None, as_json: bool)
 
 def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: Any) -> None:
     """Convert a dataset, and print what was made."""
-    done = convert_dataset(source, dest, to, **settings)
+    if "://" not in source:
+        _index_of(Path(source).expanduser())
+    done = convert_dataset(source, dest, to, names=ArgumentNames(options=True), **settings)
     found: dict[str, Any] = {
         **_counts(dest, done.shards),
         "parts": done.parts,
@@ -66,6 +71,9 @@ def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as
         order: arguments of StreamingLoader that decide the order and what is fetched ahead.
         run: other settings of a PlannedRun.
     """
+    from penstock.data import StreamingLoader  # imports torch
+    from penstock.data.fetch_plan import Fetches, PlannedRun, planned
+
     shards = _shards(folder)
     with _opened(folder) as dataset:
         loader = StreamingLoader(dataset, global_batch_size=batch, rank=(0, boxes), **order)
@@ -118,6 +126,8 @@ def show_verification(folder: Path, as_json: bool) -> int:
 def _opened(folder: Path, **options: Any) -> Iterator[StreamingDataset]:
     """Open a dataset without writing into its folder: what it stores itself, such as decompressed shards, goes into a
     temporary folder."""
+    from penstock.data import StreamingDataset  # imports torch
+
     with tempfile.TemporaryDirectory() as scratch:
         dataset = StreamingDataset(str(folder.absolute()), scratch, split=_split_of(folder), **options)
         try:
@@ -132,13 +142,22 @@ def _split_of(folder: Path) -> str | None:
 
 
 def _shards(folder: Path) -> list[Shard]:
-    path = folder / INDEX
+    path = _index_of(folder)
     try:
         return read_index(path.read_bytes(), str(path))
-    except FileNotFoundError:
-        raise DatasetError(f"{folder} must have {INDEX}. Write it with `penstock data index {folder}`") from None
     except OSError as error:
-        raise DatasetError(f"{path} cannot be read: {error.strerror}") from error
+        raise DatasetError(f"{path} cannot be read: {error.strerror}. Check that this user may read it") from error
+
+
+def _index_of(folder: Path) -> Path:
+    """Return the path of a folder's index. Raises DatasetError if there is none."""
+    path = folder / INDEX
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing"
+        raise DatasetError(f"{folder} must be the folder of a dataset, got {found}. Give the folder that has {INDEX}")
+    if not path.exists():
+        raise DatasetError(f"{folder} must have {INDEX}. Write it with `penstock data index {folder}`")
+    return path
 
 
 def _counts(folder: str | Path, shards: Sequence[Shard]) -> dict[str, Any]:

@@ -228,6 +228,9 @@ class ShardCache:
             except FileNotFoundError as error:
                 what = f"{self._in_place} must be a dataset's folder, but has no {self._index_name}. {self._remedy()}"
                 raise ShardUnavailableError(what) from error
+            except NotADirectoryError as error:
+                what = f"{self._in_place} must be a dataset's folder, got a file. Give the folder that has the file"
+                raise ShardUnavailableError(what) from error
             except OSError as error:
                 raise ShardUnavailableError(
                     f"{self.index_path} cannot be read: {error.strerror}. Check that it is a file that this "

@@ -16,21 +16,21 @@ import hashlib
 import importlib
 import json
 import os
-import sys
 import tempfile
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.data.arguments import at_least_one, byte_count, one_of
+from penstock.data.arguments import at_least_one, truth
 from penstock.data.cache.file_locks import FileLock, take
 from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.converting.argument_names import ARGUMENTS, ArgumentNames
 from penstock.data.converting.conversion_plan import ConversionPlan, parts_of
 from penstock.data.converting.convert_part import PartConverter, data_of, source_of
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
+from penstock.data.converting.target_settings import target_settings
 from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import ReadOptions, Shard, rows_of
@@ -41,6 +41,7 @@ from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.uploads import writable_remote
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
 from penstock.runtime.files.atomic_files import sync_folder
+from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 __all__ = ["Converted", "convert_dataset"]
 
@@ -48,16 +49,10 @@ JOURNAL = ".penstock-converting"
 """Name of the file in the result's folder that identifies an unfinished conversion."""
 SAMPLED_SHARDS, SAMPLED_ROWS = 8, 64
 """Number of shards, and number of rows of each, from which the types of columns are chosen."""
-PARQUET_GROUP = 16 << 20
-"""Default number of bytes of a row group's values."""
-SIZE_LIMIT = 64 << 20
-"""Default size of a raw MDS shard, in bytes."""
 ARROW_FILE = b"ARROW1"
 """First bytes of a file in Arrow's file format; the stream format does not have them."""
 PROCESS_BYTES = 128 << 20
 """Bytes of data for each process: with fewer, starting another process takes longer than it saves."""
-QUIET_S = 2.0
-"""Seconds between lines of progress on standard error."""
 THREADS = 16
 """Number of small files that are read or removed at a time."""
 PROGRAM = "penstock.data.converting.part_process"
@@ -87,7 +82,7 @@ def convert_dataset(
     columns: Sequence[str] | None = None,
     types: Mapping[str, str] | None = None,
     compression: str | None = "default",
-    hashes: Collection[str] = ("xxh64",),
+    hashes: Collection[str] | None = None,
     size_limit: int | str | None = None,
     keep_order: bool = True,
     verify: bool = True,
@@ -95,6 +90,7 @@ def convert_dataset(
     source_options: Mapping[str, Any] | None = None,
     dest_options: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
+    names: ArgumentNames = ARGUMENTS,
 ) -> Converted:
     """Convert a dataset to MDS or Parquet, in parallel. A call continues an earlier one that was killed.
 
@@ -111,7 +107,7 @@ def convert_dataset(
             name; "json" stores JSON.
         compression: compression of the files: for MDS as in MDSWriter, for Parquet as in pyarrow; "default": none for
             MDS, zstd for Parquet.
-        hashes: hash algorithms of MDS files, as in MDSWriter.
+        hashes: hash algorithms of MDS files, as in MDSWriter; None: xxh64.
         size_limit: largest size of an MDS shard in bytes (64 MiB), or of the values in a row group of Parquet (16 MiB).
         keep_order: True: the result has the order of the source, so states that were saved with the source can be
             resumed on the result. False: the result's own shards decide its order.
@@ -119,12 +115,14 @@ def convert_dataset(
         processes: number of processes; None: one for each processor, but no more than one for each 128 MiB of data.
         source_options, dest_options: keyword arguments for fsspec's filesystems.
         timeout_s: seconds for each file of a remote.
+        names: names of these arguments in errors; commands pass those of their options.
 
     Raises InvalidArgumentError, DatasetError, ShardCorruptError, ShardUnavailableError.
     """
-    one_of("to", to, ("mds", "parquet"))
-    workers = None if processes is None else at_least_one("processes", processes)
-    settings = _settings(to, compression, hashes, size_limit)
+    settings = target_settings(to, compression, hashes, size_limit, names)
+    workers = None if processes is None else at_least_one(names.of("processes"), processes)
+    truth("keep_order", keep_order)
+    truth("verify", verify)
     remote = writable_remote(os.fspath(dest), dest_options)
     with tempfile.TemporaryDirectory(prefix="penstock-convert-") as scratch, contextlib.closing(remote):
         origin = source_of(os.fspath(source), source_options, scratch, limit=None, timeout_s=timeout_s)
@@ -133,7 +131,7 @@ def convert_dataset(
             shards = read_index(text, os.fspath(source))
             size = sum(shard.size for shard in shards)
             workers = workers or max(1, min(len(os.sched_getaffinity(0)), size // PROCESS_BYTES))
-            chosen = _choose(origin, shards, to, columns, types or {}, os.fspath(source))
+            chosen = _choose(origin, shards, to, columns, types or {}, os.fspath(source), names)
         finally:
             origin.close()
         layout = OrderLayout.noted(index_notes(text), ListedShards(shards), os.fspath(source)) if keep_order else None
@@ -152,6 +150,7 @@ def convert_dataset(
             cache_limit=max(4 << 30, (workers + 1) * max((shard.size for shard in shards), default=0)),
             source_options=dict(source_options or {}),
             dest_options=dict(dest_options or {}),
+            names=names,
         )
         return _Conversion(plan, remote, layout, timeout_s).run(min(workers, max(1, len(plan.parts))))
 
@@ -165,14 +164,6 @@ def _address(folder: str | os.PathLike[str]) -> str:
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 
-def _settings(to: str, compression: str | None, hashes: Collection[str], limit: int | str | None) -> dict[str, Any]:
-    size = byte_count("size_limit", limit)
-    if to == "mds":
-        packed = None if compression == "default" else compression
-        return {"compression": packed, "hashes": sorted(hashes), "size_limit": size or SIZE_LIMIT}
-    return {"compression": "zstd" if compression == "default" else compression, "group_bytes": size or PARQUET_GROUP}
-
-
 def _choose(
     cache: ShardCache,
     shards: Sequence[Shard],
@@ -180,6 +171,7 @@ def _choose(
     columns: Sequence[str] | None,
     types: Mapping[str, str],
     name: str,
+    say: ArgumentNames,
 ) -> tuple[list[TargetColumn], str, bool]:
     """Return the columns of the result, the Parquet schema in hexadecimal, and whether values are copied as they are
     stored."""
@@ -194,23 +186,26 @@ def _choose(
     if to == "mds" and all(shard.format == "mds" for shard in shards) and len(plain) == 1 and not types:
         [(stored, encodings)] = plain
         known = dict(zip(stored, encodings, strict=True))
-        return [TargetColumn(each, known[each]) for each in _chosen(columns, stored, types, name)], "", True
+        return [TargetColumn(each, known[each]) for each in _chosen(columns, stored, types, name, say)], "", True
     samples = _sampled(cache, shards)
-    names = _chosen(columns, list(samples[0]), types, name)
+    names = _chosen(columns, list(samples[0]), types, name, say)
     if to == "parquet":
-        made, schema = parquet_columns(samples, names, types, _declared(cache, shards[0]))
+        made, schema = parquet_columns(samples, names, types, _declared(cache, shards[0]), say)
         return made, schema.serialize().to_pybytes().hex(), False
     images = _image_types(shards, names)
-    return mds_columns(samples, names, {**images, **types}), "", False
+    return mds_columns(samples, names, {**images, **types}, say), "", False
 
 
-def _chosen(columns: Sequence[str] | None, known: Sequence[str], types: Mapping[str, str], name: str) -> list[str]:
+def _chosen(
+    columns: Sequence[str] | None, known: Sequence[str], types: Mapping[str, str], name: str, say: ArgumentNames
+) -> list[str]:
     names = list(known) if columns is None else list(columns)
-    for argument, given in (("columns", names), ("types", list(types))):
-        missing = [each for each in given if each not in known]
-        if missing or not names:
+    for argument, given, among in (("columns", names, known), ("types", list(types), names)):
+        wrong = [each for each in given if each not in among or given.count(each) > 1]
+        if wrong or not names:
             raise InvalidArgumentError(
-                f"{name}: {argument} must be some of {', '.join(known)}, got {', '.join(missing) or 'none'}"
+                f"{name}: {say.of(argument)} must be some of {', '.join(among)}, each once, got "
+                f"{', '.join(wrong) or 'none'}"
             )
     return names
 
@@ -266,10 +261,11 @@ class _Conversion:
     timeout_s: float
 
     def __post_init__(self) -> None:
-        self._shown = time.monotonic()
+        self._line = Progress(FILES_S)
 
     def run(self, processes: int) -> Converted:
         with contextlib.ExitStack() as stack:
+            stack.callback(self._line.finish)
             finished = self._finished_before()
             if finished is None:
                 lock = stack.enter_context(self._sole_writer())
@@ -393,14 +389,8 @@ class _Conversion:
             self._progress(done, total)
 
     def _progress(self, done: int, total: int) -> None:
-        if time.monotonic() - self._shown >= QUIET_S:
-            self._shown = time.monotonic()
-            samples = sum(part.end - part.begin for part in self.plan.parts)
-            print(
-                f"{self.remote.url}: converted {done} of {total} parts of {samples} samples",
-                file=sys.stderr,
-                flush=True,
-            )
+        samples = sum(part.end - part.begin for part in self.plan.parts)
+        self._line.update(f"{self.remote.url}: converted {done} of {total} parts of {samples} samples")
 
     # ---- the end
 

@@ -28,7 +28,7 @@ from penstock.data.formats.text_shards import check_json, check_separated, open_
 from penstock.data.formats.tfrecord.example_messages import check_records
 from penstock.data.formats.tfrecord.tfrecord_file import TFRecordReader, open_tfrecord
 
-__all__ = ["FORMATS", "MAX_BYTES", "Format", "PartReading"]
+__all__ = ["FORMATS", "MAX_BYTES", "Format", "PartReading", "reads_by_column"]
 
 MAX_BYTES = (1 << 32) - 1
 """Largest size in bytes of a file that is addressed by 32-bit offsets."""
@@ -70,6 +70,8 @@ class Format:
     """Largest size of a raw file, in bytes."""
     by_part: PartReading | None = None
     """Functions that read parts of a file; None if files are always fetched whole."""
+    by_column: bool = False
+    """True if the reader returns the columns of several rows, see `shards.columns_of_rows`."""
 
 
 def _unchecked(settings: dict[str, Any]) -> None:
@@ -103,6 +105,7 @@ FORMATS: Mapping[str, Format] = {
             check_parquet,
             open_parquet,
             by_part=PartReading(footer_shard, read_footer, open_row_group),
+            by_column=True,
         ),
         # Files of other libraries, read as they are.
         Format("megatron", _WITH_OFFSETS, _unchecked, open_megatron),
@@ -112,6 +115,7 @@ FORMATS: Mapping[str, Format] = {
             check_arrow,
             open_arrow,
             by_part=PartReading(header_shard, read_header, open_arrow_part),
+            by_column=True,
         ),
         Format("array_record", ("data",), check_records, open_array_record),
         Format(
@@ -145,3 +149,9 @@ FORMATS: Mapping[str, Format] = {
     )
 }
 """Formats by name."""
+
+
+def reads_by_column(name: str) -> bool:
+    """Return True if the readers of a format return columns; False also for an unknown format."""
+    known = FORMATS.get(name)
+    return known is not None and known.by_column

@@ -19,20 +19,24 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import InvalidField, kind_of
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = [
     "INDEX",
+    "INDEX_END",
     "PRECEDED_NOTE",
     "SOURCE_NOTE",
     "VERSION_NOTE",
     "check_version",
+    "entry_text",
     "file_notes",
     "first_notes",
+    "index_begin",
     "index_notes",
     "invalid_index",
     "join_indexes",
     "read_index",
+    "shard_below",
     "shard_of",
     "version_index",
     "write_index",
@@ -47,6 +51,8 @@ VERSION = 2
 NOTES = "penstock"
 """Name of the index's entry that holds the notes; it is the first one, because entries are sorted."""
 _NOTES_BEGIN = f'{{"{NOTES}": '.encode()
+INDEX_END = f'], "version": {VERSION}}}'.encode()
+"""Text of an index after its last entry."""
 MAX_NUMBER = 1 << 44
 """Largest size of a file in bytes, and largest number of samples in it. With this limit, sums over all shards stay
 below 64 bits."""
@@ -94,10 +100,18 @@ def invalid_index(where: str, error: Exception) -> DatasetError:
 def write_index(shards: Iterable[Shard], notes: Mapping[str, Any] | None = None) -> bytes:
     """Return the index as mosaicml-streaming writes it, byte for byte. `notes`: entries for Penstock alone (see
     `index_notes`), which its reader ignores."""
-    index: dict[str, Any] = {"version": VERSION, "shards": [_entry(shard) for shard in shards]}
-    if notes:
-        index[NOTES] = dict(notes)
-    return json.dumps(index, sort_keys=True).encode()
+    return index_begin(notes) + b", ".join(map(entry_text, shards)) + INDEX_END
+
+
+def index_begin(notes: Mapping[str, Any] | None = None) -> bytes:
+    """Return the text of an index before its first entry. `notes`: as in `write_index`."""
+    begin = _NOTES_BEGIN + json.dumps(dict(notes), sort_keys=True).encode() + b", " if notes else b"{"
+    return begin + b'"shards": ['
+
+
+def entry_text(shard: Shard) -> bytes:
+    """Return the text of a shard's entry in an index. ", " separates entries."""
+    return json.dumps(_entry(shard), sort_keys=True).encode()
 
 
 def version_index(version: int) -> str:
@@ -136,11 +150,12 @@ def file_notes(file: Descriptor) -> dict[str, Any]:
 def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:
     """Return the shards of several folders as those of one dataset in their common folder. `parts`: (path of the folder
     below the common one, its shards) for each."""
-    return [
-        replace(shard, files=tuple(_below(folder, file) for file in shard.files))
-        for folder, shards in parts
-        for shard in shards
-    ]
+    return [shard_below(folder, shard) for folder, shards in parts for shard in shards]
+
+
+def shard_below(folder: str, shard: Shard) -> Shard:
+    """Return a shard of a folder as one of a folder above. `folder`: path from that one."""
+    return replace(shard, files=tuple(_below(folder, file) for file in shard.files))
 
 
 def _entries(data: bytes) -> list[Any]:
@@ -186,7 +201,10 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
     if compression is None:
         compression = ""
     elif isinstance(compression, str) and compression:
-        parse_compression(compression)
+        try:
+            parse_compression(compression)
+        except InvalidArgumentError as error:
+            raise InvalidField("compression", f"is invalid: {error.message}") from None
     else:
         raise InvalidField("compression", f"must be a name or null, got {kind_of(compression)}")
     pairs = []

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from penstock.data.batch_columns import Columns
+from penstock.data.ordering.permutation import Ints
+
 __all__ = [
     "DEFAULT_OPTIONS",
     "BlockReader",
@@ -19,6 +22,7 @@ __all__ = [
     "ShardFile",
     "ShardReader",
     "StoredFile",
+    "columns_of_rows",
     "rows_of",
 ]
 
@@ -88,6 +92,11 @@ class Shard:
         return self.blocks or self.spans or (self.samples,)
 
     @property
+    def is_verifiable(self) -> bool:
+        """True if the index has a hash of a raw file. The file is then fetched as a whole, to be verified."""
+        return any(file.raw.hashes for file in self.files)
+
+    @property
     def name(self) -> str:
         """Name of the shard's first file, which names the shard in errors."""
         return self.files[0].raw.name
@@ -120,7 +129,8 @@ class ShardReader(Protocol):
     """Open shard. Safe for threads, and for forked children.
 
     Readers may also have `get_many(rows: Sequence[int]) -> list[dict]`, which returns the samples at these indexes, in
-    this order, and is faster than one call for each (see `rows_of`).
+    this order, and is faster than one call for each (see `rows_of`); and `get_columns(rows: Ints) -> Columns | None`,
+    which returns the same by column (see `columns_of_rows`).
     """
 
     name: str
@@ -144,6 +154,19 @@ def rows_of(reader: ShardReader, rows: Sequence[int]) -> list[dict[str, Any]]:
     if many is None:
         return [reader[row] for row in rows]
     found: list[dict[str, Any]] = many(rows)
+    return found
+
+
+def columns_of_rows(reader: ShardReader, rows: Ints) -> Columns | None:
+    """Return the columns of the samples at these indexes, at least one, by the reader's own `get_columns`; None if the
+    reader lacks one, or if a sample cannot be read, because reading by row names the sample in its error."""
+    columns = getattr(reader, "get_columns", None)
+    if columns is None:
+        return None
+    try:
+        found: Columns | None = columns(rows)
+    except Exception:
+        return None
     return found
 
 

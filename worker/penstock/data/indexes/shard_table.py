@@ -92,7 +92,7 @@ class _Collected:
         self.counts.append(len(shard.units))
         self.part_sizes.extend(shard.parts)
         self.part_counts.append(len(shard.parts))
-        self.flags.append(RANGES * has_ranges(shard) | HASHED * any(file.raw.hashes for file in shard.files))
+        self.flags.append(RANGES * has_ranges(shard) | HASHED * shard.is_verifiable)
 
 
 class ShardTable(Sequence[Shard]):

@@ -201,6 +201,7 @@ class StreamingLoader(PositionLoader):
             batch=batch,
             files=joined_files(layouts),
             inner=inner,
+            starts=dataset.unit_starts,
         )
         wanted = zip(dataset.stream_names, shares, strict=True)
         millionths = {cut_name(name): (round(1e6 * share / sum(shares)), 0) for name, share in wanted}
@@ -462,6 +463,7 @@ def _reader(
         reseed_collate=own_collate if reseed is None else reseed,
         many=dataset.get_many,
         counter=counter,
+        by_column=not own_collate,
     )
 
 

@@ -18,6 +18,7 @@ from penstock.data.sharded.layers.mixture import Mixture
 from penstock.data.sharded.layers.mixture_shares import parts_of
 from penstock.data.sharded.protocol import ShardedSource
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
+from penstock.proto.state.envelope import damaged_state
 
 __all__ = [
     "CHANGES",
@@ -78,7 +79,7 @@ class MixtureChange:
             if not all(type(number) is int and 0 <= number < NUMBER_LIMIT for number in numbers):
                 raise ValueError(f"numbers must be in range, got {numbers!r:.200}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"the ShardLoader's state is damaged: {error!r}. Load an older state") from error
+            raise damaged_state("the ShardLoader's state is damaged", error) from error
         return change
 
 

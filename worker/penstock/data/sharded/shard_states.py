@@ -28,9 +28,9 @@ from penstock.data.sharded.shard_cursors import CursorStates
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,
-    StateCorruptError,
     StateMismatchError,
 )
+from penstock.proto.state.envelope import damaged_state
 
 __all__ = [
     "FixedOrder",
@@ -146,7 +146,7 @@ class FixedOrder:
             if length is not None and progress.start > length:
                 raise ValueError(f"{progress} is beyond the {length} samples of the epoch")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"the ShardLoader's state is damaged: {error!r}. Load an older state") from error
+            raise damaged_state("the ShardLoader's state is damaged", error) from error
         return ShardedPosition(progress, cursors, ended, endless_order)
 
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

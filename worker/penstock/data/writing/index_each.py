@@ -14,20 +14,20 @@ from penstock.data.formats.index import read_index, write_index
 from penstock.data.formats.records.offset_file import ENDING
 from penstock.data.formats.shards import Shard
 from penstock.data.job_processes import in_processes
-from penstock.data.writing.index_progress import Progress
 from penstock.data.writing.indexable_files import INDEXABLE, IndexFile
 from penstock.proto.errors import DatasetError
 from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 __all__ = ["JOURNAL", "index_each", "indexed"]
 
 JOURNAL = ".penstock-indexing"
 """Name of the file with the entries of the files that are finished, while a folder is indexed."""
 PROGRAM = "penstock.data.writing.index_process"
-MEASURE_S = 1.0
+MEASURE_S = 0.5
 """Seconds of indexing in this process from which the time for the other files is estimated."""
-WORTH_S = 6.0
-"""Estimated seconds from which other processes are started. Each takes 2 s of processor time until it begins."""
+WORTH_S = 2.0
+"""Estimated seconds from which other processes are started. Each takes 0.3 s of processor time until it begins."""
 
 _Key = tuple[str, int, int, int, int]
 """Identity of a file's content: name, size in bytes, mtime and ctime in nanoseconds, inode number."""
@@ -49,18 +49,20 @@ def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: 
     keys = {name: _key(root, name) for name in names}
     done = {name: entry for name, entry in _finished(root, out).items() if entry[0] == keys.get(name)}
     left, journal = [name for name in names if name not in done], out / JOURNAL
-    progress = Progress(str(root), len(names))
+    progress = Progress(FILES_S)
     try:
         write_whole(journal, b"".join(_line(key, shard) for key, shard in done.values()))
         with journal.open("ab") as log, contextlib.closing(_shards(root, left, format, out)) as found:
             for name, shard in found:
                 done[name] = keys[name], shard
                 _append(log, *done[name])
-                progress.show(len(done))
+                progress.update(f"{root}: indexed {len(done)} of {len(names)} files")
     except OSError as error:
         raise DatasetError(
             f"{journal} cannot be written: {error}. Give index_folder an argument `out`, a folder that you can write to"
         ) from error
+    finally:
+        progress.finish()
     return [done[name][1] for name in names]
 
 

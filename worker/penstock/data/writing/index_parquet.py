@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.data.arguments import truth
 from penstock.data.formats.index import INDEX, SOURCE_NOTE, write_index
 from penstock.data.formats.parquet.parquet_footer import TAIL_BYTES, footer_length
 from penstock.data.formats.parquet.parquet_shards import Tail, parquet_shards, shards_of_tails
@@ -56,6 +57,7 @@ def index_parquet(
     Returns the shards: a file each, with its row groups as blocks. Raises DatasetError; ShardCorruptError, which names
     the file; ShardUnavailableError; InvalidArgumentError.
     """
+    truth("ranges", ranges)
     root, pattern = _split(os.fspath(folder))
     remote = RemoteFolder(root, storage_options)
     local = remote.local

@@ -25,9 +25,9 @@ from penstock.data.formats.shards import Shard
 from penstock.data.ordering.permutation import Ints
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.prepared_meta import fetch_meta
-from penstock.data.writing.index_progress import Progress
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
 from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 __all__ = ["index_prepared", "warn_of_loader"]
 
@@ -79,12 +79,14 @@ def warn_of_loader(notes: Mapping[str, Any], where: str) -> None:
 
 def _archives(remote: RemoteFolder, folder: Path, timeout_s: float) -> list[Shard]:
     names = prepared_names(folder)
-    progress = Progress(remote.url, len(names))
-    with ThreadPoolExecutor(THREADS) as threads:
-        found = []
-        for shard in threads.map(partial(_archive, remote, folder, timeout_s), names):
-            found.append(shard)
-            progress.show(len(found))
+    progress, found = Progress(FILES_S), list[Shard]()
+    try:
+        with ThreadPoolExecutor(THREADS) as threads:
+            for shard in threads.map(partial(_archive, remote, folder, timeout_s), names):
+                found.append(shard)
+                progress.update(f"{remote.url}: indexed {len(found)} of {len(names)} files")
+    finally:
+        progress.finish()
     return found
 
 

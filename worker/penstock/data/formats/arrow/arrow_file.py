@@ -21,11 +21,13 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
+from penstock.data.batch_columns import Columns, by_number, joined
 from penstock.data.formats.arrow.arrow_columns import Batch, Column, column_plans
 from penstock.data.formats.arrow.ipc_messages import (
     BATCH,
@@ -45,6 +47,7 @@ from penstock.data.formats.parquet.parquet_columns import column_of
 from penstock.data.formats.ranges.file_ranges import file_range, part_shard, spans_of
 from penstock.data.formats.raw_files import check_size
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
+from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
@@ -92,7 +95,8 @@ class _ArrowFile:
 
     def __init__(self, path: Path, name: str, part: ArrowPart | None = None) -> None:
         arrow = _pyarrow()
-        self.name, self._part = name, part
+        self.name = name
+        self._header, self._begin = (part.header, part.begin) if part else (b"", 0)
         try:
             self.file: Descriptor | None = Descriptor(path)
             self.size = os.fstat(self.file.fileno()).st_size
@@ -160,9 +164,13 @@ class _ArrowFile:
         return batch
 
     def read(self, begin: int, size: int) -> bytes:
-        """Return `size` bytes from offset `begin`. Raises ShardCorruptError if the file has become shorter."""
+        """Return `size` bytes of the record batches from offset `begin`. Raises ShardCorruptError if the file has
+        become shorter."""
+        file = self.file
+        if file is None:
+            raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         try:
-            data = self._read(begin, size)
+            data = file.read(size, begin - self._begin)
         except OSError as error:
             raise ShardCorruptError(
                 f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
@@ -177,7 +185,7 @@ class _ArrowFile:
         if file is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         try:
-            done = file.read_into(array, begin - (self._part.begin if self._part else 0))
+            done = file.read_into(array, begin - self._begin)
         except OSError as error:
             raise ShardCorruptError(
                 f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
@@ -195,13 +203,16 @@ class _ArrowFile:
         file = self.file
         if file is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
-        part = self._part
-        if part is None:
-            return file.read(size, begin)
-        return part.header[begin : begin + size] if begin < len(part.header) else file.read(size, begin - part.begin)
+        in_header = begin < len(self._header)
+        return self._header[begin : begin + size] if in_header else file.read(size, begin - self._begin)
 
     def _bytes(self, message: Message) -> bytes:
-        return self.read(message.begin, message.end - message.begin)
+        """Return a message of the header."""
+        size = message.end - message.begin
+        data = self._read(message.begin, size)
+        if len(data) != size:
+            self._truncated(message.begin, size, len(data))
+        return data
 
 
 Whole = list[tuple[str, DecodedColumn]]
@@ -289,23 +300,59 @@ class ArrowReader:
     def _together(self, begin: int, end: int) -> list[dict[str, Any]]:
         """Return the samples of rows that follow each other in a record batch; none if they are few, or if one cannot
         be read, because `__getitem__` names the sample and the column in its error."""
+        try:
+            columns = self._run(begin, end)
+            values = [column.many(range(end - begin)) for _, column in columns]
+        except Exception:
+            return []
+        names = [name for name, _ in columns]
+        return [dict(zip(names, sample, strict=True)) for sample in zip(*values, strict=True)]
+
+    def _run(self, begin: int, end: int) -> Whole:
+        """Return the columns of rows that follow each other in a record batch; none if they are few or large."""
         if end - begin < TOGETHER or begin < 0 or self._plans is None:
             return []
         number = bisect.bisect_right(self._file.begins, begin) - 1
-        first, rows, arrow = begin - self._file.begins[number], range(end - begin), _pyarrow()
-        try:
-            batch = self._layouts.get(number) or self._laid_out(number)
-            if batch.body_size > LARGE * batch.layout.rows:
-                return []
-            columns = []
-            for _, plan in self._plans:
-                array = plan.array(batch, first, first + len(rows))
-                array.validate(full=True)
-                columns.append(column_of(arrow.chunked_array([array])).many(rows))
-        except Exception:
+        first, chunked = begin - self._file.begins[number], _pyarrow().chunked_array
+        batch = self._layouts.get(number) or self._laid_out(number)
+        if batch.body_size > LARGE * batch.layout.rows:
             return []
-        names = [name for name, _ in self._plans]
-        return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+        columns = []
+        for name, plan in self._plans:
+            array = plan.array(batch, first, first + end - begin)
+            array.validate(full=True)
+            columns.append((name, column_of(chunked([array]))))
+        return columns
+
+    def get_columns(self, rows: Ints) -> Columns | None:
+        """Return the columns of the samples with these numbers, see `formats.shards.columns_of_rows`."""
+        parts: list[tuple[Ints, Columns]] = []
+        if self._plans is None:
+            for number, places in by_number(np.searchsorted(self._file.begins, rows, side="right") - 1):
+                inside = rows[places] - self._file.begins[number]
+                parts.append((places, {name: column.batch(inside) for name, column in self._batch(number)}))
+            return joined(len(rows), parts)
+        alone: list[int] = []
+        at = 0
+        for begin, end in _runs(rows.tolist(), self._bounds):
+            count = end - begin
+            columns = self._run(begin, end)
+            if columns:
+                values = {name: column.batch(np.arange(count)) for name, column in columns}
+                parts.append((np.arange(at, at + count), values))
+            else:
+                alone += range(at, at + count)
+            at += count
+        if alone:
+            found = [self._found(row) for row in rows[alone].tolist()]
+            by_row: Columns = {name: [plan.row(batch, row) for batch, row in found] for name, plan in self._plans}
+            parts.append((np.array(alone), by_row))
+        return joined(len(rows), parts)
+
+    def _found(self, index: int) -> tuple[Batch, int]:
+        """Return the record batch of a row, and the number of the row in it."""
+        number = bisect.bisect_right(self._file.begins, index) - 1
+        return self._layouts.get(number) or self._laid_out(number), index - self._file.begins[number]
 
     def select(self, columns: Sequence[str]) -> None:
         """Read only these columns from now on. Raises DatasetError if the file lacks one of these columns."""
@@ -332,6 +379,7 @@ class ArrowReader:
     def drop(self, block: int) -> None:
         """Drop a record batch from memory."""
         self._whole.pop(block, None)
+        self._layouts.pop(block, None)
 
     def forget(self, block: int) -> None:
         """Mark a record batch as not needed soon, so that its memory is freed first."""
@@ -345,8 +393,10 @@ class ArrowReader:
                 f"{self.name} must not change while it is read, but record batch {number} did. Index the folder again, "
                 "and open the dataset again"
             )
-        batch = Batch(layout, body, size, self._file.read, self._file.fill)
+        batch = Batch(layout, body, size, self._file.read, self._file.fill, partial(MEMORY.add, self._owner, number))
         if len(self._layouts) >= KEPT_LAYOUTS:
+            for old in list(self._layouts):
+                MEMORY.release(self._owner, old)
             self._layouts = {}
         self._layouts[number] = batch
         return batch
