@@ -56,7 +56,7 @@ LOOK_S = 0.1
 locked shard cannot be evicted."""
 INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".tfrecord", ".arrow", ".idx"}
 """Endings of files in a folder that `index_folder` can index."""
-LARGEST_PAGE = 64 << 20
+LARGEST_PAGE = 4 << 20
 """Size of an index, in bytes, up to which its copy is parsed before it is believed to be one."""
 CONFIRM_S = 10.0
 """Seconds to wait for the remote to answer whether it has a file."""
