@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.data.converting.convert import Converted, convert_dataset
     from penstock.data.formats.lance.lance_rows import LanceRows
+    from penstock.data.formats.media.clips import AudioClip, VideoClip
     from penstock.data.formats.megatron.token_documents import MegatronDocuments
     from penstock.data.loading.counting import Counts
     from penstock.data.loading.map_loader import MapLoader
     from penstock.data.loading.streaming_loader import StreamingLoader
     from penstock.data.ordering.balancing.balanced_order import Balance
+    from penstock.data.sharded.blends.energon_blend import energon_blend, energon_concat
+    from penstock.data.sharded.blends.megatron_blend import megatron_blend
     from penstock.data.sharded.layers.documents import Chunked
     from penstock.data.sharded.layers.mapped import Filtered, Mapped, SkipSample
     from penstock.data.sharded.layers.mixture import Mixture
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     from penstock.data.sharded.layers.packed_rows import collate_packed
     from penstock.data.sharded.layers.repeated import Repeated
     from penstock.data.sharded.layers.windows import Grouped, WindowShuffled
-    from penstock.data.sharded.megatron_blend import megatron_blend
     from penstock.data.sharded.protocol import Cursor, ShardedSource
     from penstock.data.sharded.shard_loader import ShardLoader
     from penstock.data.sharded.sources.lines import LineFile
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from penstock.data.writing.writers import MDSWriter
 
 __all__ = [
+    "AudioClip",
     "Balance",
     "CSVWriter",
     "Chunked",
@@ -69,10 +72,13 @@ __all__ = [
     "StreamingLoader",
     "SyntheticDataset",
     "TSVWriter",
+    "VideoClip",
     "WindowShuffled",
     "XSVWriter",
     "collate_packed",
     "convert_dataset",
+    "energon_blend",
+    "energon_concat",
     "index_folder",
     "index_parquet",
     "megatron_blend",
@@ -80,6 +86,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AudioClip": "formats.media.clips",
     "Balance": "ordering.balancing.balanced_order",
     "CSVWriter": "writing.text_writers",
     "Chunked": "sharded.layers.documents",
@@ -110,13 +117,16 @@ _MODULES = {
     "StreamingLoader": "loading.streaming_loader",
     "SyntheticDataset": "synthetic_dataset",
     "TSVWriter": "writing.text_writers",
+    "VideoClip": "formats.media.clips",
     "WindowShuffled": "sharded.layers.windows",
     "XSVWriter": "writing.text_writers",
     "collate_packed": "sharded.layers.packed_rows",
     "convert_dataset": "converting.convert",
+    "energon_blend": "sharded.blends.energon_blend",
+    "energon_concat": "sharded.blends.energon_blend",
     "index_folder": "writing.index_folder",
     "index_parquet": "writing.index_parquet",
-    "megatron_blend": "sharded.megatron_blend",
+    "megatron_blend": "sharded.blends.megatron_blend",
     "merge_index": "writing.merge_index",
 }
 """Module below this package that has each name."""

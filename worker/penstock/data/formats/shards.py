@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from penstock.data.batch_columns import Columns
+from penstock.data.ordering.permutation import Ints
+
 __all__ = [
     "DEFAULT_OPTIONS",
     "BlockReader",
@@ -19,6 +22,7 @@ __all__ = [
     "ShardFile",
     "ShardReader",
     "StoredFile",
+    "columns_of_rows",
     "rows_of",
 ]
 
@@ -67,15 +71,25 @@ class Shard:
     decoded_bytes: int = 0
     """Smallest number of bytes that all blocks take in memory once they are decoded; 0 if it is unknown."""
 
+    spans: tuple[int, ...] = ()
+    """Number of samples in each span of the file, in the order of the file, if its format has no blocks, but
+    consecutive samples can be fetched without the rest. Empty for other formats, small files, and files with
+    blocks."""
     ranges: tuple[int, ...] = ()
-    """Offsets in the file, in bytes, so that its blocks can be fetched without the rest: the beginning and the end of
-    each block, then the beginning of the footer, which ends with the file; shape (2 * blocks + 1,). Empty if
-    unknown."""
+    """Offsets in the file, in bytes, so that its parts can be fetched without the rest: the beginning and the end of
+    each part, then the border of what all of them need: the beginning of Parquet's footer, the end of Arrow's header,
+    and else the end of the file; shape (2 * parts + 1,). Empty if unknown."""
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Number of samples in each unit that is read as a whole: each block, or else the shard."""
+        """Number of samples in each unit that decides the order: each block, or else the shard."""
         return self.blocks or (self.samples,)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Number of samples in each part that can be fetched without the rest of the file: each block or span, or else
+        the shard."""
+        return self.blocks or self.spans or (self.samples,)
 
     @property
     def is_verifiable(self) -> bool:
@@ -106,6 +120,8 @@ class ReadOptions:
     """Names of the columns that samples have; None: all."""
     encoded: bool = False
     """True if the values of MDS columns are bytes, as they are stored."""
+    clips: Mapping[str, Any] = field(default_factory=dict)
+    """What is decoded of columns of videos and sounds: VideoClip or AudioClip, by the column's name."""
 
 
 DEFAULT_OPTIONS = ReadOptions()
@@ -115,7 +131,8 @@ class ShardReader(Protocol):
     """Open shard. Safe for threads, and for forked children.
 
     Readers may also have `get_many(rows: Sequence[int]) -> list[dict]`, which returns the samples at these indexes, in
-    this order, and is faster than one call for each (see `rows_of`).
+    this order, and is faster than one call for each (see `rows_of`); and `get_columns(rows: Ints) -> Columns | None`,
+    which returns the same by column (see `columns_of_rows`).
     """
 
     name: str
@@ -139,6 +156,19 @@ def rows_of(reader: ShardReader, rows: Sequence[int]) -> list[dict[str, Any]]:
     if many is None:
         return [reader[row] for row in rows]
     found: list[dict[str, Any]] = many(rows)
+    return found
+
+
+def columns_of_rows(reader: ShardReader, rows: Ints) -> Columns | None:
+    """Return the columns of the samples at these indexes, at least one, by the reader's own `get_columns`; None if the
+    reader lacks one, or if a sample cannot be read, because reading by row names the sample in its error."""
+    columns = getattr(reader, "get_columns", None)
+    if columns is None:
+        return None
+    try:
+        found: Columns | None = columns(rows)
+    except Exception:
+        return None
     return found
 
 

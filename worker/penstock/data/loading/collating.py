@@ -1,4 +1,5 @@
-"""Helpers for a user's collate function: conversion of StopIteration into an error, and batches without rows."""
+"""Batches from samples or columns: a user's collate function and its StopIteration, batches without rows, and columns
+collated as torch collates rows."""
 
 from __future__ import annotations
 
@@ -9,11 +10,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data._utils import collate as torchs
 
+from penstock.data.batch_columns import Columns, Values, stacked
 from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["checked_collate", "empty_batch", "without_rows"]
+__all__ = ["checked_collate", "collate_columns", "collates_as_torch", "empty_batch", "without_rows"]
+
+_TORCHS_OWN: dict[Any, Any] = {
+    torch.Tensor: torchs.collate_tensor_fn,
+    np.ndarray: torchs.collate_numpy_array_fn,
+    (np.bool_, np.number, np.object_): torchs.collate_numpy_scalar_fn,
+    float: torchs.collate_float_fn,
+    int: torchs.collate_int_fn,
+    str: torchs.collate_str_fn,
+    bytes: torchs.collate_str_fn,
+}
+"""torch's table of collate functions, as long as no user has registered others."""
 
 
 def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -29,6 +43,24 @@ def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[An
 def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
     with forbid_stop_iteration("the collate_fn"):
         return collate_fn(samples)
+
+
+def collates_as_torch() -> bool:
+    """Return True if default_collate has torch's own functions only. Users may register functions at any time."""
+    return torchs.default_collate_fn_map == _TORCHS_OWN
+
+
+def collate_columns(columns: Columns) -> dict[str, Any]:
+    """Return the batch that default_collate makes of the rows of these columns, with torch's own functions. Raises what
+    it raises for a column."""
+    return {name: _collated_column(values) for name, values in columns.items()}
+
+
+def _collated_column(values: Values) -> Any:
+    array = values if isinstance(values, np.ndarray) else stacked(values)
+    if array is not None:
+        return torch.from_numpy(array)
+    return torchs.default_collate(values)  # type: ignore[no-untyped-call]
 
 
 def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:

@@ -75,8 +75,8 @@ def check_threads(threads: int, reseed: bool | None) -> None:
 
 
 def in_threads(plans: Iterator[BatchPlan], reader: MapReader, threads: int) -> Iterator[Any]:
-    wanted: SimpleQueue[tuple[Future[list[Any]], BatchPlan] | None] = SimpleQueue()
-    ahead: deque[tuple[Future[list[Any]], BatchPlan]] = deque()
+    wanted: SimpleQueue[tuple[Future[Any], BatchPlan] | None] = SimpleQueue()
+    ahead: deque[tuple[Future[Any], BatchPlan]] = deque()
     for _ in range(threads):
         # Plain daemon threads instead of a ThreadPoolExecutor's: a read that hangs must not delay the end of the loop
         # or of the process.
@@ -96,16 +96,16 @@ def in_threads(plans: Iterator[BatchPlan], reader: MapReader, threads: int) -> I
             wanted.put(None)
 
 
-def _collated(reader: MapReader, future: Future[list[Any]], plan: BatchPlan) -> Any:
+def _collated(reader: MapReader, future: Future[Any], plan: BatchPlan) -> Any:
     return reader.collated(plan, future.result())
 
 
-def _read(wanted: SimpleQueue[tuple[Future[list[Any]], BatchPlan] | None], reader: MapReader) -> None:
+def _read(wanted: SimpleQueue[tuple[Future[Any], BatchPlan] | None], reader: MapReader) -> None:
     while (next_one := wanted.get()) is not None:
         future, plan = next_one
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(reader.samples(plan))
+                future.set_result(reader.read(plan))
             except BaseException as error:
                 future.set_exception(error)
         del next_one, future  # free the batch before waiting for the next plan

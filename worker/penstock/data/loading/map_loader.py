@@ -11,6 +11,7 @@ from typing import Any
 import torch.utils.data
 
 from penstock.data.arguments import whole
+from penstock.data.batch_columns import makes_all_samples
 from penstock.data.loading.collating import checked_collate
 from penstock.data.loading.counting import Counts, LoaderCounts
 from penstock.data.loading.fetching import ReadAhead, check_threads, in_processes, in_threads
@@ -98,7 +99,8 @@ class MapLoader(PositionLoader):
                 each sample is read, so that random augmentation depends on nothing else; also before the collate
                 function is called, from the position of the batch's first row. After a batch the generators get back
                 their earlier state. Takes 10 us a sample and 0.25 ms a batch (docs/datasets.md). None: True, but False
-                with `fetch_threads`, which would share the generators.
+                with `fetch_threads`, which would share the generators, and for datasets of Penstock's own classes,
+                which draw no random numbers.
             keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
                 read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
             counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
@@ -142,16 +144,18 @@ class MapLoader(PositionLoader):
         balanced = balanced_order(balance, order, dataset, self._length, batch, described)
         self.dataset, self._seed = dataset, seed
         self._threads, self._processes = fetch_threads, fetch_processes
-        reseed = not fetch_threads if reseed is None else reseed
         own_counts = LoaderCounts(counts)
+        own_samples, own_collate = not makes_all_samples(dataset), collate_fn is not collate
         self._reader = MapReader(
             dataset,
             name,
             len(order),
             checked_collate(collate_fn),
             seed=seed,
-            reseed=reseed,
+            reseed=own_samples and not fetch_threads if reseed is None else reseed,
+            reseed_collate=(own_samples or own_collate) and not fetch_threads if reseed is None else reseed,
             counter=own_counts.counter,
+            by_column=not own_collate,
         )
         super().__init__(
             name,

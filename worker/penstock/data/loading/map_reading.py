@@ -11,7 +11,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.data.loading.collating import empty_batch
+from penstock.data.batch_columns import Columns, makes_all_samples
+from penstock.data.loading.collating import collate_columns, collates_as_torch, empty_batch
 from penstock.data.loading.counting import CountedBatch, SampleCounter
 from penstock.data.loading.keyed_random import Seeds, seed_generators, seeds_of
 from penstock.data.ordering.epoch_plan import BatchPlan
@@ -40,6 +41,7 @@ class MapReader:
         reseed_collate: bool | None = None,
         many: Callable[[Ints], list[Any]] | None = None,
         counter: SampleCounter | None = None,
+        by_column: bool = False,
     ) -> None:
         """
         Args:
@@ -47,6 +49,7 @@ class MapReader:
             reseed_collate: seed the random generators before a batch is collated; None: as `reseed`.
             many: function that reads all samples of a batch in one call, and names the failing sample in its errors.
             counter: counter of the samples; batches then come as CountedBatch. None: samples are not counted.
+            by_column: True if `collate` is torch's own, so that a batch may be made without samples.
         """
         self.dataset, self.collate = dataset, collate
         self.name, self._length = name, epoch_size
@@ -54,6 +57,8 @@ class MapReader:
         reseed_collate = reseed if reseed_collate is None else reseed_collate
         self._collate_key = derive_seed(seed, "collate") if reseed_collate else None
         self._many, self._counter = many, counter
+        self._by_column = by_column and not self.reseeds and counter is None and makes_all_samples(dataset)
+        """True if no code but torch's needs the samples, and the dataset returns columns."""
 
     @property
     def reseeds(self) -> bool:
@@ -69,39 +74,50 @@ class MapReader:
         finally:
             restore_rng(before)
 
+    def read(self, plan: BatchPlan) -> list[Any] | Columns:
+        """Return what `collated` makes the batch of a plan of: its columns where that suffices, otherwise its
+        samples."""
+        if self._by_column and not plan.empty and collates_as_torch():
+            columns: Columns | None = self.dataset.get_columns(plan.ids)
+            if columns is not None:
+                return columns
+        return self.samples(plan)
+
     def batch(self, plan: BatchPlan) -> Any:
         """Return the collated batch of a plan. With `reseed_collate`, the random generators are seeded for the collate
         function from the position of the batch's first row."""
         if not self.reseeds:
-            return self._collated(plan, self._all(plan))
+            return self._collated(plan, self.read(plan))
         before = capture_rng()
         try:
             return self._seeded(plan, self._all(plan) if self._key is None else self._each(plan, self._key))
         finally:
             restore_rng(before)
 
-    def collated(self, plan: BatchPlan, samples: list[Any]) -> Any:
-        """Return the collated batch of samples that were read earlier, with the generators seeded as in `batch`."""
+    def collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
+        """Return the collated batch of what `read` returned earlier, with the generators seeded as in `batch`."""
         if self._collate_key is None:
-            return self._collated(plan, samples)
+            return self._collated(plan, found)
         before = capture_rng()
         try:
-            return self._seeded(plan, samples)
+            return self._seeded(plan, found)
         finally:
             restore_rng(before)
 
-    def _seeded(self, plan: BatchPlan, samples: list[Any]) -> Any:
+    def _seeded(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
         if self._collate_key is not None:
             seed_generators(self._seeds(self._collate_key, plan.epoch, plan.positions[:1])[0])
-        return self._collated(plan, samples)
+        return self._collated(plan, found)
 
-    def _collated(self, plan: BatchPlan, samples: list[Any]) -> Any:
+    def _collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
+        if isinstance(found, dict):
+            return collate_columns(found)
         if self._counter is None:
-            return empty_batch(self.collate, samples[0]) if plan.empty else self.collate(samples)
+            return empty_batch(self.collate, found[0]) if plan.empty else self.collate(found)
         if plan.empty:
-            return CountedBatch(empty_batch(self.collate, samples[0]), {})
-        counted = self._counter.count(samples, self.sources(plan.ids))
-        return CountedBatch(self.collate(samples), counted)
+            return CountedBatch(empty_batch(self.collate, found[0]), {})
+        counted = self._counter.count(found, self.sources(plan.ids))
+        return CountedBatch(self.collate(found), counted)
 
     def sources(self, numbers: Ints) -> Sequence[str] | None:
         """Return the source of each of the samples with these numbers, from the dataset's method `sources_of`, with

@@ -12,8 +12,9 @@ from __future__ import annotations
 import importlib
 import struct
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,13 @@ from penstock.data.formats.parquet.parquet_values import value_of
 
 __all__ = ["Batch", "Column", "column_plans"]
 
+
+KEPT_ROW_BYTES = 16
+"""Largest number of bytes for each row of a buffer that is kept in memory."""
+KEPT_BUFFER_BYTES = 1 << 20
+"""Largest size in bytes of a buffer that is kept in memory."""
+PART_COST_BYTES = 4096
+"""Number of bytes that are read from the page cache in the time that the reading of one part takes besides."""
 
 _CODES = {
     f"{kind}{size}": code
@@ -43,10 +51,42 @@ class Batch:
     """Function (begin, size) that returns exactly these bytes of the file."""
     fill: Callable[[np.ndarray[Any, Any], int], None]
     """Function (array, begin) that fills an array from the file."""
+    count: Callable[[int], None]
+    """Function that counts the bytes of the buffers that are kept in memory."""
+    kept: dict[int, bytes] = field(default_factory=dict)
+    """Buffers in memory, by number."""
+    asked: Counter[int] = field(default_factory=Counter)
+    """Number of parts that were read of other small buffers, by number."""
 
     def part(self, buffer: int, begin: int, size: int) -> bytes:
-        """Return `size` bytes of a buffer from offset `begin`. Raises ValueError if the buffer is shorter."""
-        return self.read(self.place(buffer, begin, size), size)
+        """Return `size` bytes of a buffer from offset `begin`. Raises ValueError if the buffer is shorter.
+
+        A buffer of a few bytes for each row (numbers, offsets, validity) is read as a whole and kept, once so many of
+        its parts were read that this costs less.
+        """
+        kept = self.kept.get(buffer)
+        if kept is None:
+            place = self.place(buffer, begin, size)
+            if not self._is_worth(buffer):
+                return self.read(place, size)
+            kept = self._keep(buffer)
+        data = kept[begin : begin + size]
+        if begin < 0 or len(data) != size:
+            self.place(buffer, begin, size)  # raises ValueError
+        return data
+
+    def _is_worth(self, buffer: int) -> bool:
+        length = self.layout.buffers[2 * buffer + 1]
+        if length > min(KEPT_ROW_BYTES * self.layout.rows + 64, KEPT_BUFFER_BYTES):
+            return False
+        self.asked[buffer] += 1
+        return self.asked[buffer] * PART_COST_BYTES >= length
+
+    def _keep(self, buffer: int) -> bytes:
+        length = self.layout.buffers[2 * buffer + 1]
+        kept = self.kept[buffer] = self.read(self.place(buffer, 0, length), length)
+        self.count(sum(map(len, list(self.kept.values()))))
+        return kept
 
     def place(self, buffer: int, begin: int, size: int) -> int:
         """Return the offset in the file of byte `begin` of a buffer. Raises ValueError if the buffer has fewer than
@@ -101,7 +141,7 @@ class Column(ABC):
 
     def valid(self, batch: Batch, row: int) -> bool:
         """Return True if a row is not null."""
-        if not batch.nulls(self.node):
+        if not batch.layout.nodes[2 * self.node + 1]:  # as in `nulls`, without a call for each row
             return True
         return bool(batch.part(self.buffer, row // 8, 1)[0] >> row % 8 & 1)
 
@@ -122,16 +162,20 @@ class _Fixed(Column):
         super().__init__(kind, node, buffer)
         self.bits: int = kind.bit_width
         self.dtype = _dtype(kind)
-        self._unpack = struct.Struct(f"<{_code(self.dtype)}").unpack if self.dtype is not None else None
+        self._plain = struct.Struct(f"<{_code(self.dtype)}" if self.dtype is not None else "")
+        """Layout of a number; empty for other values."""
 
     def row(self, batch: Batch, row: int) -> Any:
-        if self._unpack is None and self.bits > 1:
+        if self.dtype is None and self.bits > 1:
             return super().row(batch, row)
         if not self.valid(batch, row):
             return None
-        if self._unpack is None:
+        if self.dtype is None:
             return bool(batch.part(self.buffer + 1, row // 8, 1)[0] >> row % 8 & 1)
-        return self._unpack(batch.part(self.buffer + 1, row * self.bits // 8, self.bits // 8))[0]
+        kept = batch.kept.get(self.buffer + 1)
+        if kept is not None:
+            return self._plain.unpack_from(kept, row * self._plain.size)[0]
+        return self._plain.unpack(batch.part(self.buffer + 1, row * self._plain.size, self._plain.size))[0]
 
     def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
         if self.bits % 8:
@@ -153,7 +197,11 @@ class _Varying(Column):
 
     def bounds(self, batch: Batch, row: int) -> tuple[int, int]:
         """Return the two offsets of a row."""
-        begin, end = self._pair.unpack(batch.part(self.buffer + 1, row * self._size, 2 * self._size))
+        kept = batch.kept.get(self.buffer + 1)
+        if kept is not None:
+            begin, end = self._pair.unpack_from(kept, row * self._size)
+        else:
+            begin, end = self._pair.unpack(batch.part(self.buffer + 1, row * self._size, 2 * self._size))
         if not 0 <= begin <= end:
             raise ValueError(f"the offsets of row {row} of the record batch must ascend")
         return begin, end
@@ -177,7 +225,7 @@ class _Text(_Varying):
         if not self.valid(batch, row):
             return None
         begin, end = self.bounds(batch, row)
-        data = batch.part(self.buffer + 2, begin, end - begin) if end > begin else b""
+        data = batch.read(batch.place(self.buffer + 2, begin, end - begin), end - begin) if end > begin else b""
         return data.decode() if self._text else data
 
     def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
@@ -264,11 +312,11 @@ def column_plans(schema: Any) -> list[tuple[str, Column]] | None:
         return made
 
     plans = []
-    for field in schema:
-        column = plan(field.type)
+    for one in schema:
+        column = plan(one.type)
         if column is None:
             return None
-        plans.append((field.name, column))
+        plans.append((one.name, column))
     return plans
 
 

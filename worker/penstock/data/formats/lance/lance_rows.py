@@ -13,12 +13,16 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch.utils.data
 import xxhash
 
-from penstock.data.formats.parquet.parquet_columns import column_of
+from penstock.data.batch_columns import Columns, ColumnSource
+from penstock.data.formats.parquet.parquet_columns import Column, column_of
+from penstock.data.ordering.permutation import Ints
 from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
@@ -29,15 +33,29 @@ AHEAD_BYTES = 2 << 20
 time that they take 32 at a time; with rows of 64 KiB larger reads were slower."""
 
 
-class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Rows that were read together."""
+
+    first: int
+    """Number of the first row."""
+    rows: int
+    columns: list[tuple[str, Column]]
+
+    @staticmethod
+    def of(table: Any, first: int) -> _Table:
+        columns = zip(table.column_names, map(column_of, table.columns), strict=True)
+        return _Table(first, table.num_rows, list(columns))
+
+
+class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
     """Map-style dataset of the rows of one version of a Lance dataset. A sample is a dict from column name to value:
     lists of numbers are numpy arrays, other values Python's, as from Arrow files.
 
-        loader = MapLoader(LanceRows("s3://bucket/train.lance", columns=["tokens"]), batch_size=64, shuffle=True,
-                           reseed=False)
+        loader = MapLoader(LanceRows("s3://bucket/train.lance", columns=["tokens"]), batch_size=64, shuffle=True)
 
-    With `reseed=False` a MapLoader reads a whole batch in one call. Safe for threads and for spawned processes; a
-    forked process opens the dataset again.
+    A MapLoader reads a whole batch in one call. Safe for threads and for spawned processes; a forked process opens the
+    dataset again.
     """
 
     def __init__(
@@ -63,8 +81,8 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
         self.uri = os.fspath(uri)
         self._options = None if storage_options is None else dict(storage_options)
         self._opened: tuple[int, Any] | None = None
-        self._ahead: tuple[int, Any] | None = None
-        """Number of the first row of a table that was read ahead, and the table."""
+        self._ahead: _Table | None = None
+        """Table that was read ahead."""
         self._next, self._row_bytes = -1, AHEAD_BYTES
         """Row after those of the last call in order, and the mean size of a row in bytes."""
         self._version = version
@@ -102,29 +120,39 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]]):
         rows: list[dict[str, Any]] = self[list(indices)]
         return rows
 
+    def get_columns(self, samples: Ints) -> Columns:
+        """Return the columns of the rows with these numbers, see ColumnSource."""
+        table, begin = self._table_of(samples.tolist())
+        rows = np.arange(begin, begin + len(samples))
+        return {name: column.batch(rows) for name, column in table.columns}
+
     def _taken(self, numbers: list[int]) -> list[dict[str, Any]]:
         if not numbers:
             return []
-        first, count, begin = numbers[0], len(numbers), 0
-        if numbers == list(range(first, first + count)):
-            table, begin = self._in_order(first, count)
-        else:
-            table = self._read(numbers)
-        rows = range(begin, begin + count)
-        values = [column_of(column).many(rows) for column in table.columns]
-        return [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
+        table, begin = self._table_of(numbers)
+        names = [name for name, _ in table.columns]
+        values = [column.many(range(begin, begin + len(numbers))) for _, column in table.columns]
+        return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
 
-    def _in_order(self, first: int, count: int) -> tuple[Any, int]:
+    def _table_of(self, numbers: list[int]) -> tuple[_Table, int]:
+        """Return a table that has these rows in their order, at least one, and the place of the first one in it."""
+        first, count = numbers[0], len(numbers)
+        if numbers == list(range(first, first + count)):
+            return self._in_order(first, count)
+        return _Table.of(self._read(numbers), first), 0
+
+    def _in_order(self, first: int, count: int) -> tuple[_Table, int]:
         """Return a table that has rows which follow each other, and the place of the first one in it. Rows that follow
         those of the call before are read with more of the next ones. Threads may do so at the same time, because each
         uses the table that it has read or found."""
         ahead, follows, self._next = self._ahead, self._next == first, first + count
-        if ahead is not None and ahead[0] <= first and first + count <= ahead[0] + ahead[1].num_rows:
-            return ahead[1], first - ahead[0]
+        if ahead is not None and ahead.first <= first and first + count <= ahead.first + ahead.rows:
+            return ahead, first - ahead.first
         span = max(1, AHEAD_BYTES // self._row_bytes // count) * count if follows else count
-        table = self._read(list(range(first, min(first + span, self._rows))))
-        self._row_bytes = max(1, table.nbytes // table.num_rows)
-        self._ahead = (first, table) if span > count else None
+        read = self._read(list(range(first, min(first + span, self._rows))))
+        self._row_bytes = max(1, read.nbytes // read.num_rows)
+        table = _Table.of(read, first)
+        self._ahead = table if span > count else None
         return table, 0
 
     def _read(self, numbers: list[int]) -> Any:

@@ -11,16 +11,22 @@ from __future__ import annotations
 
 import importlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.data.batch_columns import Values, as_python_numbers, by_number, placed, stacked_slices
 from penstock.data.formats.parquet.parquet_values import Value, value_of
+from penstock.data.ordering.permutation import Ints
 
 __all__ = ["Column", "column_of"]
+
+KEPT_TYPES = 256
+"""Number of pyarrow types whose kind of column is remembered."""
 
 
 class Column(Protocol):
@@ -32,6 +38,12 @@ class Column(Protocol):
     def many(self, rows: Sequence[int]) -> list[Any]:
         """Return the values in these rows."""
 
+    def view(self, row: int) -> Any:
+        """Return the value in a row, as `at` does; an array may be a view of the column."""
+
+    def batch(self, rows: Ints) -> Values:
+        """Return the values in these rows, at least one, as a column of a batch."""
+
 
 def column_of(chunks: Any) -> Column:
     """Return the column of a pyarrow ChunkedArray. An array of text has at most 2 GiB, so there may be several."""
@@ -40,18 +52,27 @@ def column_of(chunks: Any) -> Column:
 
 
 def _column(array: Any) -> Column:
+    return _maker(array.type)(array)
+
+
+@lru_cache(maxsize=KEPT_TYPES)
+def _maker(kind: Any) -> Callable[[Any], Column]:
+    """Return the function that makes a column of an array of a pyarrow type."""
     types = importlib.import_module("pyarrow.types")
-    kind = array.type
     number = _number(types, kind)
     if number is not None and kind.bit_width > 1:
-        return _Numbers(array, number)
+        return partial(_Numbers, dtype=number)
     if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
-        return _Texts(array, wide=types.is_large_string(kind) or types.is_large_binary(kind))
+        return partial(
+            _Texts,
+            wide=types.is_large_string(kind) or types.is_large_binary(kind),
+            is_text=types.is_string(kind) or types.is_large_string(kind),
+        )
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         number = _number(types, kind.value_type)
         if number is not None:
-            return _Lists(array, number)
-    return _Scalars(array, value_of(kind))
+            return partial(_Lists, dtype=number)
+    return partial(_Scalars, value=value_of(kind))
 
 
 def _number(types: Any, kind: Any) -> np.dtype[Any] | None:
@@ -85,8 +106,13 @@ class _Scalars:
     def at(self, row: int) -> Any:
         return self._value(self._array[row])
 
+    view = at
+
     def many(self, rows: Sequence[int]) -> list[Any]:
         return [self._value(self._array[row]) for row in rows]
+
+    def batch(self, rows: Ints) -> Values:
+        return self.many(rows.tolist())
 
 
 class _Numbers:
@@ -97,22 +123,25 @@ class _Numbers:
     def at(self, row: int) -> Any:
         return self._item(row) if self._valid is None or self._valid[row] else None
 
+    view = at
+
     def many(self, rows: Sequence[int]) -> list[Any]:
         if self._valid is None:
             found: list[Any] = self._all[rows].tolist()
             return found
         return [self.at(row) for row in rows]
 
+    def batch(self, rows: Ints) -> Values:
+        return as_python_numbers(self._all[rows]) if self._valid is None else self.many(rows.tolist())
+
 
 class _Texts:
-    def __init__(self, array: Any, *, wide: bool) -> None:
-        types = importlib.import_module("pyarrow.types")
-        self._valid = _valid(array)
+    def __init__(self, array: Any, *, wide: bool, is_text: bool) -> None:
+        self._array, self._valid, self._is_text = array, _valid(array), is_text
         _, offsets, data = array.buffers()
         code: Literal["q", "i"] = "q" if wide else "i"
         self._offsets = memoryview(offsets if offsets else bytes(8)).cast("B").cast(code)[array.offset :]
         self._data = memoryview(data if data else b"").cast("B")
-        self._is_text = types.is_string(array.type) or types.is_large_string(array.type)
 
     def at(self, row: int) -> Any:
         if self._valid is not None and not self._valid[row]:
@@ -120,13 +149,23 @@ class _Texts:
         raw = self._data[self._offsets[row] : self._offsets[row + 1]]
         return str(raw, "utf-8") if self._is_text else bytes(raw)
 
+    view = at
+
     def many(self, rows: Sequence[int]) -> list[Any]:
+        if isinstance(rows, range) and rows.step == 1:
+            found: list[Any] = self._array.slice(rows.start, len(rows)).to_pylist()
+            return found
         if self._valid is not None:
             return [self.at(row) for row in rows]
         data, offsets = self._data, self._offsets
         if self._is_text:
             return [str(data[offsets[row] : offsets[row + 1]], "utf-8") for row in rows]
         return [bytes(data[offsets[row] : offsets[row + 1]]) for row in rows]
+
+    def batch(self, rows: Ints) -> Values:
+        listed = rows.tolist()
+        run = range(listed[0], listed[0] + len(listed))
+        return self.many(run if listed == list(run) else listed)
 
 
 class _Lists:
@@ -143,15 +182,27 @@ class _Lists:
         self._begins = self._offsets.data
 
     def at(self, row: int) -> Any:
+        value = self.view(row)
+        return value.copy() if isinstance(value, np.ndarray) else value
+
+    def view(self, row: int) -> Any:
         if self._valid is not None and not self._valid[row]:
             return None
         begin, end = self._begins[row], self._begins[row + 1]
         if self._all_valid is not None and not self._all_valid[begin:end].all():
             return self._array[row].as_py()  # a numpy array of numbers cannot hold a null
-        return self._all[begin:end].copy()
+        return self._all[begin:end]
 
     def many(self, rows: Sequence[int]) -> list[Any]:
         return [self.at(row) for row in rows]
+
+    def batch(self, rows: Ints) -> Values:
+        if self._valid is None and self._all_valid is None:
+            begins = self._offsets[rows]
+            sizes = self._offsets[rows + 1] - begins
+            if (sizes == sizes[0]).all():
+                return stacked_slices(self._all, begins, int(sizes[0]))
+        return self.many(rows.tolist())
 
 
 class _Chunks:
@@ -163,5 +214,16 @@ class _Chunks:
         part = bisect_right(self._begins, row) - 1
         return self._parts[part].at(row - self._begins[part])
 
+    def view(self, row: int) -> Any:
+        part = bisect_right(self._begins, row) - 1
+        return self._parts[part].view(row - self._begins[part])
+
     def many(self, rows: Sequence[int]) -> list[Any]:
         return [self.at(row) for row in rows]
+
+    def batch(self, rows: Ints) -> Values:
+        parts = np.searchsorted(self._begins, rows, side="right") - 1
+        found = [
+            (places, self._parts[part].batch(rows[places] - self._begins[part])) for part, places in by_number(parts)
+        ]
+        return found[0][1] if len(found) == 1 else placed(len(rows), found)

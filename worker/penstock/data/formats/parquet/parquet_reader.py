@@ -20,18 +20,22 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from penstock.data.batch_columns import Columns as BatchColumns
+from penstock.data.batch_columns import by_number, joined
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import names
 from penstock.data.formats.parquet.parquet_columns import Column, column_of
 from penstock.data.formats.parquet.parquet_footer import tail_of
-from penstock.data.formats.parquet.parquet_ranges import FileRange, Footer, opened_range
+from penstock.data.formats.parquet.parquet_ranges import FileRange, Footer, footer_of, opened_range
 from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
+from penstock.data.formats.ranges.file_ranges import part_shard
 from penstock.data.formats.shards import ReadOptions, Shard
+from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["ParquetReader", "check_parquet", "open_parquet"]
+__all__ = ["ParquetReader", "check_parquet", "open_parquet", "open_row_group", "read_footer"]
 
 EXPANDED_BYTES = 64 << 20
 """Largest size in bytes of a text column in one row group that is expanded to one text per row."""
@@ -57,6 +61,17 @@ def open_parquet(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> P
     """Return a reader of a shard, see `Format.open`."""
     del options  # Parquet has no pickles, and columns are chosen by `select`
     return ParquetReader(shard, paths[0])
+
+
+def read_footer(shard: Shard, path: Path) -> Footer:
+    """Return the table of a file's row groups, see `format_table.PartReading.read`."""
+    return footer_of(shard, path.read_bytes())
+
+
+def open_row_group(shard: Shard, part: int, path: Path, table: Footer, options: ReadOptions) -> ParquetReader:
+    """Return a reader of a row group, see `format_table.PartReading.open`."""
+    del options
+    return ParquetReader(part_shard(shard, part), path, FileRange(table, part, shard.ranges[2 * part], shard.size))
 
 
 def _text_columns(footer: Any) -> list[str]:
@@ -230,6 +245,32 @@ class ParquetReader:
         if len(keys) == 1:
             return [{keys[0]: value} for value in values[0]]
         return [dict(zip(keys, sample, strict=True)) for sample in zip(*values, strict=True)]
+
+    def get_columns(self, rows: Ints) -> BatchColumns | None:
+        """Return the columns of the samples at these indexes, see `formats.shards.columns_of_rows`."""
+        low, high = self._group_of(int(rows.min())), self._group_of(int(rows.max()))
+        if low == high:
+            MEMORY.used(self._owner, (low,))
+            return self._batch_of(low, rows)
+        groups = np.searchsorted(self._begins, rows, side="right") - 1
+        listed = groups.tolist()
+        kept = {group: self._kept.get(group) for group in set(listed)}
+        MEMORY.used(self._owner, kept)
+        loaded = {group: columns for group, columns in kept.items() if columns is not None}
+        if len(loaded) < len(kept) or len(rows) >= FEW_ROWS * len(kept):
+            # one row group after the other, because all of them may not fit into memory
+            parts = ((places, self._batch_of(group, rows[places])) for group, places in by_number(groups))
+            return joined(len(rows), list(parts))
+        inside = (rows - np.array(self._begins)[groups]).tolist()
+        return {
+            name: [loaded[group][at][1].view(row) for group, row in zip(listed, inside, strict=True)]
+            for at, (name, _) in enumerate(loaded[low])
+        }
+
+    def _batch_of(self, group: int, rows: Ints) -> BatchColumns:
+        """Return the columns of samples of one row group."""
+        inside = rows - self._begins[group]
+        return {name: column.batch(inside) for name, column in self._columns(group, int(rows[0]))}
 
     def load(self, block: int) -> None:
         """Decode a row group, if it is not in memory."""

@@ -1,0 +1,157 @@
+"""Values of a batch's rows by column, so that a batch is made without a dict for each row.
+
+Columnar formats store a column's values next to each other, and a batch is made of columns again. Where only torch's
+default_collate stands between the two, the dicts of the rows are not needed: a dataset returns the columns
+(`ColumnSource`), and loading/collating.py makes the same batch of them as of rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.data.ordering.permutation import Ints
+
+__all__ = [
+    "ColumnSource",
+    "Columns",
+    "Values",
+    "as_python_numbers",
+    "by_number",
+    "joined",
+    "makes_all_samples",
+    "placed",
+    "stacked",
+    "stacked_slices",
+]
+
+Array = npt.NDArray[Any]
+
+Values = Array | list[Any]
+"""Values of a column in a batch's rows: a writable array of its own, shape (rows, ...), with the dtype of the tensor
+that default_collate makes of the rows' values; or the list of the rows' values. Arrays in a list may be views."""
+
+Columns = dict[str, Values]
+"""Columns of a batch, in the order of a sample's values."""
+
+LARGEST_INT = np.iinfo(np.int64).max
+
+
+ROW_METHODS = ("__getitem__", "__getitems__", "get_many")
+"""Methods of a dataset that return samples."""
+
+
+class ColumnSource:
+    """Map-style dataset that can return samples by column."""
+
+    def get_columns(self, samples: Ints) -> Columns | None:
+        """Return the columns of the samples with these numbers, which are in range; None if the samples must be read
+        by row: their columns differ, or one cannot be read, and the error of reading by row names the sample.
+
+        Raises what reading by row raises.
+        """
+        raise NotImplementedError
+
+
+def makes_all_samples(dataset: Any) -> bool:
+    """Return True if a dataset is a ColumnSource, and no subclass makes samples in a method of its own."""
+    if not isinstance(dataset, ColumnSource):
+        return False
+    own = type(dataset)
+    source = next(cls for cls in own.__mro__ if "get_columns" in vars(cls))
+    return all(getattr(own, name, None) is getattr(source, name, None) for name in ROW_METHODS)
+
+
+def as_python_numbers(values: Array) -> Values:
+    """Return integers or floats in the dtype of the tensor that default_collate makes of the same numbers as Python's
+    int or float. Numbers that are too large for it come as a list."""
+    if values.dtype.kind == "f":
+        return values.astype(np.float64)
+    if values.dtype == np.uint64 and values.max() > LARGEST_INT:
+        return list(values.tolist())  # torch refuses them with its own error
+    return values.astype(np.int64)
+
+
+def stacked_slices(values: Array, begins: Ints, size: int) -> Array:
+    """Return the slices of `size` values that begin at `begins`, shape (slices, size), as a copy. The slices must lie
+    in `values`, which is one-dimensional and contiguous."""
+    count = len(begins)
+    first = int(begins[0])
+    if not size:
+        return np.empty((count, 0), values.dtype)
+    if int(begins[-1]) - first == size * (count - 1) and (begins[1:] - begins[:-1] == size).all():
+        return values[first : first + count * size].reshape(count, size).copy()
+    step = values.itemsize
+    slices = np.ndarray((len(values) - size + 1, size), values.dtype, values, strides=(step, step))
+    return slices[begins]
+
+
+def stacked(rows: list[Any]) -> Array | None:
+    """Return numbers or arrays of numbers as one array, shape (rows, ...); None for values of other or several types,
+    shapes or dtypes, and for numbers that are too large."""
+    first, kinds = rows[0], set(map(type, rows))
+    if kinds == {int}:
+        with contextlib.suppress(OverflowError):
+            return np.array(rows, np.int64)
+    if kinds == {float}:
+        return np.array(rows, np.float64)
+    if kinds != {np.ndarray} or not first.ndim or first.dtype.kind not in "biuf":
+        return None
+    if len({(row.shape, row.dtype) for row in rows}) > 1:
+        return None
+    return np.concatenate(rows).reshape(len(rows), *first.shape)
+
+
+def by_number(numbers: Ints) -> Iterator[tuple[int, Ints]]:
+    """Yield (number, places of this number) for each different number, in ascending order."""
+    if not len(numbers):
+        return
+    if (numbers == numbers[0]).all():
+        yield int(numbers[0]), np.arange(len(numbers))
+        return
+    order = np.argsort(numbers, kind="stable")
+    ascending = numbers[order]
+    ends = (np.flatnonzero(np.append(ascending[1:] != ascending[:-1], True)) + 1).tolist()
+    for begin, end in zip([0, *ends], ends, strict=False):
+        yield int(ascending[begin]), order[begin:end]
+
+
+def joined(count: int, parts: Sequence[tuple[Ints, Columns]]) -> Columns | None:
+    """Return the columns of `count` rows from parts (places of its rows, columns of these rows) that hold all rows; the
+    rows of a single part are in their order. None if the parts have different columns, or the same ones in another
+    order."""
+    columns = parts[0][1]
+    if len(parts) == 1:
+        return columns
+    names = list(columns)
+    if any(list(own) != names for _, own in parts):
+        return None
+    return {name: placed(count, [(own, part[name]) for own, part in parts]) for name in names}
+
+
+def placed(count: int, parts: Sequence[tuple[Ints, Values]]) -> Values:
+    """Return the values of `count` rows from parts (places of its rows, values of these rows) that hold all rows."""
+    first = parts[0][1]
+    if isinstance(first, np.ndarray):
+        kind = first.dtype, first.shape[1:]
+        if all(isinstance(values, np.ndarray) and (values.dtype, values.shape[1:]) == kind for _, values in parts):
+            found = np.empty((count, *kind[1]), kind[0])
+            for places, values in parts:
+                found[places] = values
+            return found
+    listed: list[Any] = [None] * count
+    for places, values in parts:
+        for place, value in zip(places.tolist(), _by_row(values), strict=True):
+            listed[place] = value
+    return listed
+
+
+def _by_row(values: Values) -> list[Any]:
+    """Return the values as rows have them: Python's numbers, or an array for each row."""
+    if isinstance(values, list):
+        return values
+    return values.tolist() if values.ndim == 1 else list(values)
