@@ -392,38 +392,35 @@ def test_invalid_settings_are_errors(tmp_path: Path, options: dict[str, Any], wo
         AsyncCheckpointer(tmp_path, **options)
 
 
-@pytest.mark.parametrize(
-    ("step", "state", "words"),
-    [
+def test_states_that_cannot_be_meant(tmp_path: Path) -> None:
+    wrong: list[tuple[Any, Any, str]] = [
         (-1, {"x": 1}, r"step must be an int from 0 to .*, got -1"),
         (1.0, {"x": 1}, r"step must be an int from 0 to .*, got 1\.0"),
         (1, [1], "the state to save must be a dict of names and values, got list"),
         (1, {1: 2}, "must be a dict of names"),
         (1, {"a.b": 1, "a": {"b": 2}}, "two values under the name a.b"),
         (1, {"all": {"net": nn.Linear(1, 1)}}, "'all.net' of the state to save is a Linear inside a dict or list, but"),
-    ],
-)
-def test_states_that_cannot_be_meant(tmp_path: Path, step: Any, state: Any, words: str) -> None:
+    ]
     with AsyncCheckpointer(tmp_path) as checkpointer:
-        with pytest.raises(InvalidArgumentError, match=words):
-            checkpointer.save(step, state)
+        for step, state, words in wrong:
+            with pytest.raises(InvalidArgumentError, match=words):
+                checkpointer.save(step, state)
         checkpointer.save(1, {"x": 1})
         checkpointer.wait()
         with pytest.raises(CheckpointError, match="result"):
             AsyncCheckpointer(tmp_path).result()
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
+def test_what_cannot_be_saved_is_named(checkpointer: AsyncCheckpointer) -> None:
+    wrong = [
         (lambda: 1, r"'x.y' of the state to save cannot be saved: .*(local object|pickle)"),
         (
             torch.eye(3).to_sparse(),
             r"'x.y' of the state to save is a sparse_coo tensor, which no checkpoint can restore",
         ),
         (
-            "nested",
-            r"'x.y' .* is a nested tensor",
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "'x.y' .* is a nested tensor",
         ),
         (torch.ones(2, device="meta"), r"'x.y' of the state to save is on the meta device, and has no values"),
         (nn.LazyLinear(3).weight, r"'x.y' of the state to save has no values yet"),
@@ -431,24 +428,19 @@ def test_states_that_cannot_be_meant(tmp_path: Path, step: Any, state: Any, word
             {object(): 1},
             r"'x.y' of the state to save has a key of type object, <object .*, which would be restored as a str",
         ),
-    ],
-)
-def test_what_cannot_be_saved_is_named(tmp_path: Path, value: Any, words: str) -> None:
-    if isinstance(value, str):  # made here, for that imports torch._dynamo: half a second of each process of pytest
-        value = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    with AsyncCheckpointer(tmp_path) as checkpointer:
+    ]
+    for value, words in wrong:
         with pytest.raises(InvalidArgumentError, match=words):
             checkpointer.save(1, {"x": {"y": value}})
-        checkpointer.save(2, {"x": torch.ones(3)})
-        checkpointer.wait()
-        assert checkpointer.latest() == 2
+    checkpointer.save(2, {"x": torch.ones(3)})
+    checkpointer.wait()
+    assert checkpointer.latest() == 2
 
 
-def test_nothing_to_save_is_a_checkpoint_too(tmp_path: Path) -> None:
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {})
-        assert sorted(path.name for path in checkpointer.result().iterdir()) == [".metadata", "penstock.json"]
-        assert checkpointer.restore({}) == 1
+def test_nothing_to_save_is_a_checkpoint_too(checkpointer: AsyncCheckpointer) -> None:
+    checkpointer.save(1, {})
+    assert sorted(path.name for path in checkpointer.result().iterdir()) == [".metadata", "penstock.json"]
+    assert checkpointer.restore({}) == 1
 
 
 def test_prepared_beforehand(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_states_go_by_names(kind: str, arranged: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("sgd", False), ("adamw", True), ("adafactor", True)])
-def test_modules_in_another_order_are_restored(tmp_path: Path, kind: str, tied: bool) -> None:
+def test_modules_in_another_order_are_restored(checkpointer: AsyncCheckpointer, kind: str, tied: bool) -> None:
     """Groups with a schedule each, in another order too."""
 
     def made(order: tuple[str, ...]) -> tuple[Net, Any, Any]:
@@ -135,10 +135,9 @@ def test_modules_in_another_order_are_restored(tmp_path: Path, kind: str, tied: 
 
     net, optimizer, scheduler = made(LAYERS)
     run(net, optimizer, scheduler)
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        checkpointer.save(1, {"model": net, "optimizer": optimizer, "scheduler": scheduler})
-        fresh, again, schedule = made(LAYERS[::-1])
-        checkpointer.restore({"scheduler": schedule, "optimizer": again, "model": fresh})
+    checkpointer.save(1, {"model": net, "optimizer": optimizer, "scheduler": scheduler})
+    fresh, again, schedule = made(LAYERS[::-1])
+    checkpointer.restore({"scheduler": schedule, "optimizer": again, "model": fresh})
     assert alike(by_name(net, optimizer), by_name(fresh, again))
     run(net, optimizer, scheduler)
     run(fresh, again, schedule)
@@ -148,7 +147,7 @@ def test_modules_in_another_order_are_restored(tmp_path: Path, kind: str, tied: 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("compiled", ["saved", "restored"])
-def test_compiled_modules_inside_and_plain_ones(tmp_path: Path, compiled: str) -> None:
+def test_compiled_modules_inside_and_plain_ones(checkpointer: AsyncCheckpointer, compiled: str) -> None:
     """Compile modules inside others, and inside one that is compiled itself. torch compiles nothing before the first
     call."""
 
@@ -168,11 +167,10 @@ def test_compiled_modules_inside_and_plain_ones(tmp_path: Path, compiled: str) -
 
     net, optimizer = made(compiled == "saved")
     trained(optimizer)
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        checkpointer.save(1, {"model": net, "optimizer": optimizer})
-        path = checkpointer.result()
-        fresh, again = made(compiled == "restored")
-        checkpointer.restore({"model": fresh, "optimizer": again})
+    checkpointer.save(1, {"model": net, "optimizer": optimizer})
+    path = checkpointer.result()
+    fresh, again = made(compiled == "restored")
+    checkpointer.restore({"model": fresh, "optimizer": again})
     assert b"_orig_mod" not in (path / ".metadata").read_bytes()
     values = zip(net.state_dict().values(), fresh.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in values)
@@ -208,7 +206,7 @@ def test_names_from_elsewhere(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_other_parameters_are_named_errors(tmp_path: Path, change: str, words: str) -> None:
+def test_other_parameters_are_named_errors(checkpointer: AsyncCheckpointer, change: str, words: str) -> None:
     def parameters(net: Net, layers: str) -> list[nn.Parameter]:
         return [one for layer in layers for one in getattr(net, layer).parameters()]
 
@@ -221,30 +219,28 @@ def test_other_parameters_are_named_errors(tmp_path: Path, change: str, words: s
         groups = [{"params": parameters(fresh, {"added": "abcd", "removed": "ab", "shapes": "abc"}[change])}]
     if change == "shapes":
         groups[0]["params"] = groups[0]["params"][::-1]
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        alone = change == "shapes"
-        checkpointer.save(1, {"optimizer": saved} if alone else {"model": net, "optimizer": saved})
-        optimizer = torch.optim.AdamW(groups)
-        before = {name: value.clone() for name, value in fresh.state_dict().items()}
-        with pytest.raises(CheckpointError, match=words):
-            checkpointer.restore({"optimizer": optimizer} if alone else {"model": fresh, "optimizer": optimizer})
+    alone = change == "shapes"
+    checkpointer.save(1, {"optimizer": saved} if alone else {"model": net, "optimizer": saved})
+    optimizer = torch.optim.AdamW(groups)
+    before = {name: value.clone() for name, value in fresh.state_dict().items()}
+    with pytest.raises(CheckpointError, match=words):
+        checkpointer.restore({"optimizer": optimizer} if alone else {"model": fresh, "optimizer": optimizer})
     assert alike(fresh.state_dict() | {}, before)
     assert not optimizer.state
 
 
-def test_parameters_without_names_are_warned_of(tmp_path: Path) -> None:
+def test_parameters_without_names_are_warned_of(checkpointer: AsyncCheckpointer) -> None:
     """Save and restore warn if parameters have one shape; with other shapes another order is an error."""
     few, many = nn.Linear(2, 3), Net()
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        with pytest.warns(UserWarning, match="Save and restore the module with its optimizer"):
-            checkpointer.save(1, {"optimizer": torch.optim.SGD(many.parameters())})
-        with pytest.warns(
-            UserWarning, match="if the order differs at the restore, each parameter gets the state of another"
-        ):
-            checkpointer.restore({"optimizer": torch.optim.SGD([*many.parameters()])})
-        checkpointer.save(2, {"optimizer": torch.optim.SGD(few.parameters())})
-        with pytest.raises(CheckpointError, match="matched by name if the module is saved"):
-            checkpointer.restore({"optimizer": torch.optim.SGD([few.bias, few.weight])})
+    with pytest.warns(UserWarning, match="Save and restore the module with its optimizer"):
+        checkpointer.save(1, {"optimizer": torch.optim.SGD(many.parameters())})
+    with pytest.warns(
+        UserWarning, match="if the order differs at the restore, each parameter gets the state of another"
+    ):
+        checkpointer.restore({"optimizer": torch.optim.SGD([*many.parameters()])})
+    checkpointer.save(2, {"optimizer": torch.optim.SGD(few.parameters())})
+    with pytest.raises(CheckpointError, match="matched by name if the module is saved"):
+        checkpointer.restore({"optimizer": torch.optim.SGD([few.bias, few.weight])})
 
 
 class Both:
@@ -262,18 +258,17 @@ class Both:
             one.load_state_dict(part)
 
 
-def test_numbered_states_inside_others_warn(tmp_path: Path) -> None:
+def test_numbered_states_inside_others_warn(checkpointer: AsyncCheckpointer) -> None:
     """Save and restore warn of an object that holds an optimizer, and of its state_dict in a dict."""
     both = Both(Net())
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        for step, state, key in (
-            (1, {"both": both}, "both.parts.0"),
-            (2, {"plain": {"inner": both.parts[0].state_dict()}}, "plain.inner"),
-        ):
-            with pytest.warns(UserWarning, match=f"'{key}' of the state is an optimizer's .* beside its module"):
-                checkpointer.save(step, state)
-            with pytest.warns(UserWarning, match=f"'{key}' of the state is an optimizer's state_dict"):
-                checkpointer.restore(state)
+    for step, state, key in (
+        (1, {"both": both}, "both.parts.0"),
+        (2, {"plain": {"inner": both.parts[0].state_dict()}}, "plain.inner"),
+    ):
+        with pytest.warns(UserWarning, match=f"'{key}' of the state is an optimizer's .* beside its module"):
+            checkpointer.save(step, state)
+        with pytest.warns(UserWarning, match=f"'{key}' of the state is an optimizer's state_dict"):
+            checkpointer.restore(state)
 
 
 class Odd(torch.optim.Optimizer):
@@ -297,7 +292,7 @@ class Odd(torch.optim.Optimizer):
                 one.sub_(state["momentum"].to(one.dtype))
 
 
-def test_states_keep_types_and_shared_tensors(tmp_path: Path) -> None:
+def test_states_keep_types_and_shared_tensors(checkpointer: AsyncCheckpointer) -> None:
     def made(order: tuple[str, ...]) -> tuple[Net, list[Any]]:
         net = Net(order).bfloat16()
         return net, [torch.optim.NAdam(net.parameters()), torch.optim.ASGD(net.parameters()), Odd(net.parameters())]
@@ -311,9 +306,8 @@ def test_states_keep_types_and_shared_tensors(tmp_path: Path) -> None:
     net, optimizers = made(LAYERS)
     fresh, again = made(LAYERS[::-1])
     trained(net, optimizers)
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        checkpointer.save(1, {"model": net, **{f"o{n}": one for n, one in enumerate(optimizers)}})
-        checkpointer.restore({"model": fresh, **{f"o{n}": one for n, one in enumerate(again)}})
+    checkpointer.save(1, {"model": net, **{f"o{n}": one for n, one in enumerate(optimizers)}})
+    checkpointer.restore({"model": fresh, **{f"o{n}": one for n, one in enumerate(again)}})
     for _ in range(2):
         for one, other in zip(optimizers, again, strict=True):
             assert alike(by_name(net, one), by_name(fresh, other))
@@ -325,7 +319,7 @@ def test_states_keep_types_and_shared_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")  # torch 2.8's own L-BFGS
 @pytest.mark.parametrize("kind", ["flat", "listed"])
-def test_order_dependent_states_are_refused(tmp_path: Path, kind: str) -> None:
+def test_order_dependent_states_are_refused(checkpointer: AsyncCheckpointer, kind: str) -> None:
     """L-BFGS has values of all parameters in one tensor; settings may have a value for each parameter."""
 
     def made(order: tuple[str, ...]) -> tuple[Net, torch.optim.Optimizer]:
@@ -344,14 +338,13 @@ def test_order_dependent_states_are_refused(tmp_path: Path, kind: str) -> None:
         return loss
 
     optimizer.step(closure)  # type: ignore[arg-type]
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        checkpointer.save(1, {"model": net, "optimizer": optimizer})
-        fresh, again = made(LAYERS[::-1])
-        with pytest.raises(CheckpointError, match=r"another order than at the save, and '(d|scales)' of "):
-            checkpointer.restore({"model": fresh, "optimizer": again})
-        fresh, again = made(LAYERS)
+    checkpointer.save(1, {"model": net, "optimizer": optimizer})
+    fresh, again = made(LAYERS[::-1])
+    with pytest.raises(CheckpointError, match=r"another order than at the save, and '(d|scales)' of "):
         checkpointer.restore({"model": fresh, "optimizer": again})
-        assert alike(by_name(net, optimizer), by_name(fresh, again))
+    fresh, again = made(LAYERS)
+    checkpointer.restore({"model": fresh, "optimizer": again})
+    assert alike(by_name(net, optimizer), by_name(fresh, again))
 
 
 def test_an_ambiguous_list_by_group_is_an_error() -> None:
@@ -376,19 +369,18 @@ def test_reordered_groups_keep_their_schedulers() -> None:
     assert regrouped(state, [1, 0])["_schedule_phases"] == state["_schedule_phases"]
 
 
-def test_two_values_for_one_tensor_are_refused(tmp_path: Path) -> None:
+def test_two_values_for_one_tensor_are_refused(checkpointer: AsyncCheckpointer) -> None:
     """Saved from an untied module, restored into a tied one; equal values fit, NaN too."""
     apart: Any = Net()
     tied: Any = Net(tied=True)
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        checkpointer.save(1, {"model": apart})
-        before = tied.a.weight.clone()
-        with pytest.raises(CheckpointError, match="with different values, but share one tensor"):
-            checkpointer.restore({"model": tied})
-        assert torch.equal(tied.a.weight, before)
-        with torch.no_grad():
-            apart.a.weight[0, 0] = torch.nan
-            apart.d.weight.copy_(apart.a.weight)
-        checkpointer.save(2, {"model": apart})
+    checkpointer.save(1, {"model": apart})
+    before = tied.a.weight.clone()
+    with pytest.raises(CheckpointError, match="with different values, but share one tensor"):
         checkpointer.restore({"model": tied})
-        assert torch.equal(tied.d.weight[1:], apart.d.weight[1:])
+    assert torch.equal(tied.a.weight, before)
+    with torch.no_grad():
+        apart.a.weight[0, 0] = torch.nan
+        apart.d.weight.copy_(apart.a.weight)
+    checkpointer.save(2, {"model": apart})
+    checkpointer.restore({"model": tied})
+    assert torch.equal(tied.d.weight[1:], apart.d.weight[1:])

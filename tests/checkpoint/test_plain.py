@@ -82,15 +82,14 @@ def test_plain_bytes_are_torch_s_own(value: Any) -> None:
     assert alike(load_object(data, "", "", unsafe=False), value)
 
 
-def test_all_of_them_through_a_checkpoint(tmp_path: Path) -> None:
+def test_all_of_them_through_a_checkpoint(checkpointer: AsyncCheckpointer) -> None:
     """Values are tested alone, within others, and as keys."""
     saved = {str(number): value for number, value in enumerate(VALUES)}
     keys = {np.int64(3): 1, datetime.date(2020, 1, 1): {"x": torch.ones(2)}, (1, "a"): 2}
     state = {"values": saved, "keys": keys, "some": {"tensors": (torch.ones(2), "text")}}
     found: dict[str, Any] = {"values": {}, "keys": {}, "some": {}}
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        checkpointer.save(1, state)
-        checkpointer.restore(found)
+    checkpointer.save(1, state)
+    checkpointer.restore(found)
     assert [name for name in saved if not alike(found["values"][name], saved[name])] == []
     assert repr(found["keys"]) == repr(keys)
     assert repr(found["some"]) == repr(state["some"])

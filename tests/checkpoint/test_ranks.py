@@ -34,12 +34,12 @@ def good(folder: Path) -> int:
     return found.step
 
 
-@pytest.mark.parametrize("then", [1, 3])
-def test_two_ranks_replicas_resume_on_any_number(tmp_path: Path, then: int) -> None:
+def test_two_ranks_replicas_resume_on_any_number(tmp_path: Path) -> None:
     saved = values(run(2, "ranked_saves:ddp_save", str(tmp_path)))
     assert saved[0] == saved[1]
     assert good(tmp_path) == 3
-    assert values(run(then, "ranked_saves:ddp_restore", str(tmp_path))) == [saved[0]] * then
+    for then in (1, 3):
+        assert values(run(then, "ranked_saves:ddp_restore", str(tmp_path))) == [saved[0]] * then
 
 
 def test_ranks_agree_on_the_newest(tmp_path: Path) -> None:

@@ -132,10 +132,9 @@ def test_a_checkpoint_that_is_read_is_not_pruned(tmp_path: Path, monkeypatch: py
         assert not leftovers(tmp_path)
 
 
-def test_pins_and_claims(tmp_path: Path) -> None:
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        checkpointer.save(1, {"x": torch.ones(2)})
-        path = checkpointer.result()
+def test_pins_and_claims(checkpointer: AsyncCheckpointer) -> None:
+    checkpointer.save(1, {"x": torch.ones(2)})
+    path = checkpointer.result()
     with pinned(path), pinned(path), claimed(path) as free:
         assert not free
     with claimed(path) as free, pytest.raises(CheckpointNotFoundError, match="is being deleted"), pinned(path):
@@ -163,31 +162,29 @@ def test_one_that_goes_before_it_is_pinned(tmp_path: Path, monkeypatch: pytest.M
 # ---- into what
 
 
-def test_modules_on_the_meta_device_are_named(tmp_path: Path) -> None:
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        checkpointer.save(1, {"model": nn.Linear(2, 2), "x": torch.ones(3)})
-        checkpointer.wait()
-        with torch.device("meta"):
-            module = nn.Linear(2, 2)
-        for state in ({"model": module}, {"x": torch.ones(3, device="meta")}):
-            with pytest.raises(CheckpointError, match=r"is on the meta device, so it has no memory .* to_empty"):
-                checkpointer.restore(state)
-        module.to_empty(device="cpu")
-        assert checkpointer.restore({"model": module}) == 1
+def test_modules_on_the_meta_device_are_named(checkpointer: AsyncCheckpointer) -> None:
+    checkpointer.save(1, {"model": nn.Linear(2, 2), "x": torch.ones(3)})
+    checkpointer.wait()
+    with torch.device("meta"):
+        module = nn.Linear(2, 2)
+    for state in ({"model": module}, {"x": torch.ones(3, device="meta")}):
+        with pytest.raises(CheckpointError, match=r"is on the meta device, so it has no memory .* to_empty"):
+            checkpointer.restore(state)
+    module.to_empty(device="cpu")
+    assert checkpointer.restore({"model": module}) == 1
 
 
-def test_values_that_would_be_cut_are_named(tmp_path: Path) -> None:
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        checkpointer.save(1, {"x": torch.tensor([1.5])})
-        checkpointer.wait()
-        with pytest.raises(
-            CheckpointError,
-            match=r"'x' was saved in .* as torch.float32, which cannot be converted to torch.int64",
-        ):
-            checkpointer.restore({"x": torch.zeros(1, dtype=torch.int64)})
-        half = {"x": torch.zeros(1, dtype=torch.bfloat16)}
-        checkpointer.restore(half)
-        assert half["x"] == 1.5
+def test_values_that_would_be_cut_are_named(checkpointer: AsyncCheckpointer) -> None:
+    checkpointer.save(1, {"x": torch.tensor([1.5])})
+    checkpointer.wait()
+    with pytest.raises(
+        CheckpointError,
+        match=r"'x' was saved in .* as torch.float32, which cannot be converted to torch.int64",
+    ):
+        checkpointer.restore({"x": torch.zeros(1, dtype=torch.int64)})
+    half = {"x": torch.zeros(1, dtype=torch.bfloat16)}
+    checkpointer.restore(half)
+    assert half["x"] == 1.5
 
 
 class Extra(nn.Module):
@@ -215,20 +212,18 @@ class Extra(nn.Module):
         ({}, {"a": 1}),
     ],
 )
-def test_extra_states_of_another_length(tmp_path: Path, saved: Any, there: Any) -> None:
+def test_extra_states_of_another_length(checkpointer: AsyncCheckpointer, saved: Any, there: Any) -> None:
     own, other = Extra(saved), Extra(there)
     module, again = nn.Sequential(own), nn.Sequential(other)
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        checkpointer.save(1, {"model": module})
-        checkpointer.restore({"model": again})
+    checkpointer.save(1, {"model": module})
+    checkpointer.restore({"model": again})
     assert repr(other.extra) == repr(saved)
     assert torch.equal(other.inner.weight, own.inner.weight)
 
 
-def test_lazy_modules_get_their_shapes(tmp_path: Path) -> None:
-    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
-        module = nn.Linear(3, 2)
-        checkpointer.save(1, {"model": module})
-        lazy = nn.LazyLinear(2)
-        checkpointer.restore({"model": lazy})
+def test_lazy_modules_get_their_shapes(checkpointer: AsyncCheckpointer) -> None:
+    module = nn.Linear(3, 2)
+    checkpointer.save(1, {"model": module})
+    lazy = nn.LazyLinear(2)
+    checkpointer.restore({"model": lazy})
     assert torch.equal(lazy.weight, module.weight)

@@ -19,17 +19,26 @@ from penstock.proto.errors import CheckpointCorruptError, CheckpointError, Check
 from penstock.proto.state.checkpoint_files import MANIFEST, METADATA, checkpoints, leftovers, newest
 
 
-def filled(folder: Path, *steps: int, **options: Any) -> None:
+def fill(checkpointer: AsyncCheckpointer, *steps: int) -> None:
     """Saves of these steps, of a tensor with the step in it."""
-    with AsyncCheckpointer(folder, **options) as checkpointer:
-        for step in steps:
-            checkpointer.save(step, {"x": torch.full((1000,), float(step))})
+    for step in steps:
+        checkpointer.save(step, {"x": torch.full((1000,), float(step))})
+    checkpointer.wait()
 
 
-def restored(folder: Path, step: int | None = None, **options: Any) -> tuple[int | None, float]:
+def back(checkpointer: AsyncCheckpointer, step: int | None = None, **options: Any) -> tuple[int | None, float]:
     found = {"x": torch.full((1000,), -1.0)}
+    return checkpointer.restore(found, step, **options), float(found["x"][0])
+
+
+def filled(folder: Path, *steps: int, **options: Any) -> None:
+    with AsyncCheckpointer(folder, **options) as checkpointer:
+        fill(checkpointer, *steps)
+
+
+def restored(folder: Path, step: int | None = None) -> tuple[int | None, float]:
     with AsyncCheckpointer(folder) as checkpointer:
-        return checkpointer.restore(found, step, **options), float(found["x"][0])
+        return back(checkpointer, step)
 
 
 # ---- which one
@@ -57,13 +66,13 @@ def test_an_empty_folder_is_a_start_from_nothing(tmp_path: Path) -> None:
         assert checkpointer.latest() is None
 
 
-def test_a_step_by_name(tmp_path: Path) -> None:
-    filled(tmp_path, 1, 2, 3)
-    assert restored(tmp_path, 2) == (2, 2.0)
+def test_a_step_by_name(checkpointer: AsyncCheckpointer) -> None:
+    fill(checkpointer, 1, 2, 3)
+    assert back(checkpointer, 2) == (2, 2.0)
     with pytest.raises(
         CheckpointNotFoundError, match=r"has no checkpoint of step 4; its checkpoints are of steps: 3, 2, 1"
     ):
-        restored(tmp_path, 4)
+        back(checkpointer, 4)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +86,9 @@ def test_a_step_by_name(tmp_path: Path) -> None:
         ("index", r"\.metadata has [0-9,]+ bytes, but"),
     ],
 )
-def test_damage_names_the_newest_good_one(tmp_path: Path, harm: str, words: str) -> None:
-    filled(tmp_path, 1, 2)
-    path = tmp_path / "step-2"
+def test_damage_names_the_newest_good_one(checkpointer: AsyncCheckpointer, harm: str, words: str) -> None:
+    fill(checkpointer, 1, 2)
+    path = checkpointer.folder / "step-2"
     if harm == "missing":
         (path / "__0_0.distcp").unlink()
     elif harm == "short":
@@ -100,17 +109,17 @@ def test_damage_names_the_newest_good_one(tmp_path: Path, harm: str, words: str)
     with pytest.raises(
         CheckpointCorruptError, match=rf"step-2 is damaged: .*{words}.* undamaged checkpoint is of step 1: restore"
     ):
-        restored(tmp_path)
-    assert restored(tmp_path, 1) == (1, 1.0)
-    with AsyncCheckpointer(tmp_path) as checkpointer, pytest.warns(UserWarning, match=rf"step-2 is damaged: .*{words}"):
+        back(checkpointer)
+    assert back(checkpointer, 1) == (1, 1.0)
+    with pytest.warns(UserWarning, match=rf"step-2 is damaged: .*{words}"):
         assert checkpointer.latest() == 1
-    filled(tmp_path, 3)  # and the training goes on
-    assert restored(tmp_path) == (3, 3.0)
+    fill(checkpointer, 3)  # and the training goes on
+    assert back(checkpointer) == (3, 3.0)
 
 
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    filled(tmp_path, 1, 2)
-    file = tmp_path / "step-2" / "__0_0.distcp"
+def test_a_flipped_bit_is_found(checkpointer: AsyncCheckpointer) -> None:
+    fill(checkpointer, 1, 2)
+    file = checkpointer.folder / "step-2" / "__0_0.distcp"
     data = bytearray(file.read_bytes())
     data[3000] ^= 1
     file.write_bytes(data)
@@ -118,14 +127,14 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         CheckpointCorruptError,
         match=r"__0_0.distcp: bytes 0 to [0-9,]+, with 'x', have checksum [0-9a-f]{16}, but .* checkpoint is of step 1",
     ):
-        restored(tmp_path)
+        back(checkpointer)
     with pytest.raises(
         CheckpointCorruptError, match=r"__0_0.distcp has checksum [0-9a-f]{32}, but [0-9a-f]{32} was written"
     ):
-        restored(tmp_path, verify=True)
-    shutil.rmtree(tmp_path / "step-1")
+        back(checkpointer, verify=True)
+    shutil.rmtree(checkpointer.folder / "step-1")
     with pytest.raises(CheckpointCorruptError, match=r"The folder has no undamaged"):
-        restored(tmp_path, verify=True)
+        back(checkpointer, verify=True)
 
 
 def test_a_half_done_replacement_is_undone(tmp_path: Path) -> None:
@@ -210,25 +219,24 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("trained", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_restored_optimizer_continues_exactly(tmp_path: Path, name: str, trained: int) -> None:
+def test_a_restored_optimizer_continues_exactly(checkpointer: AsyncCheckpointer, name: str, trained: int) -> None:
     """Into one that has made no step; and saving changes nothing in the one that is saved."""
     module = network()
     optimizer = OPTIMIZERS[name](list(module.parameters()))
     train(module, optimizer, trained)
     kept = pickle.dumps(optimizer.state_dict())
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"model": module, "optimizer": optimizer})
-        assert pickle.dumps(optimizer.state_dict()) == kept
-        again = network(1)
-        fresh = OPTIMIZERS[name](list(again.parameters()))
-        checkpointer.restore({"model": again, "optimizer": fresh})
+    checkpointer.save(1, {"model": module, "optimizer": optimizer})
+    assert pickle.dumps(optimizer.state_dict()) == kept
+    again = network(1)
+    fresh = OPTIMIZERS[name](list(again.parameters()))
+    checkpointer.restore({"model": again, "optimizer": fresh})
     assert equal(fresh.state_dict(), optimizer.state_dict())
     train(module, optimizer)
     train(again, fresh)
     assert equal(again.state_dict(), module.state_dict())
 
 
-def test_schedulers_and_whatever_has_a_state(tmp_path: Path) -> None:
+def test_schedulers_and_whatever_has_a_state(checkpointer: AsyncCheckpointer) -> None:
     class Meter:
         def __init__(self) -> None:
             self.state: Any = {}
@@ -246,13 +254,12 @@ def test_schedulers_and_whatever_has_a_state(tmp_path: Path) -> None:
         optimizer.step()
         scheduler.step()
     meter.state = {"seen": {"a": torch.arange(7), "b": {}}, "list": [torch.ones(2), {"c": 1}], "none": None}
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"scheduler": scheduler, "optimizer": optimizer, "meter": meter, "step": 5})
-        again = torch.optim.SGD(network(1).named_parameters(), lr=1.0)
-        fresh, other = torch.optim.lr_scheduler.StepLR(again, 3), Meter()
-        other.state = {"seen": {"a": torch.zeros(2), "z": 1}}  # of another topology than what was saved
-        state: dict[str, Any] = {"scheduler": fresh, "optimizer": again, "meter": other, "step": 0}
-        checkpointer.restore(state)
+    checkpointer.save(1, {"scheduler": scheduler, "optimizer": optimizer, "meter": meter, "step": 5})
+    again = torch.optim.SGD(network(1).named_parameters(), lr=1.0)
+    fresh, other = torch.optim.lr_scheduler.StepLR(again, 3), Meter()
+    other.state = {"seen": {"a": torch.zeros(2), "z": 1}}  # of another topology than what was saved
+    state: dict[str, Any] = {"scheduler": fresh, "optimizer": again, "meter": other, "step": 0}
+    checkpointer.restore(state)
     assert (fresh.last_epoch, fresh.step_size, state["step"]) == (5, 2, 5)
     assert fresh.get_last_lr() == scheduler.get_last_lr()
     assert again.param_groups[0]["lr"] == pytest.approx(0.01)
@@ -260,37 +267,36 @@ def test_schedulers_and_whatever_has_a_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'optimizer' of the state has .* without names:UserWarning")
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named(checkpointer: AsyncCheckpointer) -> None:
     module = network()
     optimizer = torch.optim.Adam(module.parameters())
     train(module, optimizer)
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"model": module, "optimizer": optimizer, "extra": {"a": 1, "t": torch.ones(3)}})
-        checkpointer.wait()
+    checkpointer.save(1, {"model": module, "optimizer": optimizer, "extra": {"a": 1, "t": torch.ones(3)}})
+    checkpointer.wait()
 
-        def fails(state: Any, words: str, error: type[Exception] = CheckpointError) -> None:
-            with pytest.raises(error, match=words):
-                checkpointer.restore(state)
+    def fails(state: Any, words: str, error: type[Exception] = CheckpointError) -> None:
+        with pytest.raises(error, match=words):
+            checkpointer.restore(state)
 
-        fails({"nothing": {}}, r"has no value 'nothing'; its values are 'extra', 'model', 'optimizer'")
-        fails(
-            {"model": network(bias=False)},
-            r"'model' cannot be restored from .*step-1: the checkpoint has 'model.0.bias', which the",
-        )
-        larger = nn.Sequential(*network(), nn.Linear(2, 2))
-        fails({"model": larger}, r"the checkpoint lacks 'model.3.bias', 'model.3.weight'")
-        wider = nn.Sequential(nn.Linear(7, 5), *list(network())[1:])
-        fails({"model": wider}, r"must have the shape saved in .*, \[5, 6\], got \[")
-        fails({"extra": {"b": 1}}, r"'extra' cannot be restored from .*: the checkpoint lacks 'extra.b'")
-        fails({"extra": {"t": torch.ones(4)}}, r"must have the shape saved in")
-        fails(
-            {"optimizer": torch.optim.Adam(network().parameters())},
-            r"state for the parameters '0.bias', .* matched by name",
-        )
-        fails([1], r"state must be a dict, got list", InvalidArgumentError)
-        good = network(3)
-        checkpointer.restore({"model": good})
-        assert equal(good.state_dict(), module.state_dict())
+    fails({"nothing": {}}, r"has no value 'nothing'; its values are 'extra', 'model', 'optimizer'")
+    fails(
+        {"model": network(bias=False)},
+        r"'model' cannot be restored from .*step-1: the checkpoint has 'model.0.bias', which the",
+    )
+    larger = nn.Sequential(*network(), nn.Linear(2, 2))
+    fails({"model": larger}, r"the checkpoint lacks 'model.3.bias', 'model.3.weight'")
+    wider = nn.Sequential(nn.Linear(7, 5), *list(network())[1:])
+    fails({"model": wider}, r"must have the shape saved in .*, \[5, 6\], got \[")
+    fails({"extra": {"b": 1}}, r"'extra' cannot be restored from .*: the checkpoint lacks 'extra.b'")
+    fails({"extra": {"t": torch.ones(4)}}, r"must have the shape saved in")
+    fails(
+        {"optimizer": torch.optim.Adam(network().parameters())},
+        r"state for the parameters '0.bias', .* matched by name",
+    )
+    fails([1], r"state must be a dict, got list", InvalidArgumentError)
+    good = network(3)
+    checkpointer.restore({"model": good})
+    assert equal(good.state_dict(), module.state_dict())
 
 
 class Custom:
@@ -350,9 +356,9 @@ EVIL = {
 
 
 @pytest.mark.parametrize("how", EVIL)
-def test_an_index_that_would_run_code_is_refused(tmp_path: Path, how: str) -> None:
-    filled(tmp_path / "saved", 1)
-    found = newest(tmp_path / "saved")
+def test_an_index_that_would_run_code_is_refused(checkpointer: AsyncCheckpointer, tmp_path: Path, how: str) -> None:
+    fill(checkpointer, 1)
+    found = newest(checkpointer.folder)
     assert found is not None
     assert found.manifest is not None
     marker = tmp_path / "ran"
@@ -361,22 +367,21 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path, how: str) -> No
     with pytest.raises(
         CheckpointCorruptError, match=r"the pickle names (.*, which no index of torch|an attribute that is not)"
     ):
-        restored(tmp_path / "saved")
+        back(checkpointer)
     assert not marker.exists()
 
 
-def test_keys_that_are_no_strings(tmp_path: Path) -> None:
+def test_keys_that_are_no_strings(checkpointer: AsyncCheckpointer) -> None:
     """torch's flattening makes strings of them: a MultiStepLR would not find its milestones any more."""
     module = network()
     optimizer = torch.optim.SGD(module.named_parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
     saved = {"a": {0: torch.ones(2), "0b": 1}, "b": [{(1, 2): "x"}, {None: {3.5: 4}}]}
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"optimizer": optimizer, "scheduler": scheduler, "plain": saved})
-        again = torch.optim.SGD(module.named_parameters(), lr=1.0)
-        fresh = torch.optim.lr_scheduler.MultiStepLR(again, [9])
-        found: dict[str, Any] = {"a": {0: torch.zeros(2), "0b": None}, "b": [{(1, 2): None}, {None: {3.5: None}}]}
-        checkpointer.restore({"optimizer": again, "scheduler": fresh, "plain": found})
+    checkpointer.save(1, {"optimizer": optimizer, "scheduler": scheduler, "plain": saved})
+    again = torch.optim.SGD(module.named_parameters(), lr=1.0)
+    fresh = torch.optim.lr_scheduler.MultiStepLR(again, [9])
+    found: dict[str, Any] = {"a": {0: torch.zeros(2), "0b": None}, "b": [{(1, 2): None}, {None: {3.5: None}}]}
+    checkpointer.restore({"optimizer": again, "scheduler": fresh, "plain": found})
     assert fresh.milestones == scheduler.milestones
     assert equal(found["a"], saved["a"])
     for one, other in ((optimizer, scheduler), (again, fresh)):

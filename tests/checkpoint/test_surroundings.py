@@ -68,34 +68,31 @@ def test_half_replaced_in_a_read_only_folder(tmp_path: Path, monkeypatch: pytest
         assert found["x"].eq(1).all()
 
 
-def test_reordered_names_are_another_state(tmp_path: Path) -> None:
+def test_reordered_names_are_another_state(checkpointer: AsyncCheckpointer) -> None:
     """Else one would be copied to the other's place, and converted on the way."""
     large, small = torch.tensor([2**40 + 1]), torch.tensor([1.5])
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"x": {"a": small, "b": large}})
-        checkpointer.save(2, {"x": {"b": small, "a": large}})
-        checkpointer.wait()
-        found = {"x": {"a": torch.zeros(1, dtype=torch.int64), "b": torch.zeros(1)}}
-        checkpointer.restore(found)
+    checkpointer.save(1, {"x": {"a": small, "b": large}})
+    checkpointer.save(2, {"x": {"b": small, "a": large}})
+    checkpointer.wait()
+    found = {"x": {"a": torch.zeros(1, dtype=torch.int64), "b": torch.zeros(1)}}
+    checkpointer.restore(found)
     assert found["x"]["a"].item() == 2**40 + 1
     assert found["x"]["b"].item() == 1.5
 
 
-def test_an_object_does_not_go_into_a_tensor(tmp_path: Path) -> None:
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"x": {"best": 5.0}})
-        with pytest.raises(
-            CheckpointError,
-            match=r"'x.best' cannot be restored from .*: it was saved as a Python object, but is a tensor",
-        ):
-            checkpointer.restore({"x": {"best": torch.tensor(0.0)}})
+def test_an_object_does_not_go_into_a_tensor(checkpointer: AsyncCheckpointer) -> None:
+    checkpointer.save(1, {"x": {"best": 5.0}})
+    with pytest.raises(
+        CheckpointError,
+        match=r"'x.best' cannot be restored from .*: it was saved as a Python object, but is a tensor",
+    ):
+        checkpointer.restore({"x": {"best": torch.tensor(0.0)}})
 
 
-def test_an_empty_dict_takes_all_there_is(tmp_path: Path) -> None:
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"x": {"a": torch.ones(2), "b": {"c": 3}}})
-        found: dict[str, Any] = {"x": {}}
-        checkpointer.restore(found)
+def test_an_empty_dict_takes_all_there_is(checkpointer: AsyncCheckpointer) -> None:
+    checkpointer.save(1, {"x": {"a": torch.ones(2), "b": {"c": 3}}})
+    found: dict[str, Any] = {"x": {}}
+    checkpointer.restore(found)
     assert found["x"]["a"].tolist() == [1.0, 1.0]
     assert found["x"]["b"] == {"c": 3}
 
@@ -109,7 +106,7 @@ def test_an_empty_dict_takes_no_other_name(tmp_path: Path, state: dict[str, Any]
         checkpointer.save(1, state)
 
 
-def test_counters_and_ordered_dicts_are_restored(tmp_path: Path) -> None:
+def test_counters_and_ordered_dicts_are_restored(checkpointer: AsyncCheckpointer) -> None:
     class Holder:
         state: Any = None
 
@@ -122,28 +119,26 @@ def test_counters_and_ordered_dicts_are_restored(tmp_path: Path) -> None:
     holder, other = Holder(), Holder()
     holder.state = {"milestones": Counter({2: 1, 4: 2}), "order": OrderedDict(b=1, a=torch.ones(2)), "none": Counter()}
     other.state = {}
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"holder": holder})
-        checkpointer.restore({"holder": other})
+    checkpointer.save(1, {"holder": holder})
+    checkpointer.restore({"holder": other})
     assert other.state["milestones"] == Counter({2: 1, 4: 2})
     assert [type(value) for value in other.state.values()] == [Counter, OrderedDict, Counter]
     assert list(other.state["order"]) == ["b", "a"]
 
 
-def test_default_device_and_inference_mode(tmp_path: Path) -> None:
+def test_default_device_and_inference_mode(checkpointer: AsyncCheckpointer) -> None:
     values = torch.ones(4)
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        with torch.device("meta"):
-            checkpointer.save(1, {"x": values})
-            found = {"x": values.clone().zero_()}
-            checkpointer.restore(found)
-        assert found["x"].eq(1).all()
-        with torch.inference_mode():
-            checkpointer.save(2, {"x": values, "new": torch.zeros(5)})
-        checkpointer.save(3, {"x": values, "new": torch.ones(5)})
-        found = {"x": torch.zeros(4), "new": torch.zeros(5)}
-        assert checkpointer.restore(found) == 3
-        assert found["new"].eq(1).all()
+    with torch.device("meta"):
+        checkpointer.save(1, {"x": values})
+        found = {"x": values.clone().zero_()}
+        checkpointer.restore(found)
+    assert found["x"].eq(1).all()
+    with torch.inference_mode():
+        checkpointer.save(2, {"x": values, "new": torch.zeros(5)})
+    checkpointer.save(3, {"x": values, "new": torch.ones(5)})
+    found = {"x": torch.zeros(4), "new": torch.zeros(5)}
+    assert checkpointer.restore(found) == 3
+    assert found["new"].eq(1).all()
 
 
 def test_objects_that_grow_get_room(tmp_path: Path) -> None:

@@ -79,17 +79,6 @@ def test_an_appliance_that_is_dropped_is_stopped(pidfds: Any) -> None:
     assert ended(fds)
 
 
-def test_torch_is_imported_before_a_run_opens(pidfds: Any) -> None:
-    """The fork server starts with the daemons, and the runners of the first run come from it."""
-    with Appliance(timeout_s=SOON_S, num_workers_per_box=1) as appliance:
-        assert appliance._daemons is not None
-        daemons = appliance._daemons.process.pid
-        until(lambda: children(daemons, "fork_server"), what="the daemons start it")
-        (begun,) = children(daemons, "fork_server")
-        (seen,) = DataExecutor(DataLoader(streams.surroundings), appliance=appliance)
-        assert (seen["parent"], children(daemons, "fork_server")) == (begun, [begun])
-
-
 def test_default_appliance_ends_with_last_loader(pidfds: Any) -> None:
     train, evaluation = DataLoader(streams.counter, 2), DataLoader(streams.counter, 3)
     assert len(list(train)) == 2
@@ -128,17 +117,24 @@ for attempt in (
 """
 
 
-def test_the_death_of_the_daemons_is_named() -> None:
-    with Appliance(timeout_s=SOON_S) as appliance:
-        steps = iter(DataExecutor(DataLoader(streams.slow, 0.01, 100_000), num_steps=100_000, appliance=appliance))
-        next(steps)
+def test_daemons_import_torch_and_their_death_is_told() -> None:
+    """The fork server starts with the daemons, and the runners of the first run come from it. Whoever else is on this
+    machine cannot reach the daemons, and an error says how they died."""
+    with Appliance(timeout_s=SOON_S, num_workers_per_box=1) as appliance:
         daemons = appliance._daemons
         assert daemons is not None
+        pid = daemons.process.pid
+        until(lambda: children(pid, "fork_server"), what="the daemons start it")
+        (begun,) = children(pid, "fork_server")
+        (seen,) = DataExecutor(DataLoader(streams.surroundings), appliance=appliance)
+        assert (seen["parent"], children(pid, "fork_server")) == (begun, [begun])
+        steps = iter(DataExecutor(DataLoader(streams.slow, 0.01, 100_000), num_steps=100_000, appliance=appliance))
+        next(steps)
         socket = daemons.address.removeprefix("unix:")
         if os.getuid() == 0:
             there = [sys.executable, "-I", "-c", STRANGER, socket]
             assert subprocess.run(there, capture_output=True, check=True).stdout.split() == [b"refused"] * 4
-        os.kill(daemons.process.pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         with pytest.raises(PenstockError, match="the embedded coordinator and worker was killed by SIGKILL"):
             for _ in steps:
                 pass

@@ -23,6 +23,7 @@ import pyarrow.parquet
 import pytest
 from all_workers import AllWorkers, saved
 from forked import Child, join_all
+from forked_jobs import forked_jobs
 from format_folders import FOLDERS, plainly
 from fsspec.implementations.memory import MemoryFileSystem
 from shardsets import numbers
@@ -36,9 +37,11 @@ from penstock.data import (
     convert_dataset,
     index_folder,
     index_parquet,
+    job_processes,
     merge_index,
 )
 from penstock.data.converting import conversion_plan, convert, convert_part, part_process, target_columns
+from penstock.data.converting.argument_names import ARGUMENTS
 from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
@@ -158,9 +161,9 @@ def test_values_that_would_change_are_refused(tmp_path: Path) -> None:
     index_folder(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "SAMPLED_ROWS", 4)
-        with pytest.raises(DatasetError, match=r"samples 0 to 99: .*sample 77, column 'a', 'int': .*--as NAME=TYPE"):
+        with pytest.raises(DatasetError, match=r"samples 0 to 99: .*sample 77, column 'a', 'int': .*{'a': 'json'}"):
             to_mds(tmp_path, tmp_path / "mds")
-        with pytest.raises(DatasetError, match=r"its reader|does not hold all of its values.*--as NAME=TYPE"):
+        with pytest.raises(DatasetError, match=r"its reader|does not hold all of its values.*types={'NAME': 'json'}"):
             to_parquet(tmp_path, tmp_path / "parquet")
         to_mds(tmp_path, tmp_path / "mds2", types={"a": "json"})
         to_parquet(tmp_path, tmp_path / "parquet2", types={"b": "json"})
@@ -183,7 +186,11 @@ def test_arrays_of_no_dimension_are_kept(tmp_path: Path) -> None:
 
 def test_values_unlike_the_sampled_ones_are_named() -> None:
     for change, value, words in (
-        ("float", 2**53 + 1, "must be a number that float64 holds exactly, got 9007199254740993. Give .* --as a=json"),
+        (
+            "float",
+            2**53 + 1,
+            "must be a number that float64 holds exactly, got 9007199254740993. .*types={'a': 'json'}",
+        ),
         (
             "only",
             [b"a", b"b"],
@@ -193,7 +200,7 @@ def test_values_unlike_the_sampled_ones_are_named() -> None:
         ("file", {"bytes": None}, r"must have the field bytes, as in the sampled rows, got \{'bytes': None\}"),
     ):
         with pytest.raises(DatasetError, match=f"row 0: column 'a': {words}"):
-            target_columns.stored_rows([{"a": value}], [target_columns.TargetColumn("a", "", change)])
+            target_columns.stored_rows([{"a": value}], [target_columns.TargetColumn("a", "", change)], ARGUMENTS)
 
 
 # ---- order and states
@@ -291,25 +298,7 @@ def test_damaged_notes_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are forked here instead of started: importing torch takes seconds."""
-
-    class Forked(Child):
-        def __init__(self, command: list[str], **options: Any) -> None:
-            super().__init__(lambda: os._exit(part_process.run(*map(int, command[-4:-1]))))
-            for fd in options["fds"]:
-                if not isinstance(fd, int):
-                    fd.close()
-
-        def result(self) -> int:
-            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-        def end(self, grace_s: float) -> None:
-            """Return True once the process has ended."""
-
-        def close(self) -> None:
-            os.close(self._said)
-
-    monkeypatch.setattr(convert, "spawn", Forked)
+    monkeypatch.setattr(job_processes, "spawn", forked_jobs(part_process.converted))
 
 
 def run_until(fsyncs: int, work: Callable[[], object]) -> None:
@@ -387,17 +376,17 @@ def test_each_part_is_taken_once() -> None:
     """By processes that read from one position."""
     records = range(100_000)
     with contextlib.ExitStack() as stack:
-        jobs = convert._memory_file(stack, b"".join(map(conversion_plan.JOB.pack, records)))
+        jobs = job_processes.memory_file(stack, b"".join(map(job_processes.JOB.pack, records)))
         taken = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)]
 
         def take(into: Any) -> None:
-            while job := os.read(jobs, conversion_plan.JOB.size):
+            while job := os.read(jobs, job_processes.JOB.size):
                 into.write(job)
             into.flush()
 
         join_all(*(partial(take, into) for into in taken))
         found = b"".join(os.pread(into.fileno(), 1 << 20, 0) for into in taken)
-    assert sorted(number for (number,) in conversion_plan.JOB.iter_unpack(found)) == list(records)
+    assert sorted(number for (number,) in job_processes.JOB.iter_unpack(found)) == list(records)
 
 
 @pytest.mark.usefixtures("forked_processes")
@@ -472,14 +461,27 @@ def names_in(folder: Path) -> list[str]:
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     numbers(tmp_path / "from", 30)
     for settings, words in (
-        ({"columns": ["none"]}, "columns must be some of number, got none"),
-        ({"types": {"none": "int"}}, "types must be some of number, got none"),
-        ({"types": {"number": "integer"}}, "column 'number': the encoding must be one of"),
+        ({"columns": ["none"]}, "columns must be some of number, each once, got none"),
+        ({"columns": ["number", "number"]}, "columns must be some of number, each once, got number, number"),
+        ({"columns": []}, "columns must be some of number, each once, got none"),
+        ({"types": {"none": "int"}}, "types must be some of number, each once, got none"),
+        ({"types": {"number": "integer"}}, "types: column 'number': the encoding must be one of"),
         ({"processes": 0}, "processes must be at least 1"),
         ({"size_limit": "much"}, "size_limit must be"),
+        ({"size_limit": "5gb"}, "size_limit must be at most 4294967295 bytes, got '5gb'"),
+        ({"compression": "lz5"}, "compression: the compression must be one of .*, got 'lz5'"),
+        ({"hashes": ["xxh65"]}, "hashes: the hash must be one of .*, got 'xxh65'"),
+        ({"verify": "no"}, "verify must be True or False, got 'no'"),
     ):
         with pytest.raises(InvalidArgumentError, match=words):
             to_mds(tmp_path / "from", tmp_path / "to", **settings)
+    for settings, words in (
+        ({"compression": "zstd:3"}, "compression must be one of .*, got 'zstd:3'"),
+        ({"hashes": ["xxh64"]}, "hashes must be left out for Parquet, whose pages have checksums, got xxh64"),
+        ({"types": {"number": "integer"}}, "types: column 'number': the type must be json or one of Arrow's"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=words):
+            to_parquet(tmp_path / "from", tmp_path / "to", **settings)
     with pytest.raises(InvalidArgumentError, match="to must be one of mds, parquet, got 'csv'"):
         convert_dataset(tmp_path / "from", tmp_path / "to", "csv")
     assert not (tmp_path / "to").exists()

@@ -25,7 +25,7 @@ from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import ReadOptions
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
 SAMPLES = list(RECIPES["encodings"].samples())
@@ -186,9 +186,9 @@ def test_values_that_would_change_are_refused(name: str, value: Any) -> None:
     ],
 )
 def test_unknown_encodings_are_named(name: str) -> None:
-    with pytest.raises(DatasetError, match="encoding"):
+    with pytest.raises(InvalidArgumentError, match="encoding"):
         check_encoding(name)
-    with pytest.raises(DatasetError, match="encoding"):
+    with pytest.raises(InvalidArgumentError, match="encoding"):
         encoding_of(name)
 
 
@@ -296,6 +296,7 @@ def test_missing_pillow_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
     from penstock.data.formats.media import images
 
     images._pil.cache_clear()
+    images._library.cache_clear()
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(DatasetError, match=r"pillow\. Run pip install 'penstock\[streaming\]'"):
         encoding_of("png").decode(b"", 0, 0)

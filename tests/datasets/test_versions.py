@@ -23,6 +23,8 @@ from penstock.data import JSONWriter, MDSWriter, Stream, StreamingDataset, Strea
 from penstock.data.cache.dataset_versions import open_version
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.formats.index import INDEX, version_index
+from penstock.data.indexes import joined_index
+from penstock.data.remote import folders
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError, StateMismatchError
 
@@ -69,6 +71,23 @@ def test_reader_of_a_version_is_not_disturbed(place: str, hashes: list[str], tmp
     assert read(place, tmp_path / "c", version=2) == list(range(40))
     with pytest.raises(DatasetError, match=r"must have version 4, but its index index-000004.json is missing"):
         read(place, tmp_path / "c", version=4)
+
+
+def test_torn_index_of_a_version_is_named(tmp_path: Path) -> None:
+    append(tmp_path / "data", 0)
+    append(tmp_path / "data", 1)
+    path = tmp_path / "data" / version_index(2)
+    whole = path.read_bytes()
+    for size in (0, 10, 60, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DatasetError, match=r"index-000002.json(: the index)? must be") as caught:
+            StreamingDataset(str(tmp_path / "data"))
+        assert size > 20 or "got a damaged file, which names no version. Restore the file" in caught.value.message
+    path.write_bytes((tmp_path / "data" / version_index(1)).read_bytes())
+    with pytest.raises(DatasetError, match=r"must be the index of version 2, got that of version 1\. Restore"):
+        StreamingDataset(str(tmp_path / "data"), version=2)
+    path.write_bytes((tmp_path / "data" / INDEX).read_bytes())
+    assert len(StreamingDataset(str(tmp_path / "data"))) == 40
 
 
 @pytest.mark.parametrize(
@@ -229,23 +248,23 @@ def write_bad(place: str) -> None:
             writer.write({"number": number})
 
 
-def test_failed_appendspublishes_nothing(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_append_publishes_nothing(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves shards only where an index lists them."""
     append(place, 0)
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(DatasetError, match="column 'number'"):
         write_bad(place)
     assert read(place, tmp_path / "cache") == list(range(20))
-    plain = RemoteFolder.write
+    plain = RemoteFolder.upload
 
     def fail(at: str, after: bool) -> Callable[..., None]:
-        def write(self: RemoteFolder, name: str, data: bytes, **options: Any) -> None:
+        def upload(self: RemoteFolder, name: str, source: Path, **options: Any) -> None:
             if name != at or after:
-                plain(self, name, data, **options)
+                plain(self, name, source, **options)
             if name == at:
                 raise ShardUnavailableError("the power failed")
 
-        return write
+        return upload
 
     for at, after, versions, count in (
         (version_index(2), False, [1], 20),
@@ -253,7 +272,7 @@ def test_failed_appendspublishes_nothing(place: str, tmp_path: Path, monkeypatch
         (INDEX, True, [1, 2, 3], 40),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(RemoteFolder, "write", fail(at, after))
+            patch.setattr(RemoteFolder, "upload", fail(at, after))
             with pytest.raises(ShardUnavailableError, match="the power failed"):
                 append(place, 20)
         assert len(read(place, tmp_path / f"{at} {after}")) == count
@@ -280,7 +299,7 @@ def test_close_that_failed_can_be_called_again(tmp_path: Path) -> None:
         assert read(str(tmp_path / str(appends)), tmp_path) == [7]
 
 
-def test_writers_appendsat_the_same_time(tmp_path: Path) -> None:
+def test_writers_append_at_the_same_time(tmp_path: Path) -> None:
     append(tmp_path, 0)
     join_all(*(partial(append, tmp_path, first) for first in (20, 40, 60)))
     with closing(StreamingDataset(tmp_path)) as dataset:
@@ -298,6 +317,37 @@ def test_parts_are_appended_by_merging(place: str, tmp_path: Path) -> None:
     assert read(place, tmp_path / "cache", version=1) == list(range(10))
     with pytest.raises(DatasetError, match="must have version 3"):
         read(place, tmp_path / "cache", version=3)
+
+
+def test_indexes_of_any_size_are_joined(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that is too large to be read as a whole is appended to and merged, and returned shard by shard."""
+    monkeypatch.setattr(folders, "LARGEST_READ", 100)
+    monkeypatch.setattr(joined_index, "LARGE_INDEX", 100)
+    monkeypatch.setattr(joined_index, "PIECE", 70)
+    for part in range(2):
+        write(f"{place}/{part}", 20, first=20 * part)
+    merged = merge_index(place)
+    write(f"{place}/2", 20, first=40)
+    with MDSWriter(place, {"number": "int"}, append=True) as writer:
+        writer.write({"number": 60})
+    appended = writer.close()
+    shards = merge_index(place, [f"{place}/2"], append=True)
+    assert (len(merged), len(appended), len(shards)) == (4, 5, 7)
+    assert [shard.name for shard in shards[:4]] == [shard.name for shard in merged]
+    assert [shard.samples for shard in shards] == [10, 10, 10, 10, 1, 10, 10]
+    assert shards[-1] == shards[6] == list(shards)[-1]
+    assert sorted(read(place, tmp_path / "cache")) == list(range(61))
+    assert read(place, tmp_path / "cache", version=1) == list(range(40))
+    merge_index(place, [f"{place}/2"], append=True)
+    assert sorted(read(place, tmp_path / "again")) == list(range(61)), "nothing was new"
+
+
+def test_full_disk_names_the_folder(tmp_path: Path) -> None:
+    made = joined_index.JoinedIndex(tmp_path)
+    (tmp_path / "index").mkdir()
+    with pytest.raises(ShardUnavailableError, match=r"temporary file in .* Set TMPDIR to a folder with twice as much"):
+        made.written("index")
+    made.close()
 
 
 def test_text_is_appended_too(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ def test_unfit_sample_is_named_and_not_written(change: dict[str, Any], words: st
         (MDSWriter, COLUMNS, {"hashes": ["sha3"]}, "the hash must be one of .* got 'sha3'"),
         (MDSWriter, COLUMNS, {"size_limit": 0}, "size_limit must be at least 1 byte, got 0"),
         (MDSWriter, COLUMNS, {"size_limit": 1 << 32}, "size_limit must be at most .* got 4294967296"),
+        (MDSWriter, COLUMNS, {"append": "x"}, "append must be True or False, got 'x'"),
+        (MDSWriter, COLUMNS, {"exist_ok": 1}, "exist_ok must be True or False, got 1"),
         (JSONWriter, {"n": "bytes"}, {}, "column 'n': the encoding must be one of str, int, float, got 'bytes'"),
         (JSONWriter, {"n": "int"}, {"newline": ""}, "newline must not be empty"),
         (XSVWriter, {"n": "int"}, {"separator": ""}, "separator must not be empty"),
@@ -93,7 +95,7 @@ def test_unfit_sample_is_named_and_not_written(change: dict[str, Any], words: st
 def test_invalid_settings_make_no_folder(
     writer: Any, columns: dict[str, str], keywords: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(DatasetError, match=words):
+    with pytest.raises(InvalidArgumentError, match=words):
         writer(tmp_path / "out", columns, **keywords)
     assert names(tmp_path) == []
 

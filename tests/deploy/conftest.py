@@ -2,68 +2,36 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
-import json
 import os
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import interpreters
 import pytest
+from cluster import INPUTS, TOKEN
+from interpreters import Forked
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
-INPUTS = str(Path(__file__).parents[1] / "inputs")
-TOKEN = "a-token-for-tests-only-0123456789"
 DEADLINE_S = 60.0
 WARNINGS = "error,ignore:'set_vital' is deprecated:UserWarning"
 """Warnings are errors in what we start, too, but for the one of pyproject.toml."""
 
-
-FORKING = """
-import gc, json, os, sys
-import penstock.appliance.edge.server, penstock.deploy.operations.run_daemon
-import penstock.deploy.doctor.loader_check, penstock.deploy.doctor.loader_report
-import penstock.deploy.operations.show_state, penstock.deploy.operations.show_status, penstock.worker.daemon.daemon
-from penstock.deploy.cli.main import main
-gc.freeze()  # no command walks what is imported, or copies its pages
-for line in sys.stdin:
-    arguments, cwd, environment, out, err = json.loads(line)
-    pid = os.fork()
-    if not pid:
-        os.setpgid(0, 0)
-        os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(environment)
-        for fd, path in enumerate((os.devnull, out, err)):
-            opened = os.open(path, os.O_WRONLY if fd else os.O_RDONLY)
-            os.dup2(opened, fd)
-            os.close(opened)
-        sys.argv[:] = ["penstock", *arguments]
-        sys.exit(main())
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-"""An interpreter that has imported what `penstock` needs, and forks a process for each command."""
-
-
-@functools.cache
-def forking() -> subprocess.Popen[str]:
-    """The one of this test process, which ends with it."""
-    environment = {**os.environ, "PYTHONWARNINGS": WARNINGS}
-    server = subprocess.Popen(
-        [sys.executable, "-c", FORKING], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    atexit.register(_end, server)
-    return server
-
-
-def _end(server: subprocess.Popen[str]) -> None:
-    with server:  # closes its pipes, and waits
-        server.kill()
+IMPORTED = (
+    *("penstock.appliance.edge.server", "penstock.worker.daemon.daemon", "penstock.deploy.cli.main"),
+    *(f"penstock.deploy.operations.{name}" for name in ("run_daemon", "show_state", "show_status")),
+    *(f"penstock.deploy.doctor.{name}" for name in ("loader_check", "loader_report")),
+)
+"""Modules that commands need, and that are imported once for all of them."""
+PYTHON = (sys.executable, *(f"-W{one}" for one in WARNINGS.split(",")))
+"""The interpreter that commands are forked from."""
+READ_AT_START = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONIOENCODING")
+"""Variables by which a command needs an interpreter of its own."""
 
 
 class Finished(subprocess.CompletedProcess[str]):
@@ -81,15 +49,16 @@ class Finished(subprocess.CompletedProcess[str]):
 class Started:
     """A daemon that runs, and the line that it printed when it was ready."""
 
-    process: subprocess.Popen[bytes]
+    process: Any
+    """A subprocess.Popen, or what is forked and has its interface."""
     log: Path
     line: str = ""
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send the signal to it and everything in its session, as a terminal would; its exit code."""
+        """Send the signal to it and everything in its group, as a terminal would; its exit code."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, number)
-        return self.process.wait(DEADLINE_S)
+        return int(self.process.wait(DEADLINE_S))
 
 
 @dataclass
@@ -108,7 +77,8 @@ class Shell:
         self.environment["PENSTOCK_CONFIG"] = os.devnull  # not what a developer has at home
 
     def run(self, *arguments: str, deadline_s: float = DEADLINE_S, **environment: str | None) -> Finished:
-        """Run to its end. A variable that is None is removed."""
+        """Run the installed program to its end. A variable that is None is removed. For what is a question of how the
+        command starts: that costs half a second of a core."""
         done = subprocess.run(
             [PENSTOCK, *arguments],
             env=self.env(environment),
@@ -121,23 +91,30 @@ class Shell:
         return Finished(done.args, done.returncode, done.stdout, done.stderr)
 
     def call(self, *arguments: str, **environment: str | None) -> Finished:
-        """The same as `run`, in a process that is forked, with all that it needs imported: a fortieth of a second of a
-        core, not half a one. For what is no question of how the command starts."""
+        """The same as `run`, in a process that is forked, with all that it needs imported: a fortieth of a second."""
         out, err = self.folder / "called.out", self.folder / "called.err"
-        for path in (out, err):
-            path.write_text("")
-        server = forking()
-        assert server.stdin is not None
-        assert server.stdout is not None
-        request = [arguments, str(self.folder), self.env(environment), str(out), str(err)]
-        print(json.dumps(request), file=server.stdin, flush=True)
-        ready, _, _ = select.select([server.stdout], [], [], DEADLINE_S)
-        if not ready:
-            server.kill()
-            forking.cache_clear()
-            raise AssertionError(f"penstock {' '.join(arguments)} did not end:\n{err.read_text()}")
-        code = int(server.stdout.readline())
+        with out.open("wb") as said, err.open("wb") as failed:
+            process = self.fork(arguments, self.env(environment), said.fileno(), failed.fileno())
+        try:
+            code = process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"penstock {' '.join(arguments)} did not end:\n{err.read_text()}") from None
         return Finished([PENSTOCK, *arguments], code, out.read_text(), err.read_text())
+
+    def fork(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> Forked:
+        torch = arguments[:1] in (("replay",), ("state",))  # who decodes states imports it, which takes two seconds
+        return interpreters.start(
+            "penstock.deploy.__main__",
+            arguments,
+            environment,
+            imports=(*IMPORTED, *(["penstock.proto.state.codec"] if torch else [])),
+            torch=torch,
+            python=PYTHON,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=str(self.folder),
+        )
 
     def start(self, *arguments: str, **environment: str | None) -> Started:
         """A daemon, once it has printed its line."""
@@ -152,17 +129,21 @@ class Shell:
 
     def begin(self, *arguments: str, **environment: str | None) -> Started:
         """A daemon, whether it gets ready or not."""
-        log = self.folder / f"log{len(self.started)}"
+        log, given = self.folder / f"log{len(self.started)}", self.env(environment)
+        process: Any
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                [PENSTOCK, *arguments],
-                env=self.env(environment),
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=out,
-                start_new_session=True,
-            )
+            if any(given.get(name) != self.environment.get(name) for name in READ_AT_START):
+                process = subprocess.Popen(
+                    [PENSTOCK, *arguments],
+                    env=given,
+                    cwd=self.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=out,
+                    process_group=0,
+                )
+            else:
+                process = self.fork(arguments, given, subprocess.PIPE, out.fileno())
         started = Started(process, log)
         self.started.append(started)
         return started

@@ -27,13 +27,13 @@ done
 """
 
 
-def completed(shell: Any, *lines: str, **environment: str) -> list[str]:
+def completed(shell: Any, *lines: str) -> list[str]:
     """Return what bash offers at the end of each line, after the function that the shell has been told of."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "--norc", "-c", SCRIPT],
         input="".join(f"{line}\n" for line in lines),
-        env=shell.env({"PATH": path, **environment}),
+        env=shell.env({"PATH": path}),
         cwd=shell.folder,
         capture_output=True,
         text=True,
@@ -45,9 +45,22 @@ def completed(shell: Any, *lines: str, **environment: str) -> list[str]:
     return [answer.partition(" => ")[2] for answer in answers]
 
 
+def offered(shell: Any, line: str, **environment: str) -> str:
+    """Return what the script's function is given for a line."""
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    done = shell.call(_PENSTOCK_COMPLETE="complete_bash", **words, **environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    return " ".join(done.stdout.split())
+
+
 def test_commands_options_and_values(shell: Any) -> None:
-    found = completed(shell, "penstock st", "penstock doctor machine --sl", "penstock config w", "penstock worker --al")
-    assert found == ["status state", "--slots", "worker", "--allow"]
+    assert completed(shell, "penstock st", "penstock config w") == ["status state", "worker"]
+    for line, found in (
+        ("penstock st", "status state"),
+        ("penstock doctor machine --sl", "--slots"),
+        ("penstock worker --al", "--allow"),
+    ):
+        assert offered(shell, line) == found
 
 
 def test_runs_that_the_coordinator_knows(coordinator: Any) -> None:
@@ -66,7 +79,7 @@ def test_runs_that_the_coordinator_knows(coordinator: Any) -> None:
                 )
             )
     for _ in range(5):  # a coordinator that does not answer within a second has none to offer
-        found = completed(coordinator, "penstock state l", "penstock replay vi")
+        found = [offered(coordinator, line) for line in ("penstock state l", "penstock replay vi")]
         if all(found):
             break
     assert found == ["lm/0", "vision/0"]
@@ -76,9 +89,9 @@ def test_silent_coordinator_costs_a_second_only(shell: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert completed(shell, "penstock state show l", PENSTOCK_COORDINATOR=address) == [""]
+        assert offered(shell, "penstock state show l", PENSTOCK_COORDINATOR=address) == ""
         assert time.monotonic() - began < 60
-    assert completed(shell, "penstock state show l", PENSTOCK_COORDINATOR="127.0.0.1:1", PENSTOCK_TOKEN="") == [""]
+    assert offered(shell, "penstock state show l", PENSTOCK_COORDINATOR="127.0.0.1:1", PENSTOCK_TOKEN="") == ""
 
 
 @pytest.mark.parametrize("name", ["zsh", "fish"])

@@ -77,7 +77,7 @@ def test_port_taken(shell: Any) -> None:
         )
         assert "E0000" not in done.stderr  # gRPC's own report
         assert done.stdout == ""
-        lanes = shell.run("worker", "--slots", "1", "--allow", "streams", "--listen", address)
+        lanes = shell.call("worker", "--slots", "1", "--allow", "streams", "--listen", address)
         assert lanes.returncode == 13
         assert address in lanes.error
 
@@ -200,7 +200,7 @@ def _let_go() -> Any:
 
 def test_unreachable_wrong_token_and_no_token(coordinator: Any) -> None:
     address = _closed_port()
-    done = coordinator.run("status", "--coordinator", address)
+    done = coordinator.call("status", "--coordinator", address)
     assert done.returncode == 11
     assert done.error.startswith(f"penstock: the coordinator at {address} cannot be reached (Status): ")
     assert "penstock coordinator" in done.error

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import counted
+import mixed
 import pytest
 import streams
 from tests.deploy.conftest import DEADLINE_S, Shell
@@ -33,6 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:streams.lagging. worker slot:Use
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 NASTY = "<img src=x onerror=alert(1)>"
 """Name of a worker: what peers say of themselves."""
+ALLOWED = [part for module in ("streams", "mixed", "counted") for part in ("--allow", module)]
+ALLOWED = [part for module in ("streams", "mixed", "counted") for part in ("--allow", module)]
 LAGS = 1
 """The slot that takes 60 ms for each batch, where the loop takes 4 ms for one and there are four slots."""
 
@@ -47,8 +51,7 @@ class Live:
         self.shell.environment["PENSTOCK_COORDINATOR"] = self.address
         self.url = str(self.status()["coordinator"]["dashboard"])
         self.workers = {
-            name: self.shell.start("worker", "--slots", "4", "--allow", "streams", "--name", name)
-            for name in ("w1", NASTY)
+            name: self.shell.start("worker", "--slots", "4", *ALLOWED, "--name", name) for name in ("w1", NASTY)
         }
         self.saved = 0
         self._wish = threading.Event()
@@ -303,6 +306,37 @@ def test_a_checkpoint_is_shown(live: Live, browser: Any) -> None:
     assert (state["asker"], state["askers"], state["error"]) == ("box 0", 1, None)
     assert state["bytes"] > 0
     assert "box 0" in " ".join(shown(browser, "article table")[1].split())
+
+
+# A chart for each job that counts: lines of what is delivered, dashed ones of what a mixture wants.
+@pytest.mark.parametrize(
+    ("job", "loader", "lines", "told", "caption"),
+    [
+        ("mixture", DataLoader(mixed.train), {"delivered", "wanted"}, ["web 75% (wanted 75%)", "code 25% (wanted"], ""),
+        (
+            "costs",
+            DataLoader(counted.measured, 30),
+            {"delivered"},
+            ["– 100%"],
+            ". Cost of a step's most expensive box: 1.00 times the mean",
+        ),
+    ],
+)
+def test_sources_shares_are_drawn(
+    live: Live, browser: Any, job: str, loader: DataLoader, lines: set[str], told: list[str], caption: str
+) -> None:
+    card = f"article[data-run='{job}/0'] .shares"
+    drawn = f'return [...document.querySelectorAll("{card} path.source")].map(path => path.classList[2])'
+    token = live.shell.environment["PENSTOCK_TOKEN"]
+    with Appliance(live.address, token=token, job=job, num_workers_per_box=1, timeout_s=60) as appliance:
+        for _ in DataExecutor(loader, num_steps=1 << 40, appliance=appliance):
+            time.sleep(0.02)
+            if set(browser.execute_script(drawn)) == lines:
+                break
+        key, said = shown(browser, f"{card} .key li"), shown(browser, f"{card} figcaption")
+    assert [text[: len(begin)] for text, begin in zip(key, told, strict=True)] == told
+    assert said == [f"Share of samples by source: delivered, and wanted (dashed){caption}"]
+    assert complaints(browser) == []
 
 
 def test_top_on_a_terminal(live: Live, top: Top) -> None:

@@ -105,7 +105,52 @@ def test_folder_is_converted_once(lines: Path, tmp_path: Path) -> None:
     again = asked(*arguments)[1]
     assert (again["rows_digest"], again["parts_made_now"]) == (found["rows_digest"], 0)
     assert [sample["n"] for sample in asked("inspect", tmp_path / "made")[1]["first_samples"]] == ["0", "1", "2"]
-    code, said = call(*arguments[:-4], "--as", "n")
-    assert (code, "--as must be NAME=TYPE, got 'n'" in said) == (2, True)
     code, said = call("convert", lines, tmp_path / "made", "--to", "mds")
     assert (code, "must be empty, but it has a dataset" in said) == (28, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--to", "csv"], "--to must be one of mds, parquet, got 'csv'"),
+        (["--compression", "lz5"], "--compression: the compression must be one of"),
+        (["--hashes", "xxh65"], "--hashes: the hash must be one of"),
+        (["--to", "parquet", "--hashes", "xxh64"], "--hashes must be left out for Parquet"),
+        (["--size-limit", "much"], "--size-limit must be a whole number or a text"),
+        (["--columns", "m"], "--columns must be some of n, text, each once, got m"),
+        (["--columns", ""], "--columns must be values separated by commas, none of them empty, got ''"),
+        (["--columns", "n", "--as", "text=str"], "--as must be some of n, each once, got text"),
+        (["--as", "n"], "--as must have the form NAME=VALUE, got 'n'"),
+        (["--as", "n=int", "--as", "n=json"], "--as must have each name once, got 'n' twice"),
+        (["--as", "n=integer"], "--as: column 'n': the encoding must be one of"),
+    ],
+)
+def test_wrong_arguments_name_the_option(lines: Path, tmp_path: Path, options: list[str], words: str) -> None:
+    call("index", lines)
+    code, said = call("convert", lines, tmp_path / "made", "--to", "mds", "--processes", "1", *options)
+    assert (code, words in " ".join(said.split())) == (2, True), said
+    assert not (tmp_path / "made").exists()
+
+
+def test_errors_of_values_name_the_option(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"a": 1} for _ in range(200)]
+    rows[131] = {"a": "one"}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    call("index", tmp_path)
+    for to in ("mds", "parquet"):
+        code, said = call("convert", tmp_path, tmp_path / to, "--to", to, "--processes", "1")
+        assert (code, "--as a=json" in said) == (28, True), said
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["plan", "--batch", "1"], ["convert", "--to", "mds"]])
+def test_sources_that_are_no_datasets(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "folder").mkdir()
+    for name, words in (
+        ("file", "must be the folder of a dataset, got a file. Give the folder that has index.json"),
+        ("none", "must be the folder of a dataset, got nothing"),
+        ("folder", "must have index.json. Write it with `penstock data index"),
+    ):
+        dest = [tmp_path / "made"] if command[0] == "convert" else []
+        code, said = call(command[0], tmp_path / name, *dest, *command[1:])
+        assert (code, words in said) == (28, True), said

@@ -105,10 +105,12 @@ def test_bandwidth_tells_when_steps_wait(folder: Path) -> None:
     dataset.close()
 
 
-def test_more_nodes_than_boxes_is_an_error(folder: Path) -> None:
+def test_wrong_arguments_are_errors(folder: Path) -> None:
     done = CliRunner().invoke(app, ["data", "plan", str(folder), "--batch", "8", "--nodes", "2"])
     assert done.exit_code != 0
     assert "--nodes must be at most the number of boxes, which is 1, got 2" in done.output
+    done = CliRunner().invoke(app, ["data", "plan", str(folder), "--batch", "8", "--in-order", "--shuffle"])
+    assert (done.exit_code, "one of --shuffle and --in-order must be given, got both" in done.output) == (2, True)
     shown = CliRunner().invoke(app, ["data", "plan", str(folder), "--batch", "8"])
     assert "node 0:" in shown.output
     assert "before the first batches: " in shown.output

@@ -291,7 +291,7 @@ def call(ward: TrialProcesses, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 def test_command_well_shows_what_user_code_prints(shell: Any) -> None:
-    done = shell.run("doctor", "patients:talks", "--args", "[14]", "--workers", "2", "--batches", "8")
+    done = shell.call("doctor", "patients:talks", "--args", "[14]", "--workers", "2", "--batches", "8")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("patients:talks: 2 workers, 8 batches each\n")
     assert "4: state_dict, load_state_dict, aggregate_state_dict, deaggregate_state_dict" in done.stdout
@@ -341,7 +341,7 @@ def test_command_says_which_arguments_are_missing(call: Callable[..., Result]) -
 
 def test_command_with_a_loader_that_hangs(shell: Any, tmp_path: Path) -> None:
     marker = tmp_path / "hangs"
-    done = shell.run("doctor", "patients:hangs", "--args", json.dumps([str(marker)]), "--deadline", "5")
+    done = shell.call("doctor", "patients:hangs", "--args", json.dumps([str(marker)]), "--deadline", "5")
     assert done.returncode == 17
     assert "in waits_for_ever" in done.stderr
     assert "streaming 32 batches of patients:hangs, worker 0 took more than 5 s (its stack is above)" in done.error

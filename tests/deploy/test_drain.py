@@ -1,4 +1,4 @@
-"""`penstock worker drain`, as an operator uses it."""
+"""`penstock worker drain` and `penstock run close`, as an operator uses them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import streams
+from cluster import TOKEN
 from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.errors import InputFnError
+from penstock.proto.errors import InputFnError, SupersededError
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-TOKEN = "a-token-for-tests-only-0123456789"
+
+def box(coordinator: Any, job: str) -> Appliance:
+    address = coordinator.environment["PENSTOCK_COORDINATOR"]
+    return Appliance(address, job=job, token=TOKEN, box=0, num_boxes=1, seed=1, timeout_s=60)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +62,7 @@ def test_daemon_option_before_drain_is_refused(coordinator: Any, worker: str) ->
 @pytest.fixture
 def holding(coordinator: Any, worker: str) -> Iterator[None]:
     """A job has the worker's one slot, and nobody else has a place for it."""
-    address = coordinator.environment["PENSTOCK_COORDINATOR"]
-    with Appliance(address, job="holding", token=TOKEN, box=0, num_boxes=1, seed=1, timeout_s=60) as appliance:
+    with box(coordinator, "holding") as appliance:
         for _ in DataExecutor(DataLoader(streams.counter, 1000), num_steps=1000, appliance=appliance):
             yield
             break
@@ -82,7 +85,7 @@ def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str) -> None:
     address = coordinator.environment["PENSTOCK_COORDINATOR"]
     with (
         CoordinatorClient(address, TOKEN) as client,
-        Appliance(address, job="failing", token=TOKEN, box=0, num_boxes=1, seed=1, timeout_s=60) as appliance,
+        box(coordinator, "failing") as appliance,
     ):
         with pytest.raises(InputFnError):
             list(DataExecutor(DataLoader(streams.raises), appliance=appliance))
@@ -102,3 +105,24 @@ def test_waiting_drain_does_not_overrule_undrain(coordinator: Any, worker: str) 
         assert waiting.process.wait(60) == 18
         assert "takes slots again, because another command ended the drain (--undo)" in waiting.log.read_text()
         assert not client.status().workers[0].draining
+
+
+def test_training_job_that_reads_gets_the_reason(coordinator: Any, worker: str) -> None:
+    with box(coordinator, "hung") as appliance:
+        batches = iter(DataExecutor(DataLoader(streams.counter, 100_000), num_steps=100_000, appliance=appliance))
+        next(batches)
+        done = coordinator.call("run", "close", "hung")
+        assert (done.returncode, done.stdout) == (0, "run hung/0 is closed: attempt 1 was ended\n")
+        with pytest.raises(SupersededError, match="was ended by an operator"):
+            for _ in batches:
+                pass
+    done = coordinator.call("run", "close", "hung/0", "--json")
+    assert json.loads(done.stdout) == [{"run": "hung/0", "attempt": 1, "was_open": False}]
+    with box(coordinator, "hung") as appliance:
+        assert len(list(DataExecutor(DataLoader(streams.counter, 3), num_steps=3, appliance=appliance))) == 3
+
+
+def test_run_that_is_not_there_is_named(coordinator: Any) -> None:
+    done = coordinator.call("run", "close", "nowhere")
+    assert done.returncode == 18
+    assert "has no run or job 'nowhere'" in done.error

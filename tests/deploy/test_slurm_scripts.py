@@ -69,8 +69,7 @@ def fleet_script(folder: Path) -> Path:
     return script
 
 
-@pytest.mark.parametrize("kind", ["service", "fleet"])
-@pytest.mark.parametrize("code", [13, 14])
+@pytest.mark.parametrize(("kind", "code"), [("service", 13), ("fleet", 14)])
 def test_failed_coordinator_ends_job_with_code(tmp_path: Path, kind: str, code: int) -> None:
     environment = programs(tmp_path, code)
     script = SERVICE if kind == "service" else fleet_script(tmp_path)

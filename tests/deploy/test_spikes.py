@@ -139,3 +139,5 @@ def test_state_file_shows_counts(state: Path) -> None:
     both = CliRunner().invoke(app, ["replay", "job", "--step", "3", "--loss", "x"])
     assert both.exit_code
     assert "one of --step and --loss must be given, got both" in both.stderr
+    alone = CliRunner().invoke(app, ["replay", "job", "--step", "3", "--spikes", "2"])
+    assert (alone.exit_code, "--spikes needs --loss, got --spikes 2" in alone.stderr) == (2, True)

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import pty
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,7 @@ def heads(text: str, title: str) -> list[str]:
 
 
 def test_idle(coordinator: Any) -> None:
-    done = coordinator.run("status")
+    done = coordinator.call("status")
     assert done.returncode == 0
     first, _, last = done.stdout.splitlines()
     assert first.startswith(f"No runs at {coordinator.environment['PENSTOCK_COORDINATOR']} (Penstock ")
@@ -57,7 +55,7 @@ def test_idle(coordinator: Any) -> None:
 
 
 def test_state_of_no_run(coordinator: Any) -> None:
-    done = coordinator.run("state", "nobody")
+    done = coordinator.call("state", "nobody")
     assert done.returncode == 18
     assert done.error.startswith("penstock: the coordinator has no run 'nobody/0': see `penstock status --all`")
     assert len(done.stderr.splitlines()) == 1
@@ -134,8 +132,8 @@ def test_status_on_a_terminal_is_drawn(running: Running) -> None:
     with os.fdopen(ours, "rb") as screen:
         with os.fdopen(theirs, "wb") as terminal:
             environment = running.shell.env({"TERM": "xterm", "COLUMNS": "120"})
-            command = [str(Path(sys.executable).with_name("penstock")), "status"]
-            subprocess.run(command, env=environment, stdout=terminal, stdin=subprocess.DEVNULL, timeout=60, check=True)
+            status = running.shell.fork(("status",), environment, terminal.fileno(), 2)
+            assert status.wait(60) == 0
         drawn = b""
         with contextlib.suppress(OSError):  # the other end is closed, and all is read
             while True:

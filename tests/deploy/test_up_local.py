@@ -68,7 +68,7 @@ def _ended(identity: Identity) -> bool:
 @pytest.fixture(scope="module")
 def fleet(module_shell: Any) -> Iterator[Fleet]:
     shell = module_shell
-    done = shell.run(*UP)
+    done = shell.call(*UP)
     assert done.returncode == 0, done.stderr
     fleet = Fleet(shell)
     assert done.stdout == (
@@ -156,7 +156,7 @@ def test_nothing_outlives_a_killed_supervisor(fleet: Fleet) -> None:
 
 def test_down_leaves_no_process_and_is_idempotent(fleet: Fleet) -> None:
     fleet.processes()
-    done = fleet.shell.run("down", "--dir", "fleet", "--json")
+    done = fleet.shell.call("down", "--dir", "fleet", "--json")
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in json.loads(done.stdout)["ended"]] == ["supervisor", "coordinator", "penstock-1"]
     assert fleet.gone()
@@ -301,7 +301,7 @@ def _is_held_by_another(folder: FleetFolder, one: Identity) -> bool:
 
 
 def test_a_fleet_ends_with_its_last_worker(shell: Any) -> None:
-    assert shell.run(*UP, "--workers", "1").returncode == 0
+    assert shell.call(*UP, "--workers", "1").returncode == 0
     fleet = Fleet(shell)
     told = fleet.processes()["penstock-1"]
     assert told is not None

@@ -61,6 +61,7 @@ ENTRY_POINTS = {
     "penstock.worker.daemon.daemon": "a worker",
     "penstock.worker.daemon.worker_settings": "with its settings",
     "penstock.data.arguments": "numbers of bytes and samples as users write them",
+    "penstock.data.converting.argument_names": "the names of options in errors",
     "penstock.data.fetch_plan": "what a run will fetch",
     "penstock.worker.tools.loader_children": "processes that run users' loaders outside of a worker",
     "penstock.worker.tools.user_loaders": "what runs in them",

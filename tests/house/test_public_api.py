@@ -5,10 +5,12 @@ A change here is a change for every user. Adding a keyword with a default is non
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +37,7 @@ NAMES = {
     "penstock.client.testing": {"FakeAppliance", "Fault", "InputError", "LostWorker", "SlowBatch"},
     "penstock.worker": {"collate", "current_assignment", "empty", "get_streaming_batch_size"},
     "penstock.data": {
+        "AudioClip",
         "Balance",
         "CSVWriter",
         "Chunked",
@@ -63,10 +66,13 @@ NAMES = {
         "StreamingLoader",
         "SyntheticDataset",
         "TSVWriter",
+        "VideoClip",
         "WindowShuffled",
         "XSVWriter",
         "Converted",
         "convert_dataset",
+        "energon_blend",
+        "energon_concat",
         "collate_packed",
         "index_folder",
         "index_parquet",
@@ -186,6 +192,8 @@ KEYWORDS = {
     "penstock.data:ShardLoader": (
         "source batch_size global_batch_size seed partitions block tail keys rank collate_fn unbatched"
     ),
+    "penstock.data:AudioClip": "samples sample_rate channels",
+    "penstock.data:VideoClip": "frames transforms",
     "penstock.data:MapLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip order_file "
         "fetch_threads fetch_processes reseed keys rank collate_fn"
@@ -193,7 +201,7 @@ KEYWORDS = {
     "penstock.data:Stream": "remote local split proportion repeat choose storage_options columns",
     "penstock.data:StreamingDataset": (
         "remote local split streams cache_limit validate_hash keep_zip timeout_s download_threads prefetch_bytes "
-        "allow_unsafe_types images columns decoded_limit storage_options"
+        "allow_unsafe_types images clips columns decoded_limit storage_options"
     ),
     "penstock.data:StreamingLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block shuffle_memory partitions interleave "
@@ -322,3 +330,16 @@ def test_assignment_is_neutral_outside_a_worker() -> None:
     assert (here.slot, here.num_workers_per_box, here.global_worker_id) == (0, 1, 0)
     assert isinstance(here.seed, int)
     assert isinstance(here.first_step, int)
+
+
+def test_lazy_names_are_those_of_type_checkers() -> None:
+    import penstock.data
+
+    tree = ast.parse(Path(penstock.data.__file__).read_text())
+    found = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and each.module != "importlib"]
+    pairs = {(name.name, each.module) for each in found for name in each.names if each.module != "typing"}
+    assert {name for name, _ in pairs} == set(penstock.data.__all__) == penstock.data._MODULES.keys()
+    assert pairs == {(name, f"penstock.data.{module}") for name, module in penstock.data._MODULES.items()}
+    assert set(penstock.data.__all__) <= set(dir(penstock.data))
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        penstock.data.Nothing  # type: ignore[attr-defined]  # noqa: B018

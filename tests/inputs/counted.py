@@ -1,12 +1,12 @@
-"""A loader that counts its samples by language."""
+"""Loaders that count their samples by language."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.data import Counts, MapLoader
+from penstock.data import Balance, Counts, MapLoader
 
-__all__ = ["counted"]
+__all__ = ["counted", "measured"]
 
 
 class Lines:
@@ -22,3 +22,8 @@ class Lines:
 def counted(batch: int, **options: Any) -> MapLoader:
     counts = Counts(by="language", tokens="tokens")
     return MapLoader(Lines(), global_batch_size=batch, shuffle=True, reseed=False, keys="key", counts=counts, **options)
+
+
+def measured(batch: int) -> MapLoader:
+    """The same with costs that are measured."""
+    return counted(batch, balance=Balance([1.0] * 1000, report=True))

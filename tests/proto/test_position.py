@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.proto.errors import EmptyInputError, InvalidArgumentError
+from penstock.proto.errors import SAME_RELEASE, EmptyInputError, InvalidArgumentError, ProtocolError
 from penstock.proto.state.position import Position, advance, chain_at
 
 
@@ -190,3 +190,6 @@ def test_unreachable_record_is_refused(live: list[int], cursor: int, first: int)
     message.cursor = cursor
     with pytest.raises(InvalidArgumentError):
         Position.from_proto(message)
+    for kind in (InvalidArgumentError, ProtocolError):
+        with pytest.raises(kind, match=f"{SAME_RELEASE}$"):
+            Position.received(message, kind)

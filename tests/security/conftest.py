@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cluster import INPUTS, Daemon, start_daemon
 from pki import Pair, Pki
 
-INPUTS = str(Path(__file__).parents[1] / "inputs")
 DEADLINE_S = 60.0
 SECRETS = {"client": "client-secret-c1c1", "worker": "worker-secret-w2w2", "admin": "admin-secret-a3a3"}
 TOKENS = "\n".join(f"{role}:{token}" for role, token in SECRETS.items())
@@ -37,43 +35,34 @@ def pair(pki: Pki) -> Pair:
 class Started:
     """A process that has said its line."""
 
-    process: subprocess.Popen[str]
+    process: Daemon
     line: str
     log: Path
 
 
 @dataclass
 class Starter:
-    """Starts `python -m MODULE` and stops what it started."""
+    """Starts daemons, and stops what it started."""
 
     folder: Path
     started: list[Started]
 
-    def __call__(self, module: str, *arguments: str, token: str = TOKENS) -> Started:
-        reading, writing = os.pipe()
+    def __call__(self, module: str, *arguments: str, token: str = TOKENS, own: bool = False) -> Started:
+        """`own`: not forked, so that its command line and environment are its own."""
         log = self.folder / f"{module}-{len(self.started)}.log"
         path = os.pathsep.join(filter(None, [INPUTS, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PENSTOCK_TOKEN": token, "PYTHONPATH": path}
         with log.open("w") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments, "--ready-fd", str(writing)],
-                pass_fds=[writing],
-                env={**os.environ, "PENSTOCK_TOKEN": token, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                stderr=out,
-                text=True,
-            )
-        os.close(writing)
-        with os.fdopen(reading) as pipe:
-            assert select.select([pipe], [], [], DEADLINE_S)[0], f"{module} did not get ready"
-            started = Started(process, pipe.readline().strip(), log)
-        self.started.append(started)
-        return started
+            process, line = start_daemon(module, arguments, environment, own=own, stderr=out.fileno())
+        self.started.append(Started(process, line, log))
+        return self.started[-1]
 
     def coordinator(self, *arguments: str) -> Started:
         return self("penstock.appliance", *arguments)
 
-    def worker(self, address: str, *arguments: str, slots: int = 2, allow: str = "streams") -> Started:
-        return self("penstock.worker", "--coordinator", address, "--slots", str(slots), "--allow", allow, *arguments)
+    def worker(self, address: str, *arguments: str, own: bool = False) -> Started:
+        usual = ("--coordinator", address, "--slots", "2", "--allow", "streams")
+        return self("penstock.worker", *usual, *arguments, own=own)
 
     def stop(self) -> None:
         for started in reversed(self.started):

@@ -17,7 +17,7 @@ from penstock.proto.rpc.bounds.polling import HOLD_S, PollPace, intervals
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-WATCHED_S = 2.0
+WATCHED_S = 0.7
 SLOTS = 2
 T = TypeVar("T")
 

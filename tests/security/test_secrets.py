@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from cluster import INPUTS, start_daemon
 from pki import Pki
-from tests.security.conftest import INPUTS, SECRETS, TOKENS, Starter, tls_flags
+from tests.security.conftest import SECRETS, TOKENS, Starter, tls_flags
 
 from penstock.client.api.rendezvous import DaemonAddresses
 from penstock.worker.daemon.worker_settings import DaemonSettings
@@ -48,8 +49,9 @@ def test_mutual_tls_training_shows_no_secret(start: Starter, pki: Pki, tmp_path:
     tokens.write_text(TOKENS)
     tokens.chmod(0o600)
     shown = pki.issue("by-name", f"DNS:{name}")
-    coordinator = start("penstock.appliance", *tls_flags(pki.ca, shown), "--state-dir", str(tmp_path / "state"))
-    worker = start.worker(coordinator.line, *tls_flags(pki.ca, shown, name))
+    state = ("--state-dir", str(tmp_path / "state"))
+    coordinator = start("penstock.appliance", *tls_flags(pki.ca, shown), *state, own=True)
+    worker = start.worker(coordinator.line, *tls_flags(pki.ca, shown, name), own=True)
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     environment = {
@@ -102,15 +104,12 @@ def test_no_repr_shows_a_token() -> None:
 
 
 @pytest.mark.parametrize("module", ["penstock.appliance", "penstock.worker"])
-def test_reachable_daemon_has_its_own_exit_code(module: str) -> None:
+def test_reachable_daemon_has_its_own_exit_code(tmp_path: Path, module: str) -> None:
     needed = ["--coordinator", "127.0.0.1:1", "--slots", "1"] if module == "penstock.worker" else []
-    done = subprocess.run(
-        [sys.executable, "-m", module, *needed, "--listen", "0.0.0.0:0"],
-        env=os.environ | {"PENSTOCK_TOKEN": "token"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 16
-    assert "0.0.0.0:0 can be reached from other machines" in done.stderr
-    assert done.stderr.count("\n") == 1
+    arguments = [*needed, "--listen", "0.0.0.0:0"]
+    with (tmp_path / "log").open("w+") as log:
+        environment = os.environ | {"PENSTOCK_TOKEN": "token"}
+        with pytest.raises(RuntimeError, match="exit status 16"):
+            start_daemon(module, arguments, environment, stderr=log.fileno())
+        (line,) = (tmp_path / "log").read_text().splitlines()
+    assert "0.0.0.0:0 can be reached from other machines" in line

@@ -120,7 +120,6 @@ def test_wrong_tls_at_all_ports_hurts_no_job(start: Starter, pki: Pki, pairs: di
         tried = [
             (port, number, pool.submit(time_of, port, attack))
             for port in (coordinator.line, lanes)
-            for _ in range(3)
             for number, attack in enumerate(attacks(pairs))
         ]
         executor = DataExecutor(DataLoader(streams.paced, 0.02), 300, appliance=appliance)

@@ -22,6 +22,7 @@ __all__ = [
     "own_memory",
     "runners",
     "settled",
+    "sockets",
 ]
 
 
@@ -131,6 +132,31 @@ def census(pid: int) -> Counter[str]:
     return found
 
 
+_TYPES = {"0001": "stream", "0002": "datagram", "0005": "seqpacket"}
+
+
+def sockets(pid: int) -> list[str]:
+    """Describe the sockets that the process itself holds: Unix sockets by type, state and path, TCP sockets by their
+    ports and state, with the kernel's numbers of states (TCP: 01 = established, 0A = listens)."""
+    known: dict[str, str] = {}
+    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+        _, _, _, _, kind, state, inode, *path = line.split()
+        known[inode] = " ".join(["unix", _TYPES.get(kind, kind), f"state {state}", *path])
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):  # no IPv6
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                _, near, far, state, *_, inode = line.split()[:10]
+                ports = [int(end.rpartition(":")[2], 16) for end in (near, far)]
+                known[inode] = f"{table} {ports[0]} to {ports[1]} state {state}"
+    found = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/{pid}/fd/{fd}")
+            if target.startswith("socket:["):
+                found.append(known.get(target[len("socket:[") : -1], target))
+    return sorted(found)
+
+
 def own_memory(pid: int) -> int:
     """Bytes of the process alone, in RAM and swap: what it allocated, and what it has touched of rings and other shared
     memory. Mapped files are not counted."""
@@ -153,8 +179,8 @@ def abandoned() -> set[str]:
     return {name for name, by in made.items() if by and not alive([int(by[1])])}
 
 
-LOOSE = {"fork servers": 1, "threads": 6, "socket": 2}
-"""Largest numbers by which a count may grow: an idle fork server, asyncio's pool of threads, gRPC's connections."""
+LOOSE = {"fork servers": 1, "threads": 6}
+"""Largest numbers by which a count may grow: an idle fork server, asyncio's pool of threads."""
 
 
 def settled(pids: list[int], before: list[Counter[str]], deadline_s: float) -> None:
@@ -169,4 +195,9 @@ def settled(pids: list[int], before: list[Counter[str]], deadline_s: float) -> N
                 more[pid] = grown
         return more
 
-    until(lambda: not difference(), deadline_s, lambda: f"still held, by process: {difference()}")
+    def held_by_process() -> str:
+        more = difference()
+        named = {pid: sockets(pid) for pid, grown in more.items() if "socket" in grown}
+        return f"still held, by process: {more}" + (f"; all sockets there: {named}" if named else "")
+
+    until(lambda: not difference(), deadline_s, held_by_process)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,44 @@ DAEMONS = ("penstock.appliance.__main__", "penstock.worker.__main__")
 READ_AT_START = ("PYTHONPATH", "LD_PRELOAD")
 """Variables by which a process needs an interpreter of its own."""
 Daemon = Forked | subprocess.Popen[bytes]
+
+
+def start_daemon(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    before: Sequence[str] = (),
+    own: bool = False,
+    stderr: int | None = None,
+) -> tuple[Daemon, str]:
+    """Start a daemon, and return it with the line that it says when it is ready.
+
+    before: a command that starts it, and becomes it. own: with an interpreter of its own, whose command line and
+    environment are the daemon's.
+    """
+    read, write = os.pipe()
+    process: Daemon
+    try:
+        if before or own:
+            process = subprocess.Popen(
+                [*before, sys.executable, "-m", module, *arguments, "--ready-fd", str(write)],
+                env=environment,
+                pass_fds=[write],
+                stdin=subprocess.DEVNULL,
+                stderr=stderr,
+                process_group=0,  # as a service manager starts them; and a test may kill one with its group
+            )
+        else:
+            main = f"{module}.__main__" if module.startswith("penstock.") else module
+            process = start(main, arguments, environment, imports=DAEMONS, torch=False, ready=write, stderr=stderr)
+    finally:
+        os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.readline().strip()
+    if not said:
+        raise RuntimeError(f"{module} did not start: exit status {process.wait(10)}")
+    return process, said
 
 
 class Cluster:
@@ -95,29 +133,8 @@ class Cluster:
     def _start(
         self, module: str, *arguments: str, before: Sequence[str] = (), stderr: int | None = None
     ) -> tuple[Daemon, str]:
-        read, write = os.pipe()
-        process: Daemon
-        try:
-            if before or any(self.environment.get(name) != self._usual.get(name) for name in READ_AT_START):
-                process = subprocess.Popen(
-                    [*before, sys.executable, "-m", module, *arguments, "--ready-fd", str(write)],
-                    env=self.environment,
-                    pass_fds=[write],
-                    stderr=stderr,
-                    process_group=0,  # as a service manager starts them; and a test may kill one with its group
-                )
-            else:
-                main = f"{module}.__main__" if module.startswith("penstock.") else module
-                process = start(
-                    main, arguments, self.environment, imports=DAEMONS, torch=False, ready=write, stderr=stderr
-                )
-        finally:
-            os.close(write)
-        with os.fdopen(read) as pipe:
-            said = pipe.readline().strip()
-        if not said:
-            raise RuntimeError(f"{module} did not start: exit status {process.wait(10)}")
-        return process, said
+        own = any(self.environment.get(name) != self._usual.get(name) for name in READ_AT_START)
+        return start_daemon(module, arguments, self.environment, before=before, own=own, stderr=stderr)
 
     def stop(self) -> None:
         """Stop everything, gently and then not."""

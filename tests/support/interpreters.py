@@ -91,6 +91,7 @@ class _Interpreter:
                 # Without threads of libraries: one that has any cannot be forked.
                 env={**os.environ, **dict.fromkeys(THREADS, "1"), "PYTHONPATH": os.pathsep.join(PATHS)},
                 pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
                 process_group=0,
             )
 
@@ -122,17 +123,19 @@ def start(
     ready: int | None = None,
     stdout: int | None = None,
     stderr: int | None = None,
+    cwd: str = "",
 ) -> Forked:
-    """A process that calls the module's main() with these arguments.
+    """A process that calls the module's main() with these arguments, under the name of the module's package.
 
     imports: modules that the interpreter imports before it forks, besides that one. torch: from the interpreter that
     has torch. python: the interpreter, and what goes before it. ready: a descriptor that the process gets by
-    --ready-fd. stdout, stderr: as Popen has them.
+    --ready-fd. stdout, stderr: as Popen has them. cwd: its working directory; empty for ours.
     """
     key = (*python, "torch" if torch else "")
     if key not in _interpreters:
         _interpreters[key] = _Interpreter(python)
     request = {"module": module, "arguments": [*arguments], "environment": {**environment}, "imports": [*imports]}
+    request["cwd"] = cwd
     with contextlib.ExitStack() as closing:
 
         def pipe() -> tuple[int, int]:
@@ -206,10 +209,15 @@ def _work(request: dict[str, Any], end: int, stdout: int, stderr: int, ready: in
         os.dup2(stderr, 2)
         for fd in (end, stdout, stderr):
             os.close(fd)
+        # New ones, for those of the interpreter know by now what kind of file they write to.
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        if request["cwd"]:
+            os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["environment"])
         given = [] if ready is None else ["--ready-fd", str(ready)]
-        sys.argv = [request["module"], *request["arguments"], *given]
+        sys.argv = [request["module"].partition(".")[0], *request["arguments"], *given]
         status = sys.modules[request["module"]].main()
     except SystemExit as ended:
         status = ended.code

@@ -21,7 +21,8 @@ def run(size: int, function: str, *arguments: Any, timeout_s: float = 90) -> lis
     function: "module:name", called with `arguments`, which are JSON, when torch.distributed is initialised.
     """
     with tempfile.TemporaryDirectory() as folder:
-        imports = ["torch.distributed", "penstock.client.checkpoint"]
+        # torch._dynamo: the first optimizer of a process imports it, which takes a second.
+        imports = ["torch.distributed", "torch._dynamo", "penstock.client.checkpoint", function.partition(":")[0]]
         forked = [
             fork("ranked:work", function, arguments, rank, size, f"{folder}/store", imports=imports)
             for rank in range(size)

@@ -11,13 +11,20 @@ import four_methods
 import pytest
 import streams
 import third_party
-from chains import ENDS, INSIDE, OVER, Chain, compare, plain, whole
+from chains import ENDS, INSIDE, OVER, Chain, compare, plain, resumed, whole
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.testing import FakeAppliance
 from penstock.proto.state.codec import decode_state, encode_state
 
 STEPS = 64
+
+
+def uninterrupted(make: Callable[..., Any], steps: int, **options: Any) -> list[Any]:
+    """The run without a save, in this process: test_appliance_contract.py shows that it is the same."""
+    with FakeAppliance(num_workers_per_box=2, seed=7, replay=True) as fake:
+        return whole(fake, make, steps, **options)
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
@@ -40,7 +47,7 @@ STEPS = 64
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
 def test_chain_equals_uninterrupted(appliance: Appliance, make: Callable[..., Any], chain: Chain) -> None:
-    compare(appliance, chain, whole(appliance, make, STEPS), make)
+    compare(appliance, chain, uninterrupted(make, STEPS), make)
 
 
 @pytest.mark.parametrize("announced", [False, True])
@@ -77,16 +84,14 @@ def test_edited_state_is_followed(appliance: Appliance) -> None:
     assert len(list(DataExecutor(loader, num_steps=20, appliance=appliance))) == 20
     state = loader.state_dict()
     state["all_streamed"] = 8
-    again = DataLoader(four_methods.summed)
-    again.load_state_dict(state)
     alone = four_methods.summed()
     expected = [plain(batch) for _ in range(2) for batch in alone][2:26]
-    assert [plain(batch) for batch in DataExecutor(again, num_steps=24, appliance=appliance)] == expected
+    assert resumed(appliance, state, 24, four_methods.summed) == expected
 
 
 def test_launch_over_many_epochs_is_saved(appliance: Appliance) -> None:
     """Each end is got over once: what is made twice at each would be made 2 ** 20 times in all."""
-    expected = whole(appliance, four_methods.shard_per_worker, 84, rows=8)
+    expected = uninterrupted(four_methods.shard_per_worker, 84, rows=8)
     loader, start = DataLoader(four_methods.shard_per_worker, rows=8), 0
     for stop in (8, 16, 84):
         if start:

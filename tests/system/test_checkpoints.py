@@ -43,13 +43,12 @@ def test_a_loader_goes_on_from_a_checkpoint(appliance: Appliance, tmp_path: Path
         for batch in executor:
             whole.append(plain(batch))
             weights += 1
-            if executor.step in (STEPS, 2 * STEPS):
-                checkpointer.save(executor.step, state)
             if executor.step == STEPS:
                 save(state, checkpoint_id=tmp_path / "dcp")
             if executor.step == 2 * STEPS:
+                checkpointer.save(executor.step, state)
                 async_save(state, checkpoint_id=tmp_path / "async").result()  # type: ignore[union-attr]
-    for step, how in ((STEPS, "ours"), (2 * STEPS, "ours"), (STEPS, "dcp"), (2 * STEPS, "async")):
+    for step, how in ((2 * STEPS, "ours"), (STEPS, "dcp"), (2 * STEPS, "async")):
         again = DataLoader(input_fn, **options)
         found: dict[str, Any] = {"weights": torch.zeros(4), "loader": again}
         if how == "ours":

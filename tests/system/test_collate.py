@@ -13,6 +13,7 @@ import pytest
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.testing import FakeAppliance
 from penstock.proto.batch.flatten import Flattener
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.state.codec import decode_state, encode_state
@@ -21,8 +22,12 @@ from penstock.worker.batch.entry_lease import VAIN_LIMIT
 STEPS = 90
 
 
-def digests(appliance: Appliance, input_fn: Any, *arguments: Any, steps: int | None = None) -> list[int]:
-    """Return the digests of all batches; the loop writes into each batch afterwards."""
+def digests(appliance: Appliance | None, input_fn: Any, *arguments: Any, steps: int | None = None) -> list[int]:
+    """Return the digests of all batches; the loop writes into each batch afterwards. Without an appliance, those of one
+    in this process, which has no ring to build a batch in."""
+    if appliance is None:
+        with FakeAppliance(num_workers_per_box=2, seed=7, replay=True) as fake:
+            return digests(fake, input_fn, *arguments, steps=steps)
     replay_digest = ReplayDigest(Flattener())
     got = []
     for batch in DataExecutor(DataLoader(input_fn, *arguments), num_steps=steps, appliance=appliance):
@@ -42,10 +47,10 @@ def scribble(batch: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def default(appliance: Appliance) -> list[int]:
+def default() -> list[int]:
     """Return the digests of a StatefulDataLoader with torch's own collate function. The steps cross the end of an epoch
     of 102, in which each worker's last batch is smaller."""
-    return digests(appliance, built.collated, "default", 404, 0, True, steps=150)
+    return digests(None, built.collated, "default", 404, 0, True, steps=150)
 
 
 @pytest.mark.parametrize(("workers", "stateful", "steps"), [(0, False, 110), (0, True, 150), (1, False, 110)])
@@ -53,7 +58,8 @@ def test_a_torch_loader_gives_the_same_batches(
     appliance: Appliance, default: list[int], workers: int, stateful: bool, steps: int
 ) -> None:
     if not stateful:
-        default = digests(appliance, built.collated, "default", 404, workers, False, steps=steps)
+        alone = None if workers == 0 else appliance  # only a runner forks processes without threads beside it
+        default = digests(alone, built.collated, "default", 404, workers, False, steps=steps)
     assert len(set(default)) == steps
     assert digests(appliance, built.collated, "ours", 404, workers, stateful, steps=steps) == default
 
@@ -92,7 +98,7 @@ def test_resumed_runs(appliance: Appliance, default: list[int]) -> None:
 
 @pytest.mark.parametrize("stateful", [True, False])
 def test_passes_that_the_loop_leaves(appliance: Appliance, stateful: bool) -> None:
-    def run(how: str) -> list[int]:
+    def run(how: str, appliance: Appliance) -> list[int]:
         replay_digest = ReplayDigest(Flattener())
         executor = DataExecutor(DataLoader(built.collated, how, 400, 0, stateful), appliance=appliance)
         got = []
@@ -103,7 +109,8 @@ def test_passes_that_the_loop_leaves(appliance: Appliance, stateful: bool) -> No
                     break
         return got
 
-    assert run("ours") == run("default")
+    with FakeAppliance(num_workers_per_box=2, seed=7, replay=True) as fake:
+        assert run("ours", appliance) == run("default", fake)
 
 
 def test_epoch_abandoned_while_its_worker_waits(appliance: Appliance) -> None:
@@ -120,16 +127,17 @@ def test_epoch_abandoned_while_its_worker_waits(appliance: Appliance) -> None:
             assert [batch["number"] for batch in executor] == list(range(count))
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # one forks in this process, too
 @pytest.mark.parametrize("how", built.BY_HAND)
 def test_whatever_user_code_does_with_a_batch(appliance: Appliance, how: str) -> None:
     count = 70
-    default = digests(appliance, built.by_hand, how, count, False)
+    default = digests(None, built.by_hand, how, count, False)
     assert len(default) >= count
     assert digests(appliance, built.by_hand, how, count, True) == default
 
 
 def test_a_state_dict_that_makes_batches(appliance: Appliance) -> None:
-    assert digests(appliance, built.stateful, 60, True) == digests(appliance, built.stateful, 60, False)
+    assert digests(appliance, built.stateful, 60, True) == digests(None, built.stateful, 60, False)
 
 
 def test_worker_waiting_in_user_code_is_stopped(appliance: Appliance, tmp_path: Path) -> None:
@@ -150,7 +158,7 @@ def test_worker_waiting_in_user_code_is_stopped(appliance: Appliance, tmp_path: 
 def test_a_loop_that_keeps_its_batches(appliance: Appliance) -> None:
     replay_digest = ReplayDigest(Flattener())
     kept = list(DataExecutor(DataLoader(built.collated, "ours"), num_steps=STEPS, appliance=appliance))
-    expected = digests(appliance, built.collated, "default", steps=STEPS)
+    expected = digests(None, built.collated, "default", steps=STEPS)
     assert [replay_digest.take(batch)[0] for batch in kept] == expected
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ import uuid
 from pathlib import Path
 
 import pytest
+from interpreters import start
+from main_script import outcome, start_script
 
 TESTS = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS / "inputs")}
@@ -93,9 +94,9 @@ def test_an_input_fn_in_the_main_script(tmp_path: Path, mark: str) -> None:
 def test_a_main_script_without_a_guard_says_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + "\nmain()\n")
-    done = run(sys.executable, str(script))
-    assert done.returncode != 0
-    assert 'if __name__ == "__main__"' in done.stderr
+    status, _, said = outcome(script, ENVIRONMENT)
+    assert status != 0
+    assert 'if __name__ == "__main__"' in said
 
 
 def test_python_minus_c() -> None:
@@ -104,7 +105,8 @@ def test_python_minus_c() -> None:
     program = """
 import streams
 from penstock.client import DataLoader
-print(len(list(DataLoader(streams.talks))))
+talking = DataLoader(streams.talks)  # as long as it is there, the others use its appliance
+print(len(list(talking)))
 print([b["number"] for b in DataLoader(streams.counter, 3)], flush=True)
 def data(batches):
     return range(batches)
@@ -131,12 +133,13 @@ def forever(appliance):
         + GUARD
     )
     with tempfile.TemporaryDirectory() as temporary:  # other tests leave things in the common one meanwhile
-        environment = {**ENVIRONMENT, "TEST_MARK": mark, "TMPDIR": temporary}
-        with subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE) as trainer:
-            assert trainer.stdout is not None
-            assert trainer.stdout.readline() == b"step\n"
-            assert len(marked(mark)) >= 3
-            trainer.send_signal(signal.SIGKILL)
+        trainer = start_script(script, {**ENVIRONMENT, "TEST_MARK": mark, "TMPDIR": temporary})
+        assert trainer.stdout is not None
+        with trainer.stdout as said:
+            assert said.readline() == b"step\n"
+            assert len(marked(mark)) >= 3, "its daemons and runners"
+            trainer.kill()
+            trainer.wait(30)
         assert not left_after(mark, 15)
         assert not list(Path(temporary).rglob("*"))
 
@@ -168,10 +171,13 @@ if __name__ == "__main__":
 def test_local_rank_0_embeds_and_others_join(tmp_path: Path, mark: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS)
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
-    done = run(sys.executable, *launch, TEST_MARK=mark)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[-2:] == [
+    launch, environment = ["--standalone", "--nproc-per-node=2", str(script)], {**ENVIRONMENT, "TEST_MARK": mark}
+    torchrun = start("torch.distributed.run", launch, environment, imports=[], stdout=subprocess.PIPE)
+    assert torchrun.stdout is not None
+    with torchrun.stdout:
+        said = torchrun.stdout.readall().decode()
+        assert torchrun.wait(60) == 0
+    assert sorted(said.split("\n"))[-2:] == [
         "0 [0, 1, 4, 5, 8, 9] True [3, 3, 3, 3]",
         "1 [2, 3, 6, 7, 10, 11] True [3, 3, 3, 3]",
     ]

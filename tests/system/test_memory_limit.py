@@ -77,7 +77,7 @@ def test_twice_the_limit_is_the_end_at_once(cluster: Cluster) -> None:
         # Which of them depends on whether its first batch was out when it was looked at.
         pytest.raises((errors.WorkerLostError, errors.MemoryLimitError), match=r"above the limit of 150 MiB"),
     ):
-        list(DataExecutor(DataLoader(hazards.leaks, 0, 400, 10**6), appliance=appliance))
+        list(DataExecutor(DataLoader(hazards.leaks, 0, 300, 10**6), appliance=appliance))
 
 
 FAMILY = """

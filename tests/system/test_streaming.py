@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sharded
-from chains import runners
+from chains import kill_runners, runners
 from neighbours import beside
 from shard_server import Fault, ShardServer
 
@@ -66,16 +64,6 @@ def whole(appliance: Appliance, numbers: Path, tmp_path_factory: pytest.TempPath
     return got
 
 
-# Two boxes of two workers read from a server, below.
-@pytest.mark.parametrize(("boxes", "workers"), [(1, 3), (3, 1)])
-def test_the_order_is_the_same_for_any_shape(
-    appliance: Appliance, numbers: Path, whole: list[list[int]], tmp_path: Path, boxes: int, workers: int
-) -> None:
-    loaders = [loader_of(numbers, tmp_path) for _ in range(boxes)]
-    got, _ = train(appliance, f"shape{boxes}{workers}", loaders, workers, 65)
-    assert got == whole
-
-
 # Saved in the middle of an epoch of 42 steps, at its end, one step before that and one behind it.
 @pytest.mark.parametrize("steps", [[7, 35], [41, 2]])
 def test_resumes_on_any_topology_across_epochs(
@@ -100,12 +88,14 @@ def test_a_killed_runner_changes_nothing(
     appliance: Appliance, numbers: Path, whole: list[list[int]], tmp_path: Path
 ) -> None:
     rows, before = [], runners()
-    executor = DataExecutor(loader_of(numbers, tmp_path), num_steps=65, appliance=appliance)
+    # Many more steps than are read: a runner that has made all batches is gone before it can be killed.
+    executor = DataExecutor(loader_of(numbers, tmp_path), num_steps=10_000, appliance=appliance)
     for batch in executor:
         rows.append(batch["number"].tolist())
         if executor.step in (10, 41, 50):
-            for victim in runners() - before:
-                os.kill(victim, signal.SIGKILL)
+            kill_runners(before)
+        if executor.step == 65:
+            break
     assert rows == whole
     assert executor.stats.recoveries
 

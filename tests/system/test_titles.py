@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import streams
 from census import descendants
+from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.runtime.process.end import reap
@@ -28,23 +29,23 @@ def shown(pid: int) -> str:
     return subprocess.run(["ps", "-o", "args=", "-ww", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
 
 
-def test_processes_of_a_run_are_named() -> None:
-    with Appliance(job="lm", num_workers_per_box=2, seed=1, timeout_s=60) as appliance:
-        steps = iter(DataExecutor(DataLoader(streams.counter, 1000), num_steps=1000, appliance=appliance))
+def test_processes_of_a_run_are_named(appliance: Appliance) -> None:
+    daemons = appliance._daemons
+    assert daemons is not None
+    with beside(appliance, job="lm", num_workers_per_box=2) as job:
+        steps = iter(DataExecutor(DataLoader(streams.counter, 1000), num_steps=1000, appliance=job))
         for _ in range(4):
             next(steps)
-        assert appliance._daemons is not None
-        below = descendants(appliance._daemons.process.pid)
-        runners = [pid for pid in below if comm(pid) == "penstock runner"]
+        below = descendants(daemons.process.pid)
+        runners = [pid for pid in below if comm(pid) == "penstock runner" and " lm/" in shown(pid)]
         assert sorted(map(shown, runners)) == ["penstock runner lm/0 box 0 slot 0", "penstock runner lm/0 box 0 slot 1"]
-        assert comm(appliance._daemons.process.pid) == "penstock embed"
-        assert "penstock forks" in map(comm, below)
+        assert comm(daemons.process.pid) == "penstock embed"
         # Started processes keep their command lines, where secrets are looked for; a title shows none.
         (forks,) = [pid for pid in below if comm(pid) == "penstock forks"]
         assert "penstock.worker.runner.fork_server" in shown(forks)
         for pid in (forks, *runners):
             told = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
-            assert appliance._daemons.token.encode() not in told
+            assert daemons.token.encode() not in told
 
 
 @pytest.mark.parametrize("title", ["short", "x" * 100_000, "\N{SNOWMAN}" * 50_000, ""])

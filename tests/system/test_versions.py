@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 import streams
-from cluster import TOKEN, Cluster, running
+from cluster import Cluster, running
 
-from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.rpc.version import PROTOCOL, VERSION
+from penstock.client import DataExecutor, DataLoader
+from penstock.proto.errors import VersionSkewError
+from penstock.proto.rpc import authenticated_calls
+from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 
 OTHER = """
 import sys
@@ -20,14 +22,6 @@ version.VERSION, version.PROTOCOL = "{version}", {protocol}
 from penstock.{package}.__main__ import main
 sys.argv[0] = "penstock.{package}"
 sys.exit(main())
-"""
-TRAINER = """
-import penstock.proto.rpc.version as version
-version.VERSION, version.PROTOCOL = "0.99.0", 99
-import streams
-from penstock.client import Appliance, DataLoader
-with Appliance("{address}", job="newer", token="{token}", timeout_s=20) as appliance:
-    next(iter(DataLoader(streams.counter, 3)))
 """
 
 
@@ -43,9 +37,7 @@ def test_a_worker_one_minor_apart_serves(cluster: Cluster) -> None:
     arguments = ["--coordinator", cluster.address, "--slots", "2", "--allow", "streams", "--name", "newer"]
     worker = subprocess.Popen([sys.executable, "-c", program, *arguments], env=cluster.environment)
     cluster.workers.append(worker)
-    with Appliance(
-        cluster.address, num_workers_per_box=2, job="apart", token=TOKEN, timeout_s=30, box=0, num_boxes=1
-    ) as appliance:
+    with cluster.box("apart", timeout_s=30) as appliance:
         batches = list(DataExecutor(DataLoader(streams.counter, 3), appliance=appliance))
     assert len(batches) == 6
 
@@ -67,18 +59,10 @@ def test_worker_of_another_protocol_is_refused(cluster: Cluster) -> None:
         assert said in line
 
 
-def test_job_of_another_protocol_is_refused(cluster: Cluster) -> None:
-    program = TRAINER.format(address=cluster.address, token=TOKEN)
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode != 0
-    last = ended.stderr.strip().splitlines()[-1]
-    assert "VersionSkewError" in last
+def test_job_of_another_protocol_is_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = ((PROTOCOL_KEY, "99"), (VERSION_KEY, "0.99.0"))
+    monkeypatch.setattr(authenticated_calls, "_RELEASE", newer)
+    with cluster.box("newer") as appliance, pytest.raises(VersionSkewError) as caught:
+        next(iter(DataExecutor(DataLoader(streams.counter, 3), appliance=appliance)))
     for said in ("0.99.0", VERSION, "99"):
-        assert said in last
+        assert said in str(caught.value)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from main_script import outcome
 
 from penstock.client import DataExecutor, DataLoader
 from penstock.data import MapLoader
@@ -42,10 +42,10 @@ def said(folder: Path, fault: str, options: str = "") -> list[str]:
     """Lines of standard error of a script in which a sample fails."""
     script = folder / "train.py"
     script.write_text(SCRIPT.format(fault=fault, options=options))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.splitlines() == ["[0, 1]", "[2, 3]"]
-    return [line for line in done.stderr.splitlines() if not line.startswith("penstock: waiting for ")]
+    status, output, error = outcome(script, os.environ)
+    assert status == 1, error
+    assert output.splitlines() == ["[0, 1]", "[2, 3]"]
+    return [line for line in error.splitlines() if not line.startswith("penstock: waiting for ")]
 
 
 @pytest.mark.parametrize("options", ["", ", num_workers=1"], ids=["here", "in torch's processes"])

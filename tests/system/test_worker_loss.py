@@ -7,9 +7,8 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import doubtful
@@ -17,63 +16,43 @@ import gappy
 import pytest
 import streams
 import traps
-from chains import plain, runners
+from chains import kill_runners, plain, resumed, runners
 from neighbours import beside
 from waiting import until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.testing import FakeAppliance
 from penstock.proto import errors
 from penstock.proto.rpc.calls import CoordinatorClient
 
 
-@pytest.fixture(scope="module")
-def undisturbed(appliance: Appliance) -> list[Any]:
-    """Return the batches of `streams.dies_at` if nothing dies."""
-    whole = list(map(plain, DataExecutor(DataLoader(streams.dies_at, 0, "/nonexistent/marker"), appliance=appliance)))
-    assert len(whole) == 80
-    return whole
+@pytest.fixture
+def undisturbed() -> Iterator[Appliance]:
+    """An appliance for the run without a fault, in this process: test_appliance_contract.py shows that it is the
+    same."""
+    with FakeAppliance(num_workers_per_box=2, seed=7, replay=True) as fake:
+        yield fake
 
 
-@pytest.mark.parametrize("batch", [1, 40])
-def test_self_killing_runner_loses_nothing(
-    appliance: Appliance, undisturbed: list[Any], tmp_path: Path, batch: int
-) -> None:
-    marker = tmp_path / "died"
-    loader = DataLoader(streams.dies_at, batch, str(marker))
-    with pytest.warns(UserWarning, match="SIGKILL"):
-        got = [plain(b) for b in DataExecutor(loader, appliance=appliance)]
-    assert marker.exists()
-    assert got == undisturbed
+def test_runners_killed_at_several_points(appliance: Appliance) -> None:
+    """Kill them from outside, with the worker processes of their loaders, wherever they are."""
 
-
-@pytest.mark.parametrize(
-    ("input_fn", "arguments"),
-    [
-        (streams.shuffled, (400, 0, True)),
-        (streams.stateful, (400, 2, True)),
-        (streams.shared, (200,)),
-    ],
-)
-def test_runners_killed_at_several_points(appliance: Appliance, input_fn: Any, arguments: tuple[Any, ...]) -> None:
-    whole = list(map(plain, DataExecutor(DataLoader(input_fn, *arguments), num_steps=150, appliance=appliance)))
-    before = runners()
-    loader = DataLoader(input_fn, *arguments)
-    executor = DataExecutor(loader, num_steps=150, appliance=appliance)
-
-    def train() -> list[Any]:
-        got = []
+    def train(kill: bool) -> list[Any]:
+        before, got = runners(), []
+        executor = DataExecutor(DataLoader(streams.stateful, 400, 2, True), num_steps=150, appliance=appliance)
         for batch in executor:
             got.append(plain(batch))
-            if executor.step in (3, 60, 120):
+            if kill and executor.step in (3, 60, 120):
                 victims = runners() - before
                 assert victims
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(min(victims), signal.SIGKILL)
+        assert executor.stats.recoveries >= kill
         return got
 
     with pytest.warns(UserWarning, match="recovered"):
-        assert train() == whole
-    assert executor.stats.recoveries >= 1
+        got = train(kill=True)
+    assert got == train(kill=False)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +67,16 @@ def test_runners_killed_at_several_points(appliance: Appliance, input_fn: Any, a
 )
 @pytest.mark.filterwarnings("ignore:.*was recovered")
 def test_runners_killed_right_behind_a_break(
-    appliance: Appliance, lengths: tuple[int, ...], input_fn: Any, arguments: tuple[Any, ...]
+    appliance: Appliance,
+    undisturbed: Appliance,
+    lengths: tuple[int, ...],
+    input_fn: Any,
+    arguments: tuple[Any, ...],
 ) -> None:
     """Kill runners when nothing of the new epoch is durable yet. The durable snapshot was taken in the epoch before,
     maybe beyond the break."""
 
-    def passes(kill: bool) -> tuple[list[list[Any]], int | None]:
+    def passes(appliance: Appliance, kill: bool) -> tuple[list[list[Any]], int | None]:
         before, loader = runners(), DataLoader(input_fn, *arguments)
         seen: list[list[Any]] = []
         for wanted in lengths:
@@ -102,31 +85,30 @@ def test_runners_killed_right_behind_a_break(
             for batch in executor:
                 taken.append(plain(batch))
                 if kill and seen and len(taken) == 1:
-                    for victim in runners() - before:
-                        os.kill(victim, signal.SIGKILL)
+                    kill_runners(before)
                 if len(taken) == wanted:
                     break
             seen.append(taken)
         return seen, executor.digest
 
-    assert passes(kill=True) == passes(kill=False)
+    alone = undisturbed if arguments[1:2] != (2,) else appliance  # only a runner forks processes without threads
+    assert passes(appliance, kill=True) == passes(alone, kill=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
-def test_runners_killed_in_any_short_epoch(appliance: Appliance) -> None:
+def test_runners_killed_in_any_short_epoch(appliance: Appliance, undisturbed: Appliance) -> None:
     """Five epochs a second, a durable snapshot a second: the newest is often the origin of an epoch, from which a
     loader that begins its epoch in its first next() does not go on."""
 
-    def digest(kills: Sequence[int]) -> int | None:
-        before, executor = runners(), DataExecutor(DataLoader(streams.fresh, 20), num_steps=500, appliance=appliance)
-        for _ in executor:
-            time.sleep(0.003)
-            if executor.step in kills:
-                for victim in runners() - before:
-                    os.kill(victim, signal.SIGKILL)
-        return executor.digest
-
-    assert digest([215, 402]) == digest([])
+    before, loader = runners(), DataLoader(streams.fresh, 20)
+    executor = DataExecutor(loader, num_steps=500, appliance=appliance)
+    for _ in executor:
+        time.sleep(0.003)
+        if executor.step in (215, 402):
+            kill_runners(before)
+    whole = DataExecutor(DataLoader(streams.fresh, 20), num_steps=500, appliance=undisturbed)
+    assert len(list(whole)) == 500
+    assert executor.digest == whole.digest
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
@@ -139,8 +121,7 @@ def test_unreproducible_loader_is_an_error(appliance: Appliance) -> None:
         for _ in executor:
             got += 1
             if got == 20:
-                for victim in runners() - before:
-                    os.kill(victim, signal.SIGKILL)
+                kill_runners(before)
 
     with pytest.raises(errors.ReplayMismatchError, match="is not deterministic"):
         train()
@@ -159,20 +140,17 @@ def test_state_is_answered_while_the_runner_waits(appliance: Appliance) -> None:
         for batch in executor:
             got.append(plain(batch))
             if executor.step == 12:
-                for victim in runners() - before:
-                    os.kill(victim, signal.SIGKILL)
+                kill_runners(before)
                 states.append(loader.state_dict())
 
     with pytest.warns(UserWarning, match="recovered"):
         train()
-    again = DataLoader(streams.stateful, 400)
-    again.load_state_dict(states[0])
-    assert [plain(batch) for batch in DataExecutor(again, num_steps=18, appliance=appliance)] == got[12:30]
+    assert resumed(appliance, states[0], 18, streams.stateful, 400) == got[12:30]
 
 
-def test_three_launches_of_an_adding_loader(appliance: Appliance) -> None:
+def test_three_launches_of_an_adding_loader(appliance: Appliance, undisturbed: Appliance) -> None:
     """Runners are lost in the second launch, too: counts go on, and nothing is loaded but what deaggregate returned."""
-    steps = DataExecutor(DataLoader(doubtful.streamed), num_steps=60, appliance=appliance)
+    steps = DataExecutor(DataLoader(doubtful.streamed), num_steps=60, appliance=undisturbed)
     whole, got = [plain(batch) for batch in steps], []
     state: dict[str, Any] | None = None
     for launch in range(3):
@@ -187,8 +165,7 @@ def test_three_launches_of_an_adding_loader(appliance: Appliance) -> None:
             warnings.filterwarnings("ignore", ".*was recovered")
             part = [plain(batch) for batch in islice(batches, 12)]
             if launch == 1:
-                for victim in runners() - before:
-                    os.kill(victim, signal.SIGKILL)
+                kill_runners(before)
             part += [plain(batch) for batch in islice(batches, 8)]
             state = loader.state_dict()
         assert state["all_samples"] == 20 * 4 * (launch + 1)
@@ -208,15 +185,12 @@ def test_late_starting_loader_saved_in_recovery(appliance: Appliance) -> None:
         for batch in executor:
             whole.append(batch.tolist())
             if executor.step == 51:
-                for victim in runners() - before:
-                    os.kill(victim, signal.SIGKILL)
+                kill_runners(before)
                 states.append(loader.state_dict())
 
     with pytest.warns(UserWarning, match="recovered"):
         train()
-    again = DataLoader(traps.slow_to_save, 10)
-    again.load_state_dict(states[0])
-    assert [batch.tolist() for batch in DataExecutor(again, num_steps=9, appliance=appliance)] == whole[51:]
+    assert resumed(appliance, states[0], 9, traps.slow_to_save, 10) == whole[51:]
 
 
 @pytest.mark.parametrize(
@@ -235,23 +209,20 @@ def test_state_after_a_break_of_killed_runners(appliance: Appliance, input_fn: A
     for batch in executor:
         rest.append(plain(batch))
         if len(rest) in (1, 4):
-            for victim in runners() - before:
-                os.kill(victim, signal.SIGKILL)
+            kill_runners(before)
             states[len(rest)] = loader.state_dict()
     for taken, state in states.items():
-        again = DataLoader(input_fn, *arguments)
-        again.load_state_dict(state)
-        got = [plain(batch) for batch in DataExecutor(again, num_steps=30 - taken, appliance=appliance)]
+        got = resumed(appliance, state, 30 - taken, input_fn, *arguments)
         assert got == rest[taken:], f"saved behind {taken} batches"
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered")
 @pytest.mark.parametrize("empty", [1, 3])
-def test_runner_killed_after_its_empty_epochs(appliance: Appliance, empty: int) -> None:
+def test_runner_killed_after_its_empty_epochs(appliance: Appliance, undisturbed: Appliance, empty: int) -> None:
     """Kill a runner after its empty epochs, and after an epoch that the loop left before it had any of this slot's
     batches."""
 
-    def stream(kill: bool) -> list[Any]:
+    def stream(appliance: Appliance, kill: bool) -> list[Any]:
         before, loader = runners(), DataLoader(gappy.late_slot, empty)
         got: list[Any] = []
         for _ in range(empty):
@@ -260,11 +231,10 @@ def test_runner_killed_after_its_empty_epochs(appliance: Appliance, empty: int) 
         for number, batch in enumerate(DataExecutor(loader, num_steps=12, appliance=appliance)):
             got.append(plain(batch))
             if kill and number == 0:
-                for victim in runners() - before:
-                    os.kill(victim, signal.SIGKILL)
+                kill_runners(before)
         return got
 
-    assert stream(kill=True) == stream(kill=False)
+    assert stream(appliance, kill=True) == stream(undisturbed, kill=False)
 
 
 def test_only_settled_epochs_become_durable(appliance: Appliance) -> None:

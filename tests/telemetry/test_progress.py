@@ -49,6 +49,12 @@ def test_a_line_is_due_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.due() > 0
 
 
+def test_work_on_files_says_nothing_at_first(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress(1000.0).update("1 of 2 files")
+    Progress(0.0).update("2 of 2 files")
+    assert capsys.readouterr().err == "2 of 2 files\n"
+
+
 @pytest.mark.parametrize("stream", [None, "closed"])
 def test_nobody_to_read_it_is_no_error(stream: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()

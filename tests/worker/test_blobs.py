@@ -23,6 +23,11 @@ class Coordinator:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
         self.away = True
+        self.open = 0
+
+    def connected(self) -> Coordinator:
+        self.open += 1
+        return self
 
     def get_blob_into(self, name: str, write: Callable[[bytes], None]) -> None:
         self.asked.append((name, threading.get_ident()))
@@ -32,17 +37,19 @@ class Coordinator:
         write(VALUE[:1000])
         write(VALUE[1000:])
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.open -= 1
 
 
 @in_loop
 async def test_value_is_fetched_once_by_a_thread() -> None:
     coordinator = Coordinator()
-    blobs = Blobs(lambda: coordinator)
+    blobs = Blobs(coordinator.connected)
     with pytest.raises(CoordinatorUnavailableError):
         await blobs.descriptor("one")
     fds = await asyncio.gather(*[blobs.descriptor("one") for _ in range(3)])
     assert [name for name, _ in coordinator.asked] == ["one", "one"]
+    assert coordinator.open == 0, "each fetch closes its connection"
     assert threading.get_ident() not in [thread for _, thread in coordinator.asked]
     with pytest.raises(PermissionError), mmap.mmap(fds[0], 0):
         pass  # no child can change what the others read

@@ -138,3 +138,25 @@ async def test_one_lane_at_a_time_waits_for_its_runner() -> None:
     assert [type(outcome) for outcome in outcomes[1:-1]] == [SupersededError] * 18
     for end in ends:
         end.close()
+
+
+@pytest.mark.parametrize("end", ["fail", "stop"])
+@in_loop
+async def test_lane_is_refused_when_its_slot_ends(end: str) -> None:
+    """The daemon held the connection until its deadline, for 30 s."""
+    host: Any = SimpleNamespace(name="w", counters=DaemonCounters(), findings=lambda _: LoaderFindings())
+    host.embedded, host.slot_changed = False, lambda: None
+    slot = Slot(host, records_pb2.WorkerAssignment(run="job/0"))
+    ours, theirs = socket.socketpair()
+    waiting = asyncio.ensure_future(slot.attach(ours, lane_pb2.Hello(), 60.0))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    if end == "fail":
+        slot.fail(records_pb2.ErrorDetail(name="InputFnError", message="no"), lost=False)
+    else:
+        await slot.stop()
+    for attaching in (waiting, slot.attach(ours, lane_pb2.Hello(), 60.0)):
+        with pytest.raises(SupersededError, match="the slot's runner has ended"):
+            await attaching
+    ours.close()
+    theirs.close()

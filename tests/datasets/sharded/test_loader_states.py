@@ -376,8 +376,9 @@ def test_a_state_that_cannot_be_is_refused(spoilt: dict[str, Any], error: type[E
         loader.load_state_dict({**loader.state_dict(), **spoilt})
         next(iter(loader))  # a saved position is looked at by its source
 
-    with pytest.raises(error):
+    with pytest.raises(error) as caught:
         load()
+    assert "Error(" not in str(caught.value)
 
 
 @pytest.mark.parametrize("block", [None, 0, "4", [4], True])

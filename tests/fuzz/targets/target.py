@@ -1,8 +1,8 @@
 """Target of fuzzing: one decoder of what a peer sends, with the property that it must keep.
 
 The property is one function, `hold`: the decoder returns, or raises an error of ours, whatever the bytes are. Two
-drivers use it: hypothesis in `make test` (tests/fuzz/test_decoders.py) and a coverage-guided fuzzer in `make fuzz`
-(tests/fuzz/drive.py). Time and memory are the drivers' to watch, by the limits that stand here.
+drivers use it: tests/fuzz/test_decoders.py in `make test`, with damaged encodings, and a coverage-guided fuzzer in
+`make fuzz` (tests/fuzz/drive.py). Time and memory are the drivers' to watch, by the limits that stand here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Target:
     most_s: float = 2.0
     """Processor seconds that one short input may take."""
     examples: int = 150
-    """Number of examples for hypothesis; fewer for a slow decoder."""
+    """Number of damaged encodings in `make test`; fewer for a slow decoder."""
 
 
 def hold(target: Target, data: bytes) -> bool:

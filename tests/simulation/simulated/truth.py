@@ -21,7 +21,14 @@ from simulated.virtual import World
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.model.entities import SlotKey, client_of
 from penstock.appliance.model.limits import Limits
-from penstock.proto.errors import DeadlineError, PenstockError, StateUnavailableError, WorkerLostError
+from penstock.proto.errors import (
+    DeadlineError,
+    PenstockError,
+    StateUnavailableError,
+    SupersededError,
+    UnknownRunError,
+    WorkerLostError,
+)
 from penstock.proto.rpc.calls import FetchedState
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -99,7 +106,8 @@ class Truth:
     """... that the coordinator was told."""
     _came: dict[Owner, float] = field(default_factory=dict)
     """Time when a registration came. Its lease begins then; whether it succeeded is known when its reply leaves."""
-    _snapshot_index_used: int = -1
+    _snapshots_checked: tuple[int, ...] = ()
+    """Bytes in the snapshot index, and the step of each box, when its snapshots were last checked."""
 
     def _must(self, holds: bool, promise: str, what: str) -> None:
         if not holds:
@@ -125,15 +133,18 @@ class Truth:
             run = cluster.runs.get(name)
             known = run is not None and run.attempt >= number
             self._must(known, "generations and attempts only rise", f"attempt {number} of {name} is forgotten")
-        self._snapshot_index_used = -1
+        self._snapshots_checked = ()
 
     def changed(self, wrote: bool) -> None:
         """Check the promises after every event at the coordinator. `wrote`: rows are about to be written."""
         registry = self.registry
         if registry is None:
             return  # it is booting
-        if registry.cluster.snapshot_index.used != self._snapshot_index_used:
-            self._snapshot_index_used = registry.cluster.snapshot_index.used
+        # A report may drop as many bytes as snapshots have brought: its step shows that there is something to check.
+        boxes = [box for attempt in registry.cluster.open_attempts() for box in attempt.boxes.values()]
+        snapshots = (registry.cluster.snapshot_index.used, *(box.step for box in boxes))
+        if snapshots != self._snapshots_checked:
+            self._snapshots_checked = snapshots
             self._check_snapshots(registry)
         if not wrote and not self.stirred:
             return
@@ -198,12 +209,16 @@ class Truth:
                 self.before.hung_up.discard(request.worker)
         elif method == "RegisterWorker":
             self._came[request.worker, request.session] = self.before.awake(self.world.now)
-        elif method in ("WatchRun", "OpenRun"):
-            run = request.run if method == "WatchRun" else f"{request.job}/{request.ordinal}"
-            self.before.heard_box[run, request.box, client_of(request.client_id)] = self.before.awake(self.world.now)
+        elif method == "OpenRun":
+            self._hears(f"{request.job}/{request.ordinal}", request)
         told = request if method == "WatchRun" else getattr(request, "progress", pb.WatchRunRequest())
+        if told.run:
+            self._hears(told.run, told)
         for claim in told.unreachable:
             self._lost.add((told.run, told.attempt, told.box, claim.slot, claim.generation))
+
+    def _hears(self, run: str, told: pb.OpenRunRequest | pb.WatchRunRequest) -> None:
+        self.before.heard_box[run, told.box, client_of(told.client_id)] = self.before.awake(self.world.now)
 
     def replies(self, method: str, request: Any, reply: Any) -> None:
         """Just before a reply leaves: what it says must be on disk."""
@@ -411,14 +426,33 @@ class Truth:
         named = bool(error.message) and "waited for ." not in error.message
         self._must(named, "a state that cannot be had is named", what)
         if self.healed_at and began > self.healed_at:
-            window = plan.retention < max(box.steps for box in plan.boxes)
-            fair = isinstance(error, StateUnavailableError) and (window or "has closed" in error.message)
-            fair = fair or type(error).__name__ in ("SupersededError", "UnknownRunError")
-            fair = fair or (isinstance(error, WorkerLostError) and "times within" in error.message)
-            fair = fair or (isinstance(error, DeadlineError) and self._all_through(plan, error.message))
-            slots = {int(number) for number in re.findall(r"box (\d+) slot \d+ on worker", error.message)}
-            fair = fair or (isinstance(error, DeadlineError) and bool(slots) and slots <= held_up)
+            fair = self._may_fail(plan, error, held_up)
             self._must(fair, "a state that cannot be had is named", f"{what}, although nothing was broken")
+
+    def _may_fail(self, plan: RunPlan, error: PenstockError, held_up: set[int]) -> bool:
+        """Return whether a state may be refused when no fault happens any more."""
+        if self._is_unheard(plan.name, error.message):
+            return True
+        match error:
+            case StateUnavailableError():
+                window = plan.retention < max(box.steps for box in plan.boxes)
+                return window or "has closed" in error.message
+            case DeadlineError():
+                slots = {int(number) for number in re.findall(r"box (\d+) slot \d+ on worker", error.message)}
+                return self._all_through(plan, error.message) or (bool(slots) and slots <= held_up)
+            case WorkerLostError():
+                return "times within" in error.message
+        return isinstance(error, SupersededError | UnknownRunError)
+
+    def _is_unheard(self, run: str, refusal: str) -> bool:
+        """Return whether the state lacks a box that the coordinator has not heard since the last fault: its process has
+        ended, and the call that closed it was lost."""
+        number = re.search(r"box (\d+) \(its training process has stopped reporting", refusal)
+        attempt = None if self.registry is None else self.registry.cluster.runs[run].current
+        if number is None or attempt is None:
+            return False
+        box = attempt.boxes[int(number[1])]
+        return self.before.heard_box.get((run, box.number, box.client), 0.0) < self.before.awake(self.healed_at)
 
     def _all_through(self, plan: RunPlan, waited_for: str) -> bool:
         """Return whether it waited for boxes that never open the attempt: they were through in an earlier one,

@@ -43,7 +43,7 @@ def _note_use(cluster: ClusterState, run: Run) -> None:
 
 def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
     """Record the box's newly reported position, `request.delivered`, which must not be before the recorded one."""
-    position = Position.from_proto(request.delivered)
+    position = Position.received(request.delivered, InvalidArgumentError)
     steps, box.delivered = position.step - box.step, owned(request.delivered)
     if position.step > 0:
         _note_use(cluster, cluster.runs[attempt.run])

@@ -96,7 +96,7 @@ def start_of(request: pb.OpenRunRequest) -> Position:
     workers."""
     start = request.start
     if start.slots:
-        return Position.from_proto(start)
+        return Position.received(start, InvalidArgumentError)
     return Position.start(request.num_workers_per_box, step=start.step, epoch=start.epoch)
 
 

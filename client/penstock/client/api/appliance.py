@@ -301,7 +301,7 @@ class Appliance:
         if self.in_process:
             return self._open_here(owner, opening)
         settings, run = self.settings, self._open_run(owner, opening)
-        position = Position.from_proto(opening.start.position)
+        position = Position.received(opening.start.position)
         return run, reader_for(settings.device, run, position, opening.reference.name, settings.timeout_s)
 
     def _open_here(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:

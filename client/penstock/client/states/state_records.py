@@ -19,7 +19,7 @@ def saved_of(
     """Return the saved state without its aggregated part, and the states of the workers' loaders by
     global_worker_id."""
     first = fetched.records[0][0]
-    positions = [Position.from_proto(fetched.positions[box]) for box in sorted(fetched.positions)]
+    positions = [Position.received(fetched.positions[box]) for box in sorted(fetched.positions)]
     saved = SavedState(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)
     values = [cast(dict[str, Any], decode_state(envelope)) for _, envelope in fetched.records]
     for (record, _), value in zip(fetched.records, values, strict=True):

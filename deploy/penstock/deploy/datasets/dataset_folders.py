@@ -10,17 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from penstock.data import StreamingDataset, StreamingLoader, convert_dataset, index_folder
-from penstock.data.fetch_plan import Fetches, PlannedRun, planned
+from penstock.data import convert_dataset, index_folder
+from penstock.data.converting.argument_names import ArgumentNames
 from penstock.data.formats.index import INDEX, read_index
 from penstock.data.formats.shards import Shard
 from penstock.deploy.console.exit_codes import exit_code
 from penstock.proto.errors import DatasetError
 from penstock.runtime.telemetry.logs import printable
+
+if TYPE_CHECKING:
+    from penstock.data import StreamingDataset
 
 __all__ = ["show_conversion", "show_index", "show_inspection", "show_plan", "show_verification"]
 
@@ -30,14 +33,16 @@ VERIFIED_AT_ONCE = 64
 """Number of samples that are read at a time."""
 
 
-def show_index(folder: Path, format: str | None, as_json: bool) -> None:
-    """Write a folder's index, and print what was found."""
-    _print(_counts(folder, index_folder(folder, format)), as_json)
+def show_index(folder: str, format: str | None, out: Path | None, as_json: bool) -> None:
+    """Write a folder's index, and print what was found. `out`: folder of the index; None: the folder itself."""
+    _print(_counts(folder, index_folder(folder, format, out=out)), as_json)
 
 
 def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: Any) -> None:
     """Convert a dataset, and print what was made."""
-    done = convert_dataset(source, dest, to, **settings)
+    if "://" not in source:
+        _index_of(Path(source).expanduser())
+    done = convert_dataset(source, dest, to, names=ArgumentNames(options=True), **settings)
     found: dict[str, Any] = {
         **_counts(dest, done.shards),
         "parts": done.parts,
@@ -50,8 +55,9 @@ def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: 
 
 def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
     """Print what is in a dataset, with its first samples."""
-    found: dict[str, Any] = _counts(folder, _shards(folder))
-    with _opened(folder) as dataset:
+    shards = _shards(folder)
+    found: dict[str, Any] = _counts(folder, shards)
+    with _opened(folder, shards) as dataset:
         first = [dataset[number] for number in range(min(max(samples, 1), len(dataset)))]
     found["columns"] = {name: _kind(value) for name, value in (first[0] if first else {}).items()}
     found["first_samples"] = [{name: _shown(value) for name, value in sample.items()} for sample in first[:samples]]
@@ -66,8 +72,11 @@ def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as
         order: arguments of StreamingLoader that decide the order and what is fetched ahead.
         run: other settings of a PlannedRun.
     """
+    from penstock.data import StreamingLoader  # imports torch
+    from penstock.data.fetch_plan import Fetches, PlannedRun, planned
+
     shards = _shards(folder)
-    with _opened(folder) as dataset:
+    with _opened(folder, shards) as dataset:
         loader = StreamingLoader(dataset, global_batch_size=batch, rank=(0, boxes), **order)
         settings = PlannedRun(batch, boxes, predownload=loader.predownload, **run)
         nodes = planned(settings, loader.order, Fetches.of(shards))
@@ -99,7 +108,7 @@ def show_verification(folder: Path, as_json: bool) -> int:
     algorithms = sorted(set.intersection(*(set(file.hashes) for file in stored))) if stored else []
     damaged: list[dict[str, str]] = []
     number = 0
-    with _opened(folder, validate_hash=algorithms[0] if algorithms else None) as dataset:
+    with _opened(folder, shards, validate_hash=algorithms[0] if algorithms else None) as dataset:
         for shard in shards:
             end = number + shard.samples
             try:
@@ -115,30 +124,41 @@ def show_verification(folder: Path, as_json: bool) -> int:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path, **options: Any) -> Iterator[StreamingDataset]:
+def _opened(folder: Path, shards: Sequence[Shard], **options: Any) -> Iterator[StreamingDataset]:
     """Open a dataset without writing into its folder: what it stores itself, such as decompressed shards, goes into a
     temporary folder."""
+    from penstock.data import StreamingDataset  # imports torch
+
     with tempfile.TemporaryDirectory() as scratch:
-        dataset = StreamingDataset(str(folder.absolute()), scratch, split=_split_of(folder), **options)
+        dataset = StreamingDataset(str(folder.absolute()), scratch, split=_split_of(shards), **options)
         try:
             yield dataset
         finally:
             dataset.close()
 
 
-def _split_of(folder: Path) -> str | None:
-    """Return the value of `split` that stands for all samples of a folder: "*" if its index lists splits."""
-    return "*" if any("splits" in shard.settings for shard in _shards(folder)) else None
+def _split_of(shards: Sequence[Shard]) -> str | None:
+    """Return the value of `split` that stands for all samples of a dataset: "*" if its index lists splits."""
+    return "*" if any("splits" in shard.settings for shard in shards) else None
 
 
 def _shards(folder: Path) -> list[Shard]:
-    path = folder / INDEX
+    path = _index_of(folder)
     try:
         return read_index(path.read_bytes(), str(path))
-    except FileNotFoundError:
-        raise DatasetError(f"{folder} must have {INDEX}. Write it with `penstock data index {folder}`") from None
     except OSError as error:
-        raise DatasetError(f"{path} cannot be read: {error.strerror}") from error
+        raise DatasetError(f"{path} cannot be read: {error.strerror}. Check that this user may read it") from error
+
+
+def _index_of(folder: Path) -> Path:
+    """Return the path of a folder's index. Raises DatasetError if there is none."""
+    path = folder / INDEX
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing"
+        raise DatasetError(f"{folder} must be the folder of a dataset, got {found}. Give the folder that has {INDEX}")
+    if not path.exists():
+        raise DatasetError(f"{folder} must have {INDEX}. Write it with `penstock data index {folder}`")
+    return path
 
 
 def _counts(folder: str | Path, shards: Sequence[Shard]) -> dict[str, Any]:

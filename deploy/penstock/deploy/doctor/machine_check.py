@@ -31,7 +31,6 @@ from penstock.deploy.doctor import machine_findings, machine_probes
 from penstock.deploy.doctor.findings import Finding, ok, problem, warning
 from penstock.deploy.doctor.import_check import try_import
 from penstock.proto.errors import (
-    AuthenticationError,
     DeadlineError,
     InputFnNotFoundError,
     InvalidArgumentError,
@@ -39,7 +38,7 @@ from penstock.proto.errors import (
     TlsError,
 )
 from penstock.proto.rpc.credentials.roles import ROLES
-from penstock.proto.rpc.credentials.tokens import Tokens, read_tokens
+from penstock.proto.rpc.credentials.tokens import Tokens, read_tokens, tokens_given
 from penstock.proto.rpc.tls import expires, host_of, load_tls, own_names
 from penstock.proto.state.allowed_modules import module_of, under
 from penstock.runtime.config.job_settings import JobSettings
@@ -222,15 +221,13 @@ def _tls(question: MachineQuestion, now: datetime.datetime) -> Iterator[Finding]
 
 def _token(file: Path | None) -> Finding:
     try:
-        return ok("token", f"for {Tokens(read_tokens(file)).about}")
-    except AuthenticationError as error:
-        if error.message.startswith("no token"):
+        if not tokens_given(file):
             return warning(
                 "token",
                 "none is set",
                 "A coordinator makes one in its state directory; elsewhere: export PENSTOCK_TOKEN_FILE=FILE",
             )
-        return problem("token", error.message, "See docs/cli.md, The token.")
+        return ok("token", f"for {Tokens(read_tokens(file)).about}")
     except PenstockError as error:
         return problem("token", error.message, "See docs/cli.md, The token.")
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.option_values import listed, pairs_of
 from penstock.deploy.console.tables import Table, show
 from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -57,10 +58,10 @@ class Order:
         cls, run: str, from_step: int, weights: str | None, added: Sequence[str], retired: Sequence[str]
     ) -> Self:
         """Return the order. Raises InvalidArgumentError for texts that are not NAME=VALUE."""
-        given = [part for part in (weights or "").split(",") if part]
+        given = [] if weights is None else listed("--weights", weights)
         if not given and not retired:
             raise InvalidArgumentError("--weights or --retire must be given, got neither: give the new weights")
-        return cls(run, from_step, _pairs("--weights", given), _pairs("--add", added), list(retired))
+        return cls(run, from_step, pairs_of("--weights", given), pairs_of("--add", added), list(retired))
 
     def request(self, key: str, deadline_s: float, *, dry_run: bool) -> pb.ChangeMixtureRequest:
         return pb.ChangeMixtureRequest(
@@ -73,18 +74,6 @@ class Order:
             dry_run=dry_run,
             deadline_s=deadline_s,
         )
-
-
-def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in texts:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        if not (name and equals and value):
-            raise InvalidArgumentError(f"{option} must have the form NAME=VALUE, got {text!r}")
-        if name in found:
-            raise InvalidArgumentError(f"{option} must have each name once, got {name!r} twice: leave one out")
-        found[name] = value
-    return found
 
 
 def change_mixture(order: Order, deadline_s: float, peer: Peer, *, dry_run: bool, as_json: bool) -> None:

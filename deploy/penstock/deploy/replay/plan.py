@@ -82,9 +82,9 @@ def _last(history: pb.History) -> int:
 def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> ReplayPlan:
     """Return the plan that leads to the step. Raises StateMismatchError if a checkpoint is not of this run."""
     opening = history.opening
-    point = Position.from_proto(opening.start)
+    point = Position.received(opening.start)
     abandoned = {abandoned_epoch.epoch: abandoned_epoch.step for abandoned_epoch in history.abandoned}
-    known = [KnownPosition(point), *(KnownPosition(Position.from_proto(position)) for position in history.known)]
+    known = [KnownPosition(point), *(KnownPosition(Position.received(position)) for position in history.known)]
     for saved in checkpoints:
         position = _place_of(opening, point.step, saved)
         if position is not None:

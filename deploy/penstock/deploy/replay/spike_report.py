@@ -19,7 +19,10 @@ from penstock.deploy.replay.replay_processes import ReplayForker
 from penstock.deploy.replay.replay_report import numbers_of, tables
 from penstock.proto.errors import PenstockError
 
-__all__ = ["show_spikes"]
+__all__ = ["SPIKES", "show_spikes"]
+
+SPIKES = 5
+"""Number of spikes, if the command does not say one."""
 
 
 @dataclass(frozen=True)

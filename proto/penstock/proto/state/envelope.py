@@ -24,6 +24,7 @@ __all__ = [
     "MAX_DEPTH",
     "EnvelopeReader",
     "Node",
+    "damaged_state",
     "opened",
 ]
 
@@ -114,6 +115,13 @@ def opened(
     except Exception as error:  # the checksum matches, so another program or an attacker made these bytes
         raise _damaged(f"an encoded state cannot be decoded: {type(error).__name__}: {error}") from error
     return value
+
+
+def damaged_state(what: str, error: Exception) -> StateCorruptError:
+    """Return the error for a saved value that cannot be read. `what`: sentence without a full stop, such as "the
+    loader's state is damaged"; `error`: what reading it raised."""
+    reason = f"its entry {error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else str(error)
+    return _damaged(f"{what}: {reason}")
 
 
 def _damaged(what: str) -> StateCorruptError:

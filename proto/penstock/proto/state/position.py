@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from xxhash import xxh3_64_intdigest
 
 from penstock.proto.batch.digest import MASK
-from penstock.proto.errors import EmptyInputError, InvalidArgumentError
+from penstock.proto.errors import SAME_RELEASE, EmptyInputError, InvalidArgumentError, PenstockError, ProtocolError
 from penstock.proto.v1 import records_pb2
 
 __all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at"]
@@ -165,6 +165,15 @@ class Position:
             by_rows=self.by_rows,
             first=self.first,
         )
+
+    @classmethod
+    def received(cls, message: records_pb2.BoxPosition, kind: type[PenstockError] = ProtocolError) -> Position:
+        """Return the position in a message from a peer. Raises an error of this kind, which names the remedy, if a
+        round robin cannot reach the position."""
+        try:
+            return cls.from_proto(message)
+        except InvalidArgumentError as error:
+            raise kind(f"{error.message}. {SAME_RELEASE}") from error
 
     @classmethod
     def from_proto(cls, message: records_pb2.BoxPosition) -> Position:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["sync_folder", "write_whole"]
 
 
-def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None, sync: bool = True) -> None:
+def write_whole(
+    path: Path, data: bytes | memoryview | Iterator[bytes], *, mode: int | None = None, sync: bool = True
+) -> None:
     """Write a file atomically: write it under a temporary name in the same folder, sync it to disk, and rename it.
 
     The temporary name cannot be guessed, so that no other user can put a link there first. The folder is synced too,
     with the names of all files that were made there before.
 
+    data: the content, or its pieces.
     mode: permissions of the file; None: the default for new files. sync: False for a file that may be lost in a power
     failure.
     """
@@ -23,7 +27,8 @@ def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None
         with temporary.open("xb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
-            file.write(data)
+            for piece in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
+                file.write(piece)
             file.flush()
             if sync:
                 os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Display of progress as one line: redrawn in place on a terminal, otherwise a new line every LOG_S seconds.
+"""Display of progress as one line: redrawn in place on a terminal, otherwise a new line every few seconds.
 
 The package rich is not used. Its live displays hide the cursor until they are stopped, so a killed job would leave the
 cursor hidden. Besides, the training process would have to import rich for one line.
@@ -10,16 +10,23 @@ import shutil
 import sys
 import time
 
-__all__ = ["Progress"]
+__all__ = ["FILES_S", "Progress"]
 
 TERMINAL_S, LOG_S = 0.5, 10.0
-"""Seconds between two lines: on a terminal, and elsewhere."""
+"""Seconds between two lines of a training loop: on a terminal, and elsewhere."""
+FILES_S = 2.0
+"""Seconds between two lines of work on many files, which shows nothing if it is done before."""
 
 
 class Progress:
     """Line of progress on standard error."""
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float | None = None) -> None:
+        """
+        Args:
+            every_s: seconds between two lines; None: those of a training loop.
+        """
+        self._every_s = every_s
         self._stream = sys.stderr
         self._terminal = self._stream is not None and self._stream.isatty()
         self._shown_at = time.monotonic()
@@ -28,7 +35,13 @@ class Progress:
     def due(self) -> float:
         """Return the seconds since the last line if the next line is due, else 0."""
         passed = time.monotonic() - self._shown_at
-        return passed if passed >= (TERMINAL_S if self._terminal else LOG_S) else 0.0
+        every_s = (TERMINAL_S if self._terminal else LOG_S) if self._every_s is None else self._every_s
+        return passed if passed >= every_s else 0.0
+
+    def update(self, text: str) -> None:
+        """Show a line if it is due."""
+        if self.due():
+            self.show(text)
 
     def show(self, text: str) -> None:
         """Show a line. On a terminal it replaces the previous one."""

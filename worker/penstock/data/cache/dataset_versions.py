@@ -67,10 +67,12 @@ def _numbered(make: Callable[[str], ShardCache], version: int, name: str) -> tup
     cache = make(version_index(version))
     try:
         index = cache.index()
-        if version_of(file_notes(index)) != version:
+        found = version_of(file_notes(index))
+        if found != version:
+            got = "a damaged file, which names no version" if found is None else f"that of version {found}"
             raise DatasetError(
-                f"{name}: {version_index(version)} must be the index of version {version}, got another one. "
-                "Restore the file, or give another version"
+                f"{name}: {version_index(version)} must be the index of version {version}, got {got}. Restore the "
+                f"file (of the newest version, {INDEX} is a copy), or give another version"
             )
     except BaseException as error:
         cache.close()

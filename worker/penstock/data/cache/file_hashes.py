@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import InvalidArgumentError
 from penstock.runtime.files.plain_files import open_plain
 
 __all__ = ["HASHES", "digest_of", "fastest_of"]
@@ -40,10 +40,11 @@ def fastest_of(algorithms: Iterable[str]) -> str:
 
 
 def digest_of(source: Path | bytes | bytearray | memoryview, algorithm: str) -> str:
-    """Return the hexadecimal digest of bytes or of a file's content. Raises DatasetError for an unknown algorithm."""
+    """Return the hexadecimal digest of bytes or of a file's content. Raises InvalidArgumentError for an unknown
+    algorithm."""
     make = HASHES.get(algorithm)
     if make is None:
-        raise DatasetError(f"the hash must be one of {', '.join(sorted(HASHES))}, got {algorithm!r}")
+        raise InvalidArgumentError(f"the hash must be one of {', '.join(sorted(HASHES))}, got {algorithm!r}")
     state = make()
     if isinstance(source, Path):
         with open(source, "rb", buffering=0, opener=open_plain) as file:

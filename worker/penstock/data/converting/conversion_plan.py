@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from penstock.data.converting.argument_names import ARGUMENTS, ArgumentNames
 from penstock.data.converting.target_columns import TargetColumn
 from penstock.data.formats.shards import Shard
 
-__all__ = ["JOB", "PART_BYTES", "ConversionPlan", "Part", "parts_of"]
+__all__ = ["PART_BYTES", "ConversionPlan", "Part", "parts_of"]
 
-JOB = struct.Struct("<Q")
-"""Layout of a part's number in the file from which processes take parts."""
 PART_BYTES = 256 << 20
 """Size in bytes above which a source's shard is divided into several parts."""
 
@@ -59,6 +57,8 @@ class ConversionPlan:
     cache_limit: int | None = None
     source_options: Mapping[str, Any] = field(default_factory=dict)
     dest_options: Mapping[str, Any] = field(default_factory=dict)
+    names: ArgumentNames = ARGUMENTS
+    """Names of arguments in errors."""
 
     @property
     def key(self) -> str:
@@ -84,6 +84,7 @@ class ConversionPlan:
             plan,
             columns=[TargetColumn(**each) for each in plan.columns],  # type: ignore[arg-type]
             parts=[Part(**each) for each in plan.parts],  # type: ignore[arg-type]
+            names=ArgumentNames(**plan.names),  # type: ignore[arg-type]
         )
 
 

@@ -16,34 +16,32 @@ import hashlib
 import importlib
 import json
 import os
-import sys
 import tempfile
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.data.arguments import at_least_one, byte_count, one_of
+from penstock.data.arguments import at_least_one, truth
 from penstock.data.cache.file_locks import FileLock, take
 from penstock.data.cache.shard_cache import ShardCache
-from penstock.data.converting.conversion_plan import JOB, ConversionPlan, parts_of
+from penstock.data.converting.argument_names import ARGUMENTS, ArgumentNames
+from penstock.data.converting.conversion_plan import ConversionPlan, parts_of
 from penstock.data.converting.convert_part import PartConverter, data_of, source_of
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
+from penstock.data.converting.target_settings import target_settings
 from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import ReadOptions, Shard, rows_of
 from penstock.data.indexes.order_layout import OrderLayout
 from penstock.data.indexes.shard_table import ListedShards
+from penstock.data.job_processes import in_processes
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.uploads import writable_remote
-from penstock.proto import errors
-from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
 from penstock.runtime.files.atomic_files import sync_folder
-from penstock.runtime.process.line_reader import LinePipe
-from penstock.runtime.process.spawn import Spawned, module, spawn
-from penstock.runtime.process.watch import wait_for_any
+from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 __all__ = ["Converted", "convert_dataset"]
 
@@ -51,20 +49,13 @@ JOURNAL = ".penstock-converting"
 """Name of the file in the result's folder that identifies an unfinished conversion."""
 SAMPLED_SHARDS, SAMPLED_ROWS = 8, 64
 """Number of shards, and number of rows of each, from which the types of columns are chosen."""
-PARQUET_GROUP = 16 << 20
-"""Default number of bytes of a row group's values."""
-SIZE_LIMIT = 64 << 20
-"""Default size of a raw MDS shard, in bytes."""
 ARROW_FILE = b"ARROW1"
 """First bytes of a file in Arrow's file format; the stream format does not have them."""
 PROCESS_BYTES = 128 << 20
 """Bytes of data for each process: with fewer, starting another process takes longer than it saves."""
-QUIET_S = 2.0
-"""Seconds between lines of progress on standard error."""
 THREADS = 16
 """Number of small files that are read or removed at a time."""
-END_S = 60.0
-"""Seconds to wait for processes to end by themselves."""
+PROGRAM = "penstock.data.converting.part_process"
 
 
 @dataclass(frozen=True)
@@ -91,7 +82,7 @@ def convert_dataset(
     columns: Sequence[str] | None = None,
     types: Mapping[str, str] | None = None,
     compression: str | None = "default",
-    hashes: Collection[str] = ("xxh64",),
+    hashes: Collection[str] | None = None,
     size_limit: int | str | None = None,
     keep_order: bool = True,
     verify: bool = True,
@@ -99,6 +90,7 @@ def convert_dataset(
     source_options: Mapping[str, Any] | None = None,
     dest_options: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
+    names: ArgumentNames = ARGUMENTS,
 ) -> Converted:
     """Convert a dataset to MDS or Parquet, in parallel. A call continues an earlier one that was killed.
 
@@ -115,7 +107,7 @@ def convert_dataset(
             name; "json" stores JSON.
         compression: compression of the files: for MDS as in MDSWriter, for Parquet as in pyarrow; "default": none for
             MDS, zstd for Parquet.
-        hashes: hash algorithms of MDS files, as in MDSWriter.
+        hashes: hash algorithms of MDS files, as in MDSWriter; None: xxh64.
         size_limit: largest size of an MDS shard in bytes (64 MiB), or of the values in a row group of Parquet (16 MiB).
         keep_order: True: the result has the order of the source, so states that were saved with the source can be
             resumed on the result. False: the result's own shards decide its order.
@@ -123,12 +115,14 @@ def convert_dataset(
         processes: number of processes; None: one for each processor, but no more than one for each 128 MiB of data.
         source_options, dest_options: keyword arguments for fsspec's filesystems.
         timeout_s: seconds for each file of a remote.
+        names: names of these arguments in errors; commands pass those of their options.
 
     Raises InvalidArgumentError, DatasetError, ShardCorruptError, ShardUnavailableError.
     """
-    one_of("to", to, ("mds", "parquet"))
-    workers = None if processes is None else at_least_one("processes", processes)
-    settings = _settings(to, compression, hashes, size_limit)
+    settings = target_settings(to, compression, hashes, size_limit, names)
+    workers = None if processes is None else at_least_one(names.of("processes"), processes)
+    truth("keep_order", keep_order)
+    truth("verify", verify)
     remote = writable_remote(os.fspath(dest), dest_options)
     with tempfile.TemporaryDirectory(prefix="penstock-convert-") as scratch, contextlib.closing(remote):
         origin = source_of(os.fspath(source), source_options, scratch, limit=None, timeout_s=timeout_s)
@@ -137,7 +131,7 @@ def convert_dataset(
             shards = read_index(text, os.fspath(source))
             size = sum(shard.size for shard in shards)
             workers = workers or max(1, min(len(os.sched_getaffinity(0)), size // PROCESS_BYTES))
-            chosen = _choose(origin, shards, to, columns, types or {}, os.fspath(source))
+            chosen = _choose(origin, shards, to, columns, types or {}, os.fspath(source), names)
         finally:
             origin.close()
         layout = OrderLayout.noted(index_notes(text), ListedShards(shards), os.fspath(source)) if keep_order else None
@@ -156,6 +150,7 @@ def convert_dataset(
             cache_limit=max(4 << 30, (workers + 1) * max((shard.size for shard in shards), default=0)),
             source_options=dict(source_options or {}),
             dest_options=dict(dest_options or {}),
+            names=names,
         )
         return _Conversion(plan, remote, layout, timeout_s).run(min(workers, max(1, len(plan.parts))))
 
@@ -169,14 +164,6 @@ def _address(folder: str | os.PathLike[str]) -> str:
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 
-def _settings(to: str, compression: str | None, hashes: Collection[str], limit: int | str | None) -> dict[str, Any]:
-    size = byte_count("size_limit", limit)
-    if to == "mds":
-        packed = None if compression == "default" else compression
-        return {"compression": packed, "hashes": sorted(hashes), "size_limit": size or SIZE_LIMIT}
-    return {"compression": "zstd" if compression == "default" else compression, "group_bytes": size or PARQUET_GROUP}
-
-
 def _choose(
     cache: ShardCache,
     shards: Sequence[Shard],
@@ -184,6 +171,7 @@ def _choose(
     columns: Sequence[str] | None,
     types: Mapping[str, str],
     name: str,
+    say: ArgumentNames,
 ) -> tuple[list[TargetColumn], str, bool]:
     """Return the columns of the result, the Parquet schema in hexadecimal, and whether values are copied as they are
     stored."""
@@ -198,23 +186,26 @@ def _choose(
     if to == "mds" and all(shard.format == "mds" for shard in shards) and len(plain) == 1 and not types:
         [(stored, encodings)] = plain
         known = dict(zip(stored, encodings, strict=True))
-        return [TargetColumn(each, known[each]) for each in _chosen(columns, stored, types, name)], "", True
+        return [TargetColumn(each, known[each]) for each in _chosen(columns, stored, types, name, say)], "", True
     samples = _sampled(cache, shards)
-    names = _chosen(columns, list(samples[0]), types, name)
+    names = _chosen(columns, list(samples[0]), types, name, say)
     if to == "parquet":
-        made, schema = parquet_columns(samples, names, types, _declared(cache, shards[0]))
+        made, schema = parquet_columns(samples, names, types, _declared(cache, shards[0]), say)
         return made, schema.serialize().to_pybytes().hex(), False
     images = _image_types(shards, names)
-    return mds_columns(samples, names, {**images, **types}), "", False
+    return mds_columns(samples, names, {**images, **types}, say), "", False
 
 
-def _chosen(columns: Sequence[str] | None, known: Sequence[str], types: Mapping[str, str], name: str) -> list[str]:
+def _chosen(
+    columns: Sequence[str] | None, known: Sequence[str], types: Mapping[str, str], name: str, say: ArgumentNames
+) -> list[str]:
     names = list(known) if columns is None else list(columns)
-    for argument, given in (("columns", names), ("types", list(types))):
-        missing = [each for each in given if each not in known]
-        if missing or not names:
+    for argument, given, among in (("columns", names, known), ("types", list(types), names)):
+        wrong = [each for each in given if each not in among or given.count(each) > 1]
+        if wrong or not names:
             raise InvalidArgumentError(
-                f"{name}: {argument} must be some of {', '.join(known)}, got {', '.join(missing) or 'none'}"
+                f"{name}: {say.of(argument)} must be some of {', '.join(among)}, each once, got "
+                f"{', '.join(wrong) or 'none'}"
             )
     return names
 
@@ -270,10 +261,11 @@ class _Conversion:
     timeout_s: float
 
     def __post_init__(self) -> None:
-        self._shown = time.monotonic()
+        self._line = Progress(FILES_S)
 
     def run(self, processes: int) -> Converted:
         with contextlib.ExitStack() as stack:
+            stack.callback(self._line.finish)
             finished = self._finished_before()
             if finished is None:
                 lock = stack.enter_context(self._sole_writer())
@@ -392,19 +384,13 @@ class _Conversion:
             finally:
                 converter.close()
             return
-        for _ in _in_processes(self.plan, missing, processes):
+        for _ in in_processes(PROGRAM, self.plan.encoded_text(), missing, processes):
             done += 1
             self._progress(done, total)
 
     def _progress(self, done: int, total: int) -> None:
-        if time.monotonic() - self._shown >= QUIET_S:
-            self._shown = time.monotonic()
-            samples = sum(part.end - part.begin for part in self.plan.parts)
-            print(
-                f"{self.remote.url}: converted {done} of {total} parts of {samples} samples",
-                file=sys.stderr,
-                flush=True,
-            )
+        samples = sum(part.end - part.begin for part in self.plan.parts)
+        self._line.update(f"{self.remote.url}: converted {done} of {total} parts of {samples} samples")
 
     # ---- the end
 
@@ -442,62 +428,3 @@ class _Conversion:
     def _converted(self, shards: list[Shard], digest: str, made: int) -> Converted:
         columns = {column.name: column.type for column in self.plan.columns}
         return Converted(shards, sum(shard.samples for shard in shards), digest, len(self.plan.parts), made, columns)
-
-
-def _in_processes(plan: ConversionPlan, parts: Sequence[int], count: int) -> Iterator[int]:
-    """Convert parts in processes; yield the number of each when it is done. Raises the error of the first part that
-    fails, after the other processes have finished the parts that they have begun."""
-    with contextlib.ExitStack() as stack:
-        plan_file, jobs = (_memory_file(stack, text) for text in (plan.encoded_text(), b"".join(map(JOB.pack, parts))))
-        children: dict[LinePipe, Spawned] = {}
-        for _ in range(count):
-            pipe = LinePipe()
-            output = pipe.theirs.fileno()
-            command = module("penstock.data.converting.part_process", *map(str, (plan_file, jobs, output, os.getpid())))
-            children[pipe] = child = spawn(command, fds=(plan_file, jobs, pipe.theirs), session=False)
-            stack.callback(child.close)
-            stack.callback(child.end, END_S)
-            stack.callback(pipe.close)
-        failed: Exception | None = None
-        while children:
-            for fd in wait_for_any([pipe.fileno() for pipe in children]):
-                pipe = next(each for each in children if each.fileno() == fd)
-                for line in pipe.read():
-                    said = json.loads(line)
-                    if "error" in said:
-                        failed = failed or _error_of(said)
-                        os.lseek(jobs, 0, os.SEEK_END)  # no process begins another part
-                    else:
-                        yield said["part"]
-                if pipe.ended:
-                    status = children.pop(pipe).result()
-                    if status and failed is None:
-                        failed = DatasetError(
-                            f"a process that converts parts must end with status 0, got {status}. Run the command "
-                            "again, with fewer processes if memory was short; finished parts are kept"
-                        )
-                        os.lseek(jobs, 0, os.SEEK_END)
-        if failed is not None:
-            raise failed
-
-
-def _memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
-    """Return the descriptor of a file in memory with this content, positioned at its beginning. Processes that share
-    the descriptor share its position, so each record is read once."""
-    made = os.memfd_create("penstock-convert", os.MFD_CLOEXEC)
-    try:
-        with open(made, "wb", closefd=False) as file:
-            file.write(content)
-        # Open the file anew, because the kernel locks the shared position during a read only for files that open()
-        # opened. Through the descriptor from memfd_create, two processes may read the same record.
-        fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_CLOEXEC)
-    finally:
-        os.close(made)
-    stack.callback(os.close, fd)
-    return fd
-
-
-def _error_of(said: Mapping[str, Any]) -> PenstockError:
-    kind = getattr(errors, str(said["error"]), DatasetError)
-    made: PenstockError = kind(said["message"])
-    return made

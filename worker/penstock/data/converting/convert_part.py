@@ -62,7 +62,7 @@ class PartConverter:
             with self._reader(shard) as reader:
                 for begin in range(part.begin, part.end, ROWS):
                     rows = rows_of(reader, range(begin, min(begin + ROWS, part.end)))
-                    stored = stored_rows(rows, self.plan.columns)
+                    stored = stored_rows(rows, self.plan.columns, self.plan.names)
                     files.write(stored, [digest.add(row) for row in stored])
             shards = files.finish()
             if self.plan.verify:
@@ -87,13 +87,12 @@ class PartConverter:
         if plan.to == "mds":
             settings = {**plan.settings, "timeout_s": plan.timeout_s}
             if self._dest.local is None:
-                return MDSPart(
-                    joined(plan.dest, folder), plan.columns, {**settings, "storage_options": plan.dest_options}
-                )
-            return MDSPart(str(self._dest.local / folder), plan.columns, settings)
+                settings["storage_options"] = plan.dest_options
+                return MDSPart(joined(plan.dest, folder), plan.columns, settings, plan.names)
+            return MDSPart(str(self._dest.local / folder), plan.columns, settings, plan.names)
         arrow = importlib.import_module("pyarrow")
         schema = arrow.ipc.read_schema(arrow.py_buffer(bytes.fromhex(plan.schema)))
-        return ParquetPart(self._dest, folder, schema, timeout_s=plan.timeout_s, **plan.settings)
+        return ParquetPart(self._dest, folder, schema, plan.names, timeout_s=plan.timeout_s, **plan.settings)
 
     @contextlib.contextmanager
     def _reader(self, shard: Shard) -> Iterator[Any]:
@@ -124,7 +123,7 @@ class PartConverter:
             raise DatasetError(
                 f"{self._dest.url_of(folder)} must have {written.rows} rows with digest {written.hexdigest()}, but "
                 f"reading it back gives {digest.rows} with {digest.hexdigest()}. A column's type does not hold all of "
-                "its values: give its type with --as NAME=TYPE, such as NAME=json"
+                f"its values: give its type with {self.plan.names.column_type('NAME', 'json')}, for example"
             )
 
     def close(self) -> None:

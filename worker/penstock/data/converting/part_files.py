@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.data.converting.argument_names import ArgumentNames
 from penstock.data.converting.target_columns import TargetColumn, arrow_value
 from penstock.data.formats.index import INDEX, write_index
 from penstock.data.formats.parquet.parquet_shards import parquet_shards
@@ -46,23 +47,22 @@ class PartFiles(Protocol):
 class MDSPart:
     """Writer of a part in MDS."""
 
-    def __init__(self, folder: str, columns: Sequence[TargetColumn], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: str, columns: Sequence[TargetColumn], settings: Mapping[str, Any], names: ArgumentNames
+    ) -> None:
         """
         Args:
             folder: path or URL of the part's folder, whose content is replaced.
             settings: keyword arguments of MDSWriter.
+            names: names of arguments in errors.
         """
         self._writer = MDSWriter(folder, {each.name: each.type for each in columns}, exist_ok=True, **settings)
+        self._writer.remedy_of = lambda name: f"Give the column another type with {names.column_type(name, 'json')}"
 
     def write(self, rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
         del sizes  # MDSWriter counts bytes itself
-        try:
-            for row in rows:
-                self._writer.write(row)
-        except DatasetError as error:
-            raise DatasetError(
-                f"{error.message}. Give the column another type with --as NAME=TYPE, such as NAME=json"
-            ) from error
+        for row in rows:
+            self._writer.write(row)
 
     def finish(self) -> list[Shard]:
         return self._writer.flush()
@@ -83,6 +83,7 @@ class ParquetPart:
         remote: RemoteFolder,
         folder: str,
         schema: Any,
+        names: ArgumentNames,
         *,
         compression: str | None,
         group_bytes: int,
@@ -92,10 +93,11 @@ class ParquetPart:
         Args:
             remote: folder of the whole result; folder: path of the part below it.
             schema: pyarrow schema of the columns.
+            names: names of arguments in errors.
             group_bytes: bytes of values after which a row group is written.
         """
         self._arrow = importlib.import_module("pyarrow")
-        self._remote, self._folder, self._timeout_s = remote, folder, timeout_s
+        self._remote, self._folder, self._timeout_s, self._names = remote, folder, timeout_s, names
         self._schema, self._group_bytes = schema, group_bytes
         self._rows: list[Mapping[str, Any]] = []
         self._size = 0
@@ -125,8 +127,8 @@ class ParquetPart:
                 arrays.append(self._arrow.array(values, field.type))
             except (ValueError, TypeError, OverflowError, self._arrow.ArrowException) as error:
                 raise DatasetError(
-                    f"column {field.name!r} must have values of type {field.type}: {error}. Give its type with --as "
-                    f"{field.name}=TYPE, such as {field.name}=json"
+                    f"column {field.name!r} must have values of type {field.type}: {error}. Give its type with "
+                    f"{self._names.column_type(field.name, 'json')}"
                 ) from None
         self._writer.write_table(self._arrow.Table.from_arrays(arrays, schema=self._schema), row_group_size=1 << 30)
         self._rows, self._size = [], 0

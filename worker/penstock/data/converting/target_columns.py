@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.data.converting.argument_names import ArgumentNames
 from penstock.data.converting.row_digest import value_bytes
 from penstock.data.formats.encodings import ENCODINGS, check_encoding
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -100,7 +101,9 @@ CHANGES: Mapping[str, Callable[[Any], Any]] = {
 """Functions by name: each converts a value of the source to the value that a reader of the result gets."""
 
 
-def stored_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[TargetColumn]) -> list[dict[str, Any]]:
+def stored_rows(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[TargetColumn], say: ArgumentNames
+) -> list[dict[str, Any]]:
     """Return rows with the values that a reader of the result gets. Raises DatasetError, which names the column."""
     changes = [(column.name, column.change, CHANGES[column.change]) for column in columns]
     found = []
@@ -110,51 +113,51 @@ def stored_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[TargetColum
             try:
                 made[name] = function(row[name])
             except KeyError:
-                raise _missing(number, name, row) from None
+                raise _missing(number, name, row, say) from None
             except (TypeError, ValueError) as error:
-                raise DatasetError(f"row {number}: column {name!r}: {error}. {_remedy(change, name)}") from None
+                raise DatasetError(f"row {number}: column {name!r}: {error}. {_remedy(change, name, say)}") from None
         found.append(made)
     return found
 
 
-def _remedy(change: str, name: str) -> str:
+def _remedy(change: str, name: str, say: ArgumentNames) -> str:
     """Return what to do about a value that a function of CHANGES refused, for errors."""
     if change == "float":
-        return f"Give the column's type with --as {name}=json"
+        return f"Give the column's type with {say.column_type(name, 'json')}"
     if change in ("only", "file"):
-        return "Convert to Parquet, or leave the column out with --columns"
-    return "Leave the column out with --columns"
+        return f"Convert to Parquet, or leave the column out with {say.of('columns')}"
+    return f"Leave the column out with {say.of('columns')}"
 
 
-def _missing(number: int, name: str, row: Mapping[str, Any]) -> DatasetError:
+def _missing(number: int, name: str, row: Mapping[str, Any], say: ArgumentNames) -> DatasetError:
     return DatasetError(
-        f"row {number}: column {name!r} must be there, got {', '.join(map(repr, row))}. Leave the column out with "
-        "--columns, or write samples that all have it"
+        f"row {number}: column {name!r} must be there, got {', '.join(map(repr, row))}. Write samples that all have "
+        f"it, or leave the column out with {say.of('columns')}"
     )
 
 
 def mds_columns(
-    samples: Sequence[Mapping[str, Any]], names: Sequence[str], given: Mapping[str, str]
+    samples: Sequence[Mapping[str, Any]], names: Sequence[str], given: Mapping[str, str], say: ArgumentNames
 ) -> list[TargetColumn]:
     """Return the columns of an MDS dataset. `samples`: some rows of the source; `given`: encodings that the user chose,
-    by column. Raises DatasetError, InvalidArgumentError."""
-    return [_mds_column(name, _values(samples, name), given.get(name)) for name in names]
+    by column; `say`: names of arguments in errors. Raises DatasetError, InvalidArgumentError."""
+    return [_mds_column(name, _values(samples, name, say), given.get(name), say) for name in names]
 
 
-def _values(samples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+def _values(samples: Sequence[Mapping[str, Any]], name: str, say: ArgumentNames) -> list[Any]:
     for number, row in enumerate(samples):
         if name not in row:
-            raise _missing(number, name, row)
+            raise _missing(number, name, row, say)
     return [row[name] for row in samples]
 
 
-def _mds_column(name: str, values: Sequence[Any], given: str | None) -> TargetColumn:
+def _mds_column(name: str, values: Sequence[Any], given: str | None, say: ArgumentNames) -> TargetColumn:
     change, values = _unwrapped(values)
     if given is not None:
         try:
             check_encoding(given)
-        except DatasetError as error:
-            raise InvalidArgumentError(f"column {name!r}: {error.message}") from None
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{say.of('types')}: column {name!r}: {error.message}") from None
         return TargetColumn(name, given, "listed" if given == "json" else change)
     kinds = {type(value) for value in values}
     if change:
@@ -168,8 +171,8 @@ def _mds_column(name: str, values: Sequence[Any], given: str | None) -> TargetCo
     if all(map(_is_json, values)):
         return TargetColumn(name, "json", "listed")
     raise DatasetError(
-        f"column {name!r} must have values that MDS can store, got {_names(kinds)}. Convert to Parquet, or leave the "
-        "column out with --columns"
+        f"column {name!r} must have values that MDS can store, got {_names(kinds)}. Convert to Parquet, or "
+        f"leave the column out with {say.of('columns')}"
     )
 
 
@@ -234,22 +237,25 @@ def parquet_columns(
     samples: Sequence[Mapping[str, Any]],
     names: Sequence[str],
     given: Mapping[str, str],
-    declared: Mapping[str, Any] | None = None,
+    declared: Mapping[str, Any],
+    say: ArgumentNames,
 ) -> tuple[list[TargetColumn], Any]:
-    """Return the columns of Parquet files, and their pyarrow schema. `samples`, `names`: as in `mds_columns`. `given`:
-    types that the user chose, by column: "json", or pyarrow's name such as "int32". `declared`: pyarrow's types of the
-    source's columns; empty if the source has none."""
+    """Return the columns of Parquet files, and their pyarrow schema. `samples`, `names`, `say`: as in `mds_columns`.
+    `given`: types that the user chose, by column: "json", or pyarrow's name such as "int32". `declared`: pyarrow's
+    types of the source's columns; empty if the source has none."""
     arrow = importlib.import_module("pyarrow")
     columns, fields = [], []
     for name in names:
-        column, kind = _parquet_column(arrow, name, _values(samples, name), given.get(name), (declared or {}).get(name))
+        column, kind = _parquet_column(
+            arrow, name, _values(samples, name, say), given.get(name), declared.get(name), say
+        )
         columns.append(column)
         fields.append(arrow.field(name, kind))
     return columns, arrow.schema(fields)
 
 
 def _parquet_column(
-    arrow: Any, name: str, values: list[Any], given: str | None, declared: Any
+    arrow: Any, name: str, values: list[Any], given: str | None, declared: Any, say: ArgumentNames
 ) -> tuple[TargetColumn, Any]:
     if given == "json":
         return TargetColumn(name, "string", "json"), arrow.string()
@@ -258,7 +264,7 @@ def _parquet_column(
             kind = arrow.type_for_alias(given)
         except ValueError as error:
             raise InvalidArgumentError(
-                f"column {name!r}: the type must be json or one of Arrow's, such as int32: {error}"
+                f"{say.of('types')}: column {name!r}: the type must be json or one of Arrow's, such as int32: {error}"
             ) from None
         return TargetColumn(name, str(kind)), kind
     if declared is not None:
@@ -276,7 +282,7 @@ def _parquet_column(
         return TargetColumn(name, "string", "json"), arrow.string()
     raise DatasetError(
         f"column {name!r} must have values that Parquet can store, got {_names(kinds)}. Leave the column out with "
-        "--columns"
+        f"{say.of('columns')}"
     )
 
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
 __all__ = ["COMPRESSIONS", "FileCompression", "extension_of", "pack", "parse_compression", "unpack"]
 
@@ -54,18 +54,18 @@ ZSTD_PIECE = 1 << 10
 
 
 def parse_compression(name: str) -> FileCompression:
-    """Return the compression of this name. Raises DatasetError for an unknown one."""
+    """Return the compression of this name. Raises InvalidArgumentError for an unknown one."""
     family, colon, level = name.partition(":")
     known = COMPRESSIONS.get(family)
     if known is None:
-        raise DatasetError(f"the compression must be one of {', '.join(sorted(COMPRESSIONS))}, got {name!r}")
+        raise InvalidArgumentError(f"the compression must be one of {', '.join(sorted(COMPRESSIONS))}, got {name!r}")
     if not colon:
         return FileCompression(family, known.default)
     if not known.levels:
-        raise DatasetError(f"compression {name!r}: {family} has no levels. Use {family!r}")
+        raise InvalidArgumentError(f"compression {name!r}: {family} has no levels. Use {family!r}")
     if not (level.isascii() and level.isdigit() and len(level) <= 2 and int(level) in known.levels):
         levels = f"{known.levels[0]} to {known.levels[-1]}"
-        raise DatasetError(f"compression {name!r}: the level of {family} must be {levels}, got {level!r}")
+        raise InvalidArgumentError(f"compression {name!r}: the level of {family} must be {levels}, got {level!r}")
     return FileCompression(family, int(level))
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data.formats.media import images
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["ENCODINGS", "Encoding", "as_bytes", "check_encoding", "encoding_of"]
 
@@ -48,8 +48,8 @@ class Encoding:
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
-    """Return the encoding of this name. Raises DatasetError if it is unknown, or if its decoder would run code from the
-    data (pickle) and `allow_unsafe_types` is False."""
+    """Return the encoding of this name. Raises InvalidArgumentError if it is unknown, DatasetError if its decoder would
+    run code from the data (pickle) and `allow_unsafe_types` is False."""
     check_encoding(name)
     if name in UNSAFE and not allow_unsafe_types:
         raise DatasetError(
@@ -61,13 +61,13 @@ def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
 
 
 def check_encoding(name: str) -> None:
-    """Raise DatasetError for an unknown encoding."""
+    """Raise InvalidArgumentError for an unknown encoding."""
     family, colon, config = name.partition(":") if isinstance(name, str) else (name, "", "")
     if family not in ENCODINGS:
-        raise DatasetError(f"the encoding must be one of {', '.join(ENCODINGS)}, got {name!r}")
+        raise InvalidArgumentError(f"the encoding must be one of {', '.join(ENCODINGS)}, got {name!r}")
     if colon:
         if family != "ndarray":
-            raise DatasetError(f"encoding {name!r}: {family} takes no parameter. Use {family!r}")
+            raise InvalidArgumentError(f"encoding {name!r}: {family} takes no parameter. Use {family!r}")
         _ndarray(config)
 
 
@@ -160,12 +160,14 @@ def _ndarray(config: str) -> Encoding:
         return ENCODINGS["ndarray"]
     dtype = _BY_NAME.get(name)
     if dtype is None:
-        raise DatasetError(f"encoding 'ndarray:{config}': the dtype must be one of {', '.join(_BY_NAME)}, got {name!r}")
+        raise InvalidArgumentError(
+            f"encoding 'ndarray:{config}': the dtype must be one of {', '.join(_BY_NAME)}, got {name!r}"
+        )
     shape = None
     if colon:
         parts = dims.split(",")
         if len(parts) > MAX_DIMENSIONS or not all(dim.isascii() and dim.isdigit() and int(dim) for dim in parts):
-            raise DatasetError(
+            raise InvalidArgumentError(
                 f"encoding 'ndarray:{config}': the shape must be numbers >= 1, such as 3,224,224, got {dims!r}"
             )
         shape = tuple(map(int, parts))
@@ -261,7 +263,7 @@ def _images(one: Encoding, encode: images.Encode) -> Encoding:
 
 _PIL = _image(images.decode_raw, images.encode_raw, decode_file=images.raw_to_png)
 _JPEG = _image(images.decode_jpeg, images.encode_jpeg, images.decode_jpeg_array)
-_PNG = _image(images.decode_png, images.encode_png)
+_PNG = _image(images.decode_png, images.encode_png, images.decode_png_array)
 _JPEG_ARRAY = Encoding(
     None, images.decode_files, images.encode_files, images.decode_file_arrays, images.file_list_decoder(as_bytes)
 )

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.data.formats.compressed_files import parse_compression
@@ -19,31 +20,43 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import InvalidField, kind_of
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = [
     "INDEX",
+    "INDEX_END",
     "PRECEDED_NOTE",
+    "SOURCE_NOTE",
     "VERSION_NOTE",
     "check_version",
+    "entry_text",
     "file_notes",
     "first_notes",
+    "index_begin",
     "index_notes",
     "invalid_index",
     "join_indexes",
     "read_index",
+    "remedy_without_index",
+    "shard_below",
     "shard_of",
     "version_index",
     "write_index",
 ]
 
+INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".tfrecord", ".arrow", ".idx"}
+"""Endings of files in a folder that `index_folder` can index."""
 INDEX = "index.json"
 VERSION_NOTE = "dataset_version"
 """Note of the number of the dataset's version that an index is of, see cache/dataset_versions.py."""
+SOURCE_NOTE = "folder"
+"""Note of the local folder that the files of an index lie in, if it is not the index's own folder."""
 VERSION = 2
 NOTES = "penstock"
 """Name of the index's entry that holds the notes; it is the first one, because entries are sorted."""
 _NOTES_BEGIN = f'{{"{NOTES}": '.encode()
+INDEX_END = f'], "version": {VERSION}}}'.encode()
+"""Text of an index after its last entry."""
 MAX_NUMBER = 1 << 44
 """Largest size of a file in bytes, and largest number of samples in it. With this limit, sums over all shards stay
 below 64 bits."""
@@ -51,7 +64,7 @@ below 64 bits."""
 PRECEDED_NOTE = "preceded_by"
 """Note, in the index of version 1, of the digest of the index that the dataset had before it had versions."""
 
-_OWN = {"version", "format", "samples", "compression", "hashes", "blocks", "decoded_bytes", "ranges"}
+_OWN = {"version", "format", "samples", "compression", "hashes", "blocks", "decoded_bytes", "spans", "ranges"}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
 """Fields of a shard's entry in the index that do not go into `Shard.settings`."""
 
@@ -91,10 +104,18 @@ def invalid_index(where: str, error: Exception) -> DatasetError:
 def write_index(shards: Iterable[Shard], notes: Mapping[str, Any] | None = None) -> bytes:
     """Return the index as mosaicml-streaming writes it, byte for byte. `notes`: entries for Penstock alone (see
     `index_notes`), which its reader ignores."""
-    index: dict[str, Any] = {"version": VERSION, "shards": [_entry(shard) for shard in shards]}
-    if notes:
-        index[NOTES] = dict(notes)
-    return json.dumps(index, sort_keys=True).encode()
+    return index_begin(notes) + b", ".join(map(entry_text, shards)) + INDEX_END
+
+
+def index_begin(notes: Mapping[str, Any] | None = None) -> bytes:
+    """Return the text of an index before its first entry. `notes`: as in `write_index`."""
+    begin = _NOTES_BEGIN + json.dumps(dict(notes), sort_keys=True).encode() + b", " if notes else b"{"
+    return begin + b'"shards": ['
+
+
+def entry_text(shard: Shard) -> bytes:
+    """Return the text of a shard's entry in an index. ", " separates entries."""
+    return json.dumps(_entry(shard), sort_keys=True).encode()
 
 
 def version_index(version: int) -> str:
@@ -133,11 +154,12 @@ def file_notes(file: Descriptor) -> dict[str, Any]:
 def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:
     """Return the shards of several folders as those of one dataset in their common folder. `parts`: (path of the folder
     below the common one, its shards) for each."""
-    return [
-        replace(shard, files=tuple(_below(folder, file) for file in shard.files))
-        for folder, shards in parts
-        for shard in shards
-    ]
+    return [shard_below(folder, shard) for folder, shards in parts for shard in shards]
+
+
+def shard_below(folder: str, shard: Shard) -> Shard:
+    """Return a shard of a folder as one of a folder above. `folder`: path from that one."""
+    return replace(shard, files=tuple(_below(folder, file) for file in shard.files))
 
 
 def _entries(data: bytes) -> list[Any]:
@@ -183,7 +205,10 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
     if compression is None:
         compression = ""
     elif isinstance(compression, str) and compression:
-        parse_compression(compression)
+        try:
+            parse_compression(compression)
+        except InvalidArgumentError as error:
+            raise InvalidField("compression", f"is invalid: {error.message}") from None
     else:
         raise InvalidField("compression", f"must be a name or null, got {kind_of(compression)}")
     pairs = []
@@ -205,32 +230,38 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
     if settings is None:
         known_format.check(rest)
         settings = known[key] = rest
-    return Shard(
-        known_format.name, samples, tuple(pairs), compression, settings, *_blocks(entry, samples, pairs[0].raw.size)
-    )
-
-
-def _blocks(entry: dict[str, Any], samples: int, size: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    """Return the samples in each block of a shard's file, the bytes of all blocks once they are decoded, and the ranges
-    of the blocks in the file of `size` bytes."""
-    blocks = entry.get("blocks")
-    if blocks is None:
-        return (), 0, ()
-    if not isinstance(blocks, list) or not all(type(rows) is int and rows >= 0 for rows in blocks):
-        raise InvalidField("blocks", "must be a list of numbers of samples, none below 0")
-    if sum(blocks) != samples:
-        raise InvalidField("blocks", f"must add up to the shard's {samples} samples, got {sum(blocks)}")
+    blocks, spans = _parts_of(entry, "blocks", samples), _parts_of(entry, "spans", samples)
+    if blocks and spans:
+        raise InvalidField("spans", "must be absent, because the file has blocks")
     decoded = _count(entry, "decoded_bytes", "decoded_bytes") if "decoded_bytes" in entry else 0
-    ranges = entry.get("ranges", [])
+    ranges = _ranges(entry, len(blocks or spans), pairs[0].raw.size)
+    if ranges and known_format.by_part is None:
+        raise InvalidField("ranges", f"must be absent, because files of format {form} are read whole")
+    return Shard(known_format.name, samples, tuple(pairs), compression, settings, blocks, decoded, spans, ranges)
+
+
+def _parts_of(entry: dict[str, Any], kind: str, samples: int) -> tuple[int, ...]:
+    """Return the number of samples in each block or span of a shard's file."""
+    parts = entry.get(kind)
+    if parts is None:
+        return ()
+    if not isinstance(parts, list) or not all(type(rows) is int and rows >= 0 for rows in parts):
+        raise InvalidField(kind, "must be a list of numbers of samples, none below 0")
+    if sum(parts) != samples:
+        raise InvalidField(kind, f"must add up to the shard's {samples} samples, got {sum(parts)}")
+    return tuple(parts)
+
+
+def _ranges(entry: dict[str, Any], parts: int, size: int) -> tuple[int, ...]:
+    """Return the ranges of the blocks or spans in a file of `size` bytes."""
+    ranges = entry.get("ranges", []) if parts else []
     if not isinstance(ranges, list) or not all(type(at) is int and 0 <= at <= size for at in ranges):
         raise InvalidField("ranges", f"must be a list of offsets from 0 to {size}")
-    if ranges and len(ranges) != 2 * len(blocks) + 1:
-        raise InvalidField(
-            "ranges", f"must have 2 offsets for each of {len(blocks)} blocks, and 1 more, got {len(ranges)}"
-        )
+    if ranges and len(ranges) != 2 * parts + 1:
+        raise InvalidField("ranges", f"must have 2 offsets for each of {parts} blocks, and 1 more, got {len(ranges)}")
     if any(begin > end for begin, end in zip(ranges[:-1:2], ranges[1::2], strict=True)):
         raise InvalidField("ranges", "must not have a block that ends before it begins")
-    return tuple(blocks), decoded, tuple(ranges)
+    return tuple(ranges)
 
 
 def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> StoredFile:
@@ -275,6 +306,15 @@ def _count(entry: dict[str, Any], key: str, field: str) -> int:
     return value
 
 
+def remedy_without_index(folder: str) -> str:
+    """Return the remedy that the error for a folder without an index gives. Looks only one folder down: there may be
+    millions of files."""
+    for pattern in ("*.*", "*/*.*"):
+        if any(path.suffix.lower() in INDEXABLE_ENDINGS for path in Path(folder).glob(pattern)):
+            return f"Call index_folder({folder!r}) to index the files in it"
+    return "Give the folder to which the dataset was written"
+
+
 def _entry(shard: Shard) -> dict[str, Any]:
     entry: dict[str, Any] = {
         **FORMATS[shard.format].defaults,
@@ -287,6 +327,8 @@ def _entry(shard: Shard) -> dict[str, Any]:
     }
     if shard.blocks:
         entry |= {"blocks": list(shard.blocks), "decoded_bytes": shard.decoded_bytes}
+    if shard.spans:
+        entry["spans"] = list(shard.spans)
     if shard.ranges:
         entry["ranges"] = list(shard.ranges)
     for part, file in zip(FORMATS[shard.format].parts, shard.files, strict=True):

@@ -19,7 +19,7 @@ from penstock.data.formats.encodings import as_bytes, check_encoding, encoding_o
 from penstock.data.formats.fields import InvalidField, column_encodings
 from penstock.data.formats.raw_files import SampleFile
 from penstock.data.formats.shards import DEFAULT_OPTIONS, ReadOptions, Shard
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["MDSReader", "check_mds", "columns_of", "open_mds"]
 
@@ -52,7 +52,7 @@ def check_mds(settings: dict[str, Any]) -> None:
     for name, encoding in columns.items():
         try:
             check_encoding(encoding)
-        except DatasetError as error:
+        except InvalidArgumentError as error:
             raise InvalidField("column_encodings", f"is invalid for column {name!r}: {error.message}") from None
     sizes = settings.get("column_sizes")
     if not isinstance(sizes, list) or len(sizes) != len(columns):

@@ -3,7 +3,8 @@
     index in a partition -> index in the sequence -> permuted within its block -> part -> shard and sample
 
 A block is a few neighbouring parts, cut at the partition's borders. To find the sample at a position, only the shards
-of its block are needed. The memory used is one number for each part: the part's beginning.
+of its block are needed. The memory used is one number for each part, where it begins in the sequence: 4 MiB for a
+million shards of fewer than 2^32 samples together.
 
 Files with blocks of their own (row groups of Parquet) add a level. All parts of such a file are neighbours in the
 sequence, in a run: runs are permuted, and a block of the sequence is a few neighbouring runs, so a few files are needed
@@ -14,15 +15,20 @@ memory together (see nested_blocks.py).
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from penstock.data.ordering.computed_columns import Consecutive
 from penstock.data.ordering.nested_blocks import NestedBlocks
 from penstock.data.ordering.permutation import Ints, Words, mix, permuted
 from penstock.data.ordering.shard_selection import ShardParts
 
 __all__ = ["Blocks", "PartSequence"]
 
+RANKS = 1 << 16
+"""Runs whose places in the sequence are computed at a time."""
 Blocks = list[tuple[int, Ints]]
 """List of blocks, each as (index of the first requested position in the block, numbers of the block's shards)."""
 
@@ -51,14 +57,14 @@ class PartSequence:
         """
         self._parts, self._sizes, self._starts = parts, sizes, starts
         self._key, self._shuffle, self._partitions, self._inner = key, shuffle, partitions, inner
-        self._part_bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(parts.count)])
-        self._runs = _runs(parts.shard, files)
+        self._part_bounds = starts if parts.count is sizes else _sums(parts.count)
+        self._runs: Ints | Consecutive = _runs(parts.shard, files)
         """Number of the first part of each run, then the number of parts; shape (runs + 1,)."""
         self._nested = shuffle and files is not None
         self._known: OrderedDict[int, NestedBlocks] = OrderedDict()
-        samples = np.diff(self._part_bounds[self._runs])
-        self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(samples[self._run_at(np.arange(self._count))])])
-        self._length = int(self._bounds[-1])
+        self._length = int(self._part_bounds[-1])
+        self._bounds = self._run_bounds(parts.count if files is None else np.diff(self._part_bounds[self._runs]))
+        """Index in the sequence at which the run of each rank begins, and at the end the length."""
         mean = self._length / max(1, self._count)
         self._block = self._count if block is None else max(1, min(self._count, round(block / max(1.0, mean))))
         partition = np.arange(partitions + 1)
@@ -152,7 +158,17 @@ class PartSequence:
 
     def _rank(self, at: Ints) -> Ints:
         """Return, for each index in the sequence, the rank of the run that contains it."""
-        return np.searchsorted(self._bounds, at, side="right") - 1
+        return np.searchsorted(self._bounds, at.astype(self._bounds.dtype), side="right") - 1
+
+    def _run_bounds(self, samples: Ints) -> npt.NDArray[Any]:
+        """Return `_bounds`. `samples`: samples in each run. Some ranks at a time, so that little memory is needed."""
+        bounds = np.zeros(self._count + 1, np.uint32 if self._length < 1 << 32 else np.int64)
+        total = 0
+        for begin in range(0, self._count, RANKS):
+            sums = total + np.cumsum(samples[self._run_at(np.arange(begin, min(begin + RANKS, self._count)))])
+            bounds[begin + 1 : begin + 1 + len(sums)] = sums
+            total = int(sums[-1])
+        return bounds
 
     def _run_at(self, ranks: Ints) -> Ints:
         """Return the number of the run at each rank of the permuted sequence of runs."""
@@ -180,10 +196,15 @@ class PartSequence:
         return parts, self._part_bounds[parts] + np.repeat(shift, counts)
 
 
-def _runs(shards: Ints, files: Ints | None) -> Ints:
+def _sums(counts: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+
+
+def _runs(shards: Ints | Consecutive, files: Ints | None) -> Ints | Consecutive:
     """Return the part at which each run begins, and the number of parts. `shards`: shard of each part."""
     if files is None or not len(shards):
-        return np.arange(len(shards) + 1)
+        return Consecutive(0, len(shards) + 1)
+    shards = np.asarray(shards)
     file = files[shards]
     # the second condition holds where an epoch repeats a file
     new = (file[1:] != file[:-1]) | (shards[1:] <= shards[:-1])

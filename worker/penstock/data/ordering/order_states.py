@@ -25,6 +25,7 @@ from penstock.data.ordering.epoch_plan import EpochPlan, EpochRemainder
 from penstock.data.ordering.partition import Tail, WorkerTurn
 from penstock.data.ordering.skips import Ranges, added_before
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError, StateVersionError
+from penstock.proto.state.envelope import damaged_state
 
 __all__ = [
     "ORDER_FILE",
@@ -132,7 +133,7 @@ def progress_of(state: Any) -> OrderProgress:
         _in_range("start", progress.start, 1 - NUMBER_LIMIT)
         skip_of(state)
     except (KeyError, TypeError, ValueError) as error:
-        raise StateCorruptError(f"the loader's state is damaged: {error!r}. Load an older state") from error
+        raise damaged_state("the loader's state is damaged", error) from error
     return progress
 
 

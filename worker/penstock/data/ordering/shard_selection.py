@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.data.ordering.computed_columns import Consecutive, Zeros
 from penstock.data.ordering.permutation import Ints, Words, mix, permuted
 
 __all__ = ["ShardParts", "parts_of"]
@@ -19,15 +20,15 @@ __all__ = ["ShardParts", "parts_of"]
 
 @dataclass(frozen=True)
 class ShardParts:
-    """Shards and pieces of shards that an epoch takes; each field is an array with one entry per piece."""
+    """Shards and pieces of shards that an epoch takes; each field is a column with one entry per piece."""
 
-    shard: Ints
+    shard: Ints | Consecutive
     """Number of the shard that the piece belongs to."""
     count: Ints
     """Number of samples in the piece."""
-    first: Ints
+    first: Ints | Zeros
     """Index, in the shard's shuffled order, at which the piece begins; 0 for a whole shard."""
-    key: Words
+    key: Words | Zeros
     """Key of the shard's shuffled order, used only for a piece of a shard."""
 
     def __len__(self) -> int:
@@ -35,11 +36,13 @@ class ShardParts:
 
     @staticmethod
     def joined(parts: list[ShardParts]) -> ShardParts:
+        if len(parts) == 1:
+            return parts[0]
         return ShardParts(
-            np.concatenate([part.shard for part in parts]),
+            np.concatenate([np.asarray(part.shard) for part in parts]),
             np.concatenate([part.count for part in parts]),
-            np.concatenate([part.first for part in parts]),
-            np.concatenate([part.key for part in parts]),
+            np.concatenate([np.asarray(part.first) for part in parts]),
+            np.concatenate([np.asarray(part.key).astype(np.uint64) for part in parts]),
         )
 
 
@@ -65,6 +68,8 @@ def parts_of(
     """
     count, total = len(sizes), int(sizes.sum())
     times, rest = divmod(share, total) if total else (0, 0)
+    if (times, rest) == (1, 0):
+        return ShardParts(Consecutive(first_shard, count), sizes, Zeros(count), Zeros(count))
     whole = np.tile(np.arange(first_shard, first_shard + count), times)
     parts = [ShardParts(whole, np.tile(sizes, times), np.zeros(len(whole), np.int64), np.zeros(len(whole), np.uint64))]
     repeat, at = divmod(epoch * rest, total) if total else (0, 0)

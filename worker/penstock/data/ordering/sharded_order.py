@@ -62,6 +62,7 @@ class ShardedOrder:
         batch: int = 1,
         files: Sequence[Ints] | None = None,
         inner: int | None = None,
+        starts: Ints | None = None,
     ) -> None:
         """
         Args:
@@ -73,13 +74,15 @@ class ShardedOrder:
                 streams; None: each shard is a file.
             inner: approximate number of samples that are shuffled with each other in files with several blocks; None:
                 as `block`.
+            starts: what `starts` returns, if it is in memory already; None: computed.
 
         Raises DatasetError for an epoch without samples, or with too many.
         """
         self._streams = [np.asarray(sizes, np.int64) for sizes in streams]
         self._shares = [int(share) for share in shares]
-        self._sizes = np.concatenate([np.zeros(0, np.int64), *self._streams])
-        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._sizes)])
+        one = len(self._streams) == 1
+        self._sizes = self._streams[0] if one else np.concatenate([np.zeros(0, np.int64), *self._streams])
+        self._starts = np.concatenate([[0], np.cumsum(self._sizes)]) if starts is None else starts
         self._length = sum(self._shares)
         if not 0 < self._length < SAMPLE_LIMIT:
             raise DatasetError(

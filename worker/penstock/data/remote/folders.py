@@ -29,6 +29,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from penstock.data.remote.blocking_filesystems import PlainFilesystems
+from penstock.data.remote.local_files import copy_file, files_below, read_file, write_file
 from penstock.data.remote.remote_loop import RemoteLoop
 from penstock.data.remote.retries import LAST_PAUSE_S, pause_before_retry, tries_text
 from penstock.data.remote.transfer import (
@@ -55,8 +56,7 @@ from penstock.proto.errors import (
     ShardCorruptError,
     ShardUnavailableError,
 )
-from penstock.runtime.files.atomic_files import write_whole
-from penstock.runtime.files.plain_files import open_plain, read_plain
+from penstock.runtime.files.plain_files import open_plain
 
 __all__ = ["LARGEST_READ", "RemoteFolder", "joined"]
 
@@ -201,14 +201,7 @@ class RemoteFolder:
         """Return a small file's content, or only its first `first` bytes. Raises ShardUnavailableError, whose cause is
         a FileNotFoundError if the remote says that it has no such file."""
         if self.local:
-            try:
-                if first is None:
-                    return read_plain(self.local / name, LARGEST_READ)
-                with open(self.local / name, "rb", opener=open_plain) as file:
-                    return file.read(first)
-            except OSError as error:
-                what = f"{self.url_of(name)} cannot be read: {error.strerror}. Check the path and its permissions"
-                raise ShardUnavailableError(what) from error
+            return read_file(self.local / name, LARGEST_READ, first)
         if first is not None:
             return self._part(name, 0, first, deadline_s)[:first]
         buffer = io.BytesIO()
@@ -315,8 +308,7 @@ class RemoteFolder:
         """Return the paths of all files in the folder and its subfolders, relative to the folder. Raises
         ShardUnavailableError."""
         if self.local:
-            files = (path for path in self.local.rglob("*") if path.is_file())
-            return sorted(path.relative_to(self.local).as_posix() for path in files)
+            return files_below(self.local)
         return sorted(self._listed("find", deadline_s))
 
     def _listed(self, method: str, deadline_s: float, **options: Any) -> list[str]:
@@ -335,7 +327,7 @@ class RemoteFolder:
     def upload(self, name: str, source: Path, *, deadline_s: float) -> None:
         """Upload a local file, either completely or not at all. Raises ShardUnavailableError."""
         if self.local:
-            self.write(name, read_plain(source, source.stat().st_size), deadline_s=deadline_s)
+            copy_file(source, self.local / name)
             return
         self._retry(
             lambda until: self._call(until, "put_file", str(source), self._path_of(name, until), stall_s=math.inf),
@@ -348,14 +340,7 @@ class RemoteFolder:
         """Write `data` to a file in the remote folder, either completely or not at all. Raises
         ShardUnavailableError."""
         if self.local:
-            try:
-                (self.local / name).parent.mkdir(parents=True, exist_ok=True)
-                write_whole(self.local / name, data)
-            except OSError as error:
-                raise ShardUnavailableError(
-                    f"{self.url_of(name)} could not be written: {error.strerror}. Make space, or give a folder that "
-                    "you can write to"
-                ) from error
+            write_file(self.local / name, data)
             return
         self._retry(
             lambda until: self._call(until, "pipe_file", self._path_of(name, until), data, stall_s=math.inf),

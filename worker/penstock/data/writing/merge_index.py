@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from penstock.data.formats.index import INDEX, join_indexes, read_index, write_index
+from penstock.data.arguments import truth
+from penstock.data.formats.index import INDEX, shard_below
 from penstock.data.formats.shards import Shard
+from penstock.data.indexes.joined_index import GivenIndex, JoinedIndex
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.publish import check_no_versions, publish
 from penstock.data.writing.uploads import local_folder, writable_remote
@@ -26,7 +30,7 @@ def merge_index(
     storage_options: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
     append: bool = False,
-) -> list[Shard]:
+) -> Sequence[Shard]:
     """Merge the indexes of all datasets below `folder` into one index there, in the order of their paths; return its
     shards.
 
@@ -47,6 +51,7 @@ def merge_index(
 
     Raises DatasetError if there is no index, or one cannot be read; ShardUnavailableError.
     """
+    truth("append", append)
     local = None
     if isinstance(folder, tuple):
         local, folder = RemoteFolder(local_folder("folder", folder[0])), folder[1]
@@ -61,15 +66,21 @@ def merge_index(
                 f"{remote.url} must have at least one folder with an {INDEX} below it, got none. Give the folder "
                 "that has the datasets"
             )
-        shards = join_indexes(
-            (name, read_index(remote.read(f"{name}/{INDEX}", deadline_s=timeout_s), remote.url_of(f"{name}/{INDEX}")))
-            for name in below
-        )
-        if append:
-            _, shards = publish(remote, shards, timeout_s=timeout_s)
-        for each in (local,) if append else (remote, local):
-            if each is not None:
-                each.write(INDEX, write_index(shards), deadline_s=timeout_s)
+        with (
+            tempfile.TemporaryDirectory(prefix="penstock-index-") as scratch,
+            contextlib.closing(JoinedIndex(Path(scratch))) as made,
+        ):
+            for name in below:
+                given = GivenIndex(remote, f"{name}/{INDEX}", Path(scratch), timeout_s)
+                for _, shard in given.entries():
+                    made.add_shard(shard_below(name, shard))
+            path = made.written("index")
+            shards = made.shards(path)
+            if append:
+                _, shards = publish(remote, shards, timeout_s=timeout_s)
+            for each in (local,) if append else (remote, local):
+                if each is not None:
+                    each.upload(INDEX, path, deadline_s=timeout_s)
     finally:
         remote.close()
     return shards

@@ -7,10 +7,11 @@ version are not disturbed, because its index and its shards stay. Publishing the
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-
-import xxhash
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from penstock.data.cache.dataset_versions import version_of
 from penstock.data.cache.file_locks import take
@@ -18,16 +19,14 @@ from penstock.data.formats.index import (
     INDEX,
     PRECEDED_NOTE,
     VERSION_NOTE,
-    index_notes,
-    read_index,
     version_index,
-    write_index,
 )
 from penstock.data.formats.shards import Shard
+from penstock.data.indexes.joined_index import GivenIndex, JoinedIndex
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError
 
-__all__ = ["check_columns", "check_no_versions", "newest_shards", "publish"]
+__all__ = ["check_columns", "check_no_versions", "newest_index", "publish"]
 
 LOCK = ".penstock-publishing"
 """File in a local dataset's folder that is locked while a version is published."""
@@ -36,7 +35,7 @@ LOOK_S = 0.01
 _COLUMNS = ("column_names", "column_encodings", "columns")
 
 
-def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -> tuple[int, list[Shard]]:
+def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -> tuple[int, Sequence[Shard]]:
     """Publish the next version of a dataset; return its number and all its shards. Shards that the newest version has
     already are left out; if no shard is left, no version is published.
 
@@ -50,35 +49,48 @@ def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -
 
     Raises DatasetError if the columns are not those of the dataset, ShardUnavailableError.
     """
-    with _sole_publisher(remote, timeout_s):
-        text, shards = newest_shards(remote, timeout_s=timeout_s)
-        number = 0 if text is None else version_of(index_notes(text))
-        known = {shard.name for shard in shards}
-        new = [shard for shard in added if shard.name not in known]
-        check_columns(remote.url, shards, new)
-        if text is not None and number is None:
+    with (
+        _sole_publisher(remote, timeout_s),
+        tempfile.TemporaryDirectory(prefix="penstock-index-") as scratch,
+        contextlib.closing(JoinedIndex(Path(scratch))) as made,
+    ):
+        given = newest_index(remote, Path(scratch), timeout_s=timeout_s)
+        notes = {} if given is None else given.notes
+        before, new = version_of(notes), {shard.name: shard for shard in added}
+        first: Shard | None = None
+        for entry, shard in given.entries() if given else ():
+            first = first or shard
+            new.pop(shard.name, None)
+            made.add(entry.text)
+        check_columns(remote.url, first, new.values())
+
+        def write(name: str, notes: dict[str, Any]) -> Path:
+            path = made.written("index", notes)
+            remote.upload(name, path, deadline_s=timeout_s)
+            return path
+
+        number = before or 0
+        if given is not None and before is None:
             number = 1
-            notes = {**index_notes(text), VERSION_NOTE: 1, PRECEDED_NOTE: xxhash.xxh3_128_hexdigest(text)}
-            remote.write(version_index(1), write_index(shards, notes), deadline_s=timeout_s)
-        number = number or 0
-        if new or text is None:
-            names, shards, number = set(remote.names(deadline_s=timeout_s)), [*shards, *new], number + 1
+            write(version_index(1), {**notes, VERSION_NOTE: 1, PRECEDED_NOTE: given.digest})
+        if new or given is None:
+            for shard in new.values():
+                made.add_shard(shard)
+            names, number = set(remote.names(deadline_s=timeout_s)), number + 1
             while version_index(number) in names:  # a process was killed before it published this one
                 number += 1
-            remote.write(version_index(number), write_index(shards, {VERSION_NOTE: number}), deadline_s=timeout_s)
-        elif version_of(index_notes(text)) is not None:
-            return number, shards
-        remote.write(INDEX, write_index(shards, {VERSION_NOTE: number}), deadline_s=timeout_s)
-        return number, shards
+            write(version_index(number), {VERSION_NOTE: number})
+        own = {VERSION_NOTE: number}
+        unchanged = before is not None and not new
+        path = made.written("index", own) if unchanged else write(INDEX, own)
+        return number, made.shards(path, own)
 
 
-def newest_shards(remote: RemoteFolder, *, timeout_s: float) -> tuple[bytes | None, list[Shard]]:
-    """Return the index of a dataset's newest version and its shards; (None, []) for a folder without an index. Raises
-    DatasetError, ShardUnavailableError."""
-    if INDEX not in remote.names(deadline_s=timeout_s):
-        return None, []
-    text = remote.read(INDEX, deadline_s=timeout_s)
-    return text, read_index(text, remote.url_of(INDEX))
+def newest_index(remote: RemoteFolder, scratch: Path, *, timeout_s: float) -> GivenIndex | None:
+    """Return the index of a dataset's newest version; None for a folder without an index. `scratch`: folder for a copy
+    of it. Raises ShardUnavailableError."""
+    has_one = INDEX in remote.names(deadline_s=timeout_s)
+    return GivenIndex(remote, INDEX, scratch, timeout_s) if has_one else None
 
 
 def check_no_versions(names: Sequence[str], url: str) -> None:
@@ -96,11 +108,12 @@ def _is_version_index(name: str) -> bool:
     return number.isdecimal() and name == version_index(int(number))
 
 
-def check_columns(url: str, old: Sequence[Shard], new: Sequence[Shard]) -> None:
-    """Raise DatasetError unless new shards have the columns of those before, because a batch has rows of both."""
+def check_columns(url: str, old: Shard | None, new: Iterable[Shard]) -> None:
+    """Raise DatasetError unless new shards have the columns of those before, because a batch has rows of both. `old`:
+    one of those before; None: there are none."""
     for shard in new if old else ():
         for name in _COLUMNS:
-            before, now = old[0].settings.get(name), shard.settings.get(name)
+            before, now = old and old.settings.get(name), shard.settings.get(name)
             if before != now:
                 raise DatasetError(
                     f"{url}: {name} of the appended shards must be {before}, as in the dataset, got {now}. Append "

@@ -11,11 +11,11 @@ import numpy as np
 
 from penstock.data.formats.text_shards import SEPARATORS, TEXT_ENCODINGS
 from penstock.data.writing.writers import Out, Writer, WriterSettings
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"]
 
-REMEDY = "Write the dataset with JSONWriter, which stores any text"
+REMEDY = "Correct the value, or write the dataset with JSONWriter, which stores any text"
 """Remedy in errors about a value that separated values cannot hold."""
 
 
@@ -30,9 +30,11 @@ class _TextWriter(Writer):
         for name, encoding in columns.items():
             if encoding not in TEXT_ENCODINGS:
                 known = ", ".join(TEXT_ENCODINGS)
-                raise DatasetError(f"{out}: column {name!r}: the encoding must be one of {known}, got {encoding!r}")
+                raise InvalidArgumentError(
+                    f"{out}: column {name!r}: the encoding must be one of {known}, got {encoding!r}"
+                )
         if not newline:
-            raise DatasetError(f"{out}: newline must not be empty")
+            raise InvalidArgumentError(f"{out}: newline must not be empty")
         self.newline = newline
         super().__init__(out, columns, **settings)
         self._header = b""
@@ -90,16 +92,17 @@ class XSVWriter(_TextWriter):
         **settings: Unpack[WriterSettings],
     ) -> None:
         if not separator:
-            raise DatasetError(f"{out}: separator must not be empty")
+            raise InvalidArgumentError(f"{out}: separator must not be empty")
         self.separator = separator
         ordered = {name: columns[name] for name in sorted(columns)}
         for name in ordered:
             if separator in name or newline in name:
-                raise DatasetError(
+                raise InvalidArgumentError(
                     f"{out}: column {name!r}: the name must not contain the separator or the newline. Rename the column"
                 )
         super().__init__(out, ordered, newline, **settings)
         self._header = (separator.join(ordered) + newline).encode()
+        self.remedy_of = lambda name: REMEDY
         self._most -= len(self._header)  # the size limit does not count the header
 
     def _settings(self) -> dict[str, Any]:
@@ -113,7 +116,7 @@ class XSVWriter(_TextWriter):
     def _plain(self, text: str) -> str:
         for mark in (self.separator, self.newline):
             if mark in text:
-                raise ValueError(f"the value must not contain {mark!r}, which ends a value, got {text!r}. {REMEDY}")
+                raise ValueError(f"the value must not contain {mark!r}, which ends a value, got {text!r}")
         return text
 
     def _encode_column(self, name: str, value: Any) -> bytes:

@@ -7,9 +7,7 @@ error or a killed process leaves there are never read as if they were complete.
 from __future__ import annotations
 
 import re
-import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,11 +17,10 @@ from penstock.data.formats.index import INDEX
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.publish import check_no_versions
 from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 __all__ = ["Uploads", "local_folder", "writable_remote"]
 
-QUIET_S = 2.0
-"""Seconds between lines of progress on standard error."""
 _SCHEME_LOST_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -64,9 +61,8 @@ class Uploads:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-upload")
         self._free = threading.Semaphore(2 * threads)
         self._sent: list[Future[None]] = []
-        self._progress, self._counting = progress, threading.Lock()
+        self._progress, self._counting = Progress(FILES_S) if progress else None, threading.Lock()
         self._files = self._bytes = 0
-        self._shown = time.monotonic()
 
     def clear(self, is_shard: Callable[[str], Any], *, exist_ok: bool) -> None:
         """Remove the dataset at the remote, if there is one. Raises DatasetError if the folder has files, unless
@@ -104,12 +100,11 @@ class Uploads:
     def _count(self, size: int) -> None:
         with self._counting:
             self._files, self._bytes = self._files + 1, self._bytes + size
-            if self._progress and time.monotonic() - self._shown >= QUIET_S:
-                self._show()
+            if self._progress:
+                self._progress.update(self._uploaded())
 
-    def _show(self) -> None:
-        self._shown = time.monotonic()
-        print(f"{self._remote.url}: uploaded {self._files} files, {self._bytes} bytes", file=sys.stderr, flush=True)
+    def _uploaded(self) -> str:
+        return f"{self._remote.url}: uploaded {self._files} files, {self._bytes} bytes"
 
     def wait(self) -> None:
         """Wait until all uploads have ended. Raises ShardUnavailableError."""
@@ -121,7 +116,8 @@ class Uploads:
         self.wait()
         self._remote.write(INDEX, index, deadline_s=self._timeout_s)
         if self._progress:
-            self._show()
+            self._progress.show(self._uploaded())
+            self._progress.finish()
 
     def close(self) -> None:
         """End the threads. Files that are still waiting are not uploaded."""

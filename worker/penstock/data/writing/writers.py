@@ -20,14 +20,14 @@ import shutil
 import struct
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 
-from penstock.data.arguments import at_least_one, byte_count
+from penstock.data.arguments import at_least_one, byte_count, truth
 from penstock.data.cache.file_hashes import digest_of
 from penstock.data.formats.compressed_files import extension_of, pack
 from penstock.data.formats.encodings import encoding_of
@@ -35,7 +35,7 @@ from penstock.data.formats.format_table import FORMATS, MAX_BYTES
 from penstock.data.formats.index import INDEX, join_indexes, write_index
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder, joined
-from penstock.data.writing.publish import check_columns, check_no_versions, newest_shards, publish
+from penstock.data.writing.publish import check_columns, check_no_versions, newest_index, publish
 from penstock.data.writing.uploads import Uploads, local_folder, writable_remote
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
@@ -100,6 +100,9 @@ class Writer(ABC):
         progress: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
+        flags = {"exist_ok": exist_ok, "append": append, "keep_local": keep_local, "progress": progress}
+        for name, value in flags.items():
+            truth(name, value)
         self.out, remote = _destination(out, storage_options)
         """Local folder of the files. With a remote, the files are uploaded from this folder."""
         self._whole: RemoteFolder | None = None
@@ -116,11 +119,11 @@ class Writer(ABC):
         """Name of the dataset, for errors."""
         self.compression = compression or None
         self.hashes = sorted(set(hashes))
-        self.size_limit = _size_limit(self.name, size_limit)
+        self.size_limit = _size_limit(size_limit)
         self.columns = dict(columns)
         for name in self.columns:
             if not isinstance(name, str):
-                raise DatasetError(f"{self.name}: a column's name must be a str, got {name!r}")
+                raise InvalidArgumentError(f"{self.name}: a column's name must be a str, got {name!r}")
         if self.compression:
             pack(b"", self.compression)  # fail early if the compression is unknown, or its package is missing
         for algorithm in self.hashes:
@@ -129,7 +132,10 @@ class Writer(ABC):
         """Number of the version that `close` published, with append=True."""
         self.notes: Mapping[str, Any] = {}
         """Notes that are written into the index, see `write_index`."""
+        self.remedy_of: Callable[[str], str] = lambda name: f"Correct the value, or give {name!r} another encoding"
+        """Function from a column's name to the remedy for a value that the column's encoding cannot store."""
         self._shards: list[Shard] = []
+        self._published: Sequence[Shard] | None = None
         self._samples: list[bytes] = []
         self._written = 0
         self._ended = False
@@ -177,19 +183,19 @@ class Writer(ABC):
         self._bytes += size
         self._written += 1
 
-    def close(self) -> list[Shard]:
-        """Write the remaining samples and the index; return the shards of the index. Leaving the context does the
-        same."""
+    def close(self) -> Sequence[Shard]:
+        """Write the remaining samples and the index; return the shards of the index, those of the whole version with
+        append=True. Leaving the context does the same."""
         if not self._ended:
             self.flush()
             if self._whole is not None:
                 added = join_indexes([(self._below, self._shards)])
-                self.version, self._shards = publish(self._whole, added, timeout_s=self._timeout_s)
+                self.version, self._published = publish(self._whole, added, timeout_s=self._timeout_s)
             else:
                 self._write_index()
             self._ended = True
             self._clean_up()
-        return self._shards
+        return self._shards if self._published is None else self._published
 
     def _write_index(self) -> None:
         index = write_index(self._shards, self.notes)
@@ -279,7 +285,9 @@ class Writer(ABC):
                     f"{where}: the sample must have this column, got the columns {found}. Add it to the sample, or "
                     "leave it out of columns"
                 ) from None
-            raise DatasetError(f"{where}, {self.columns[name]!r}: {type(error).__name__}: {error}") from error
+            raise DatasetError(
+                f"{where}, {self.columns[name]!r}: {type(error).__name__}: {error}. {self.remedy_of(name)}"
+            ) from error
         if len(sample) != len(values):
             extra = ", ".join(repr(name) for name in sample if name not in values)
             known = ", ".join(map(repr, values))
@@ -329,14 +337,18 @@ class Writer(ABC):
     def _check_appendable(self, whole: RemoteFolder) -> None:
         """Check, before anything is written, that samples of these columns can be appended to a dataset. Raises
         DatasetError."""
-        text, shards = newest_shards(whole, timeout_s=self._timeout_s)
+        with tempfile.TemporaryDirectory(prefix="penstock-index-") as scratch:
+            given = newest_index(whole, Path(scratch), timeout_s=self._timeout_s)
+            first = None
+            for _, shard in given.entries() if given else ():
+                first = first or shard
         self._before = frozenset(whole.names(deadline_s=self._timeout_s))
-        if text is None and self._before:
+        if given is None and self._before:
             raise DatasetError(
                 f"{whole.url} must be empty or have an {INDEX} to append to, got other files. Give another folder"
             )
         sample = Shard(self.format, 0, (), settings=self._settings())
-        check_columns(whole.url, shards, [sample])
+        check_columns(whole.url, first, [sample])
 
     def _open_folder(self, exist_ok: bool) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -369,14 +381,11 @@ def _destination(out: Any, storage_options: Mapping[str, Any] | None) -> tuple[P
     return Path(tempfile.gettempdir(), f"penstock-write-{os.getpid()}-{os.urandom(4).hex()}"), remote
 
 
-def _size_limit(out: str, value: int | str | None) -> int | None:
-    try:
-        limit = byte_count("size_limit", value)
-    except InvalidArgumentError as error:
-        raise DatasetError(f"{out}: {error.message}") from None
+def _size_limit(value: int | str | None) -> int | None:
+    limit = byte_count("size_limit", value)
     if limit is not None and limit > MAX_BYTES:
-        raise DatasetError(
-            f"{out}: size_limit must be at most {MAX_BYTES} bytes, got {value!r}. Pass None for a single shard"
+        raise InvalidArgumentError(
+            f"size_limit must be at most {MAX_BYTES} bytes, got {value!r}. Pass None for a single shard"
         )
     return limit
 
@@ -404,8 +413,8 @@ class MDSWriter(Writer):
             try:
                 # Writing a pickle runs no foreign code. Reading a pickle does, so only the reader has to allow it.
                 self._encodings[name] = encoding_of(columns[name], allow_unsafe_types=True)
-            except DatasetError as error:
-                raise DatasetError(f"{out}: column {name!r}: {error.message}") from None
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"{out}: column {name!r}: {error.message}") from None
         ordered = {name: columns[name] for name in self._encodings}
         super().__init__(out, ordered, **settings)
         self._varying = [name for name, encoding in self._encodings.items() if encoding.size is None]

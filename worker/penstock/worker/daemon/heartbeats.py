@@ -2,8 +2,9 @@
 
 The event loop reports its slots and receives its assignments. While it is busy with something else (hundreds of states
 at once, a large value) it sends no heartbeats. After the time called *lease* the coordinator would take the worker for
-dead, and move all of its slots. So a thread with a connection of its own watches the time since the coordinator's last
-answer. If that time is too long, the thread sends a bare heartbeat, without slots, and ignores the answer.
+dead, and move all of its slots. So a thread watches the time since the coordinator's last answer. If that time is too
+long, the thread sends a bare heartbeat over a connection of its own, without slots, and ignores the answer. The thread
+closes the connection once the event loop gets answers again; otherwise each worker would hold two after an outage.
 
 A thread is used and not a process, because heartbeats must stop when the daemon is stopped or killed. The heartbeats
 also stop `HANGS_S` seconds after the event loop has stopped making progress, and other workers get the slots.
@@ -82,6 +83,8 @@ class Heartbeats:
     ) -> None:
         self._connect, self._bare, self._lease_s = connect, bare, lease_s
         self._answered = self._turned = time.monotonic()
+        self._loop_is_answered = True
+        """False from the thread's first heartbeat until the coordinator answers the event loop again."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-heart", daemon=True)
         self.heartbeats = 0
@@ -99,6 +102,7 @@ class Heartbeats:
     def note_answer(self) -> None:
         """Record that the coordinator has answered the event loop."""
         self._answered = self._turned = time.monotonic()
+        self._loop_is_answered = True
 
     def turned(self) -> None:
         """Record that the event loop makes progress."""
@@ -113,9 +117,13 @@ class Heartbeats:
         client: _Client | None = None
         while not self._stopped.wait(self._lease_s() / LOOKS or SOON_S):
             if not self.is_due(time.monotonic(), self._lease_s()):
+                if client is not None and self._loop_is_answered:
+                    client.close()
+                    client = None
                 continue
             if client is None:
                 client = self._connect()
+            self._loop_is_answered = False
             try:
                 client.heartbeat(self._bare())
             except PenstockError:

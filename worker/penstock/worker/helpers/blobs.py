@@ -1,8 +1,8 @@
 """Large values that slots need (a loader's arguments, the state to resume from), fetched once for each worker daemon.
 
 A value is kept in a sealed memfd, and every child process gets a descriptor of it: copies of 300 MB for each of 32
-slots would take 10 GB. A thread with a connection of its own fetches the value. If the daemon's event loop fetched it,
-it could send no heartbeats for seconds.
+slots would take 10 GB. A thread fetches the value, over a connection that is closed afterwards. If the daemon's event
+loop fetched it, it could send no heartbeats for seconds.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class Blobs:
     """Cache of large values (such as a loader's arguments) that the coordinator holds, by name.
 
     Args:
-        connect: returns the client with which values are fetched from the coordinator.
+        connect: returns a client with which a value is fetched from the coordinator.
     """
 
     def __init__(self, connect: Callable[[], _Client]) -> None:
         self._connect = connect
-        self._client: _Client | None = None
+        self._clients: set[_Client] = set()
+        """Clients of the fetches under way."""
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="penstock-blobs")
         self._blobs: dict[str, asyncio.Task[int]] = {}
 
@@ -55,9 +56,13 @@ class Blobs:
         return await asyncio.to_thread(payload_of, ControlMessage("value", fds=[fd]))
 
     async def _fetch(self, name: str) -> int:
-        if self._client is None:
-            self._client = self._connect()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _fetched, self._client, name)
+        client = self._connect()
+        self._clients.add(client)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, _fetched, client, name)
+        finally:
+            self._clients.discard(client)
+            client.close()
 
     def keep(self, names: Collection[str]) -> None:
         """Release all values except those called `names`."""
@@ -67,8 +72,8 @@ class Blobs:
     def close(self) -> None:
         """Release all values, and fetch no more."""
         self.keep(())
-        if self._client is not None:
-            self._client.close()
+        for client in self._clients:
+            client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

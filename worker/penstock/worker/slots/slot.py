@@ -22,7 +22,6 @@ from typing import Any
 from penstock.proto.errors import (
     JournalError,
     PenstockError,
-    SupersededError,
     WorkerLostError,
 )
 from penstock.proto.rpc.channel import detail_of
@@ -49,6 +48,7 @@ from penstock.worker.slots.slot_states import SlotStates
 from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 from penstock.worker.slots.stall_watch import LOOKS, Stall, hang_s
 from penstock.worker.slots.verification import RestartPointVerifier
+from penstock.worker.slots.waiting_lane import WaitingLane
 
 __all__ = ["Slot"]
 
@@ -116,7 +116,7 @@ class Slot:
         self._turn: QueueTurn | None = None
         self._stopping = False
         self.attached = False
-        self._attaching: asyncio.Future[None] | None = None
+        self._waiting_lane = WaitingLane(self.name)
         self._lane_unread = False
         """True if a lane's connection was sent to the runner, which may not have received the connection yet."""
         self.begun = asyncio.Event()
@@ -258,6 +258,7 @@ class Slot:
         """End the runner and all tasks of the slot."""
         self._stopping = True
         self._end_turn()
+        self._waiting_lane.end()
         under_way = [*self._tasks, *([self._life] if self._life is not None else [])]
         for task in under_way:
             task.cancel()
@@ -280,6 +281,7 @@ class Slot:
             return
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
         self._end_turn()
+        self._waiting_lane.end()
         self.host.counters.losses += lost
         self._log_failure(error.message, error.remote_traceback if lost else "")
         if self._child is not None:
@@ -449,26 +451,14 @@ class Slot:
         """Pass a consumer's connection to the runner. Close the connection if the runner is not ready in `deadline_s`
         seconds.
 
-        Only one connection waits for the runner at a time; a newer connection closes it. Otherwise a consumer that
-        opens lanes again and again would fill the runner's control socket and the daemon's table of descriptors.
-
         Raises:
-            SupersededError: a newer connection has arrived.
+            SupersededError: a newer connection has arrived, or the slot has ended.
         """
-        if self._attaching is not None:
-            self._attaching.cancel()
-        attaching = self._attaching = asyncio.ensure_future(self._until_attachable(deadline_s))
         try:
-            await attaching
+            await self._waiting_lane.wait(lambda: self._until_attachable(deadline_s))
         except TimeoutError:
             sock.close()
             return
-        except asyncio.CancelledError:
-            if self._attaching is attaching:  # not cancelled by a newer connection, but by the caller
-                raise
-            raise SupersededError(
-                f"the connection is closed, because a newer connection reads the batches of {self.name}"
-            ) from None
         assert self._child is not None
         self.attached = self._lane_unread = True
         await self._child.send("attach", hello.SerializeToString(), [sock.detach()])

@@ -9,6 +9,7 @@ import typer
 
 from penstock.deploy.console.common_options import Group, subcommands
 from penstock.deploy.console.exit_codes import guarded
+from penstock.deploy.console.option_values import listed, pairs_of
 from penstock.deploy.console.options import AsJson, Debug
 from penstock.proto.errors import InvalidArgumentError
 
@@ -36,10 +37,16 @@ def _data() -> None:
 @data.command("index")
 @guarded
 def data_index(
-    folder: Folder,
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Folder of the files, or URL of one that Energon prepared.")
+    ],
     format: Annotated[
         str | None,
         typer.Option("--format", metavar="NAME", help="Format of the files. Default: found from their names."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Local folder for the index. Default: the folder of the files."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -52,10 +59,11 @@ def data_index(
     Examples:
       penstock data index /data/web
       penstock data index /data/records --format tfrecord-bytes
+      penstock data index s3://bucket/prepared --out /data/cache
     """
     from penstock.deploy.datasets.dataset_folders import show_index
 
-    show_index(folder, format, as_json)
+    show_index(folder, format, out, as_json)
 
 
 @data.command("inspect")
@@ -114,7 +122,9 @@ def data_convert(
     compression: Annotated[
         str, typer.Option("--compression", metavar="NAME", help="none, zstd, ... Default: none for MDS, else zstd.")
     ] = "default",
-    hashes: Annotated[str, typer.Option("--hashes", metavar="A,B", help="Hashes of MDS files.")] = "xxh64",
+    hashes: Annotated[
+        str | None, typer.Option("--hashes", metavar="A,B", help="Hashes of MDS files, or none. Default: xxh64.")
+    ] = None,
     size_limit: Annotated[
         str | None,
         typer.Option("--size-limit", metavar="BYTES", help="Size of an MDS shard (64mb) or a row group (16mb)."),
@@ -147,19 +157,15 @@ def data_convert(
     """
     from penstock.deploy.datasets.dataset_folders import show_conversion
 
-    pairs = [each.partition("=") for each in types or ()]
-    wrong = [name for name, mark, kind in pairs if not (name and mark and kind)]
-    if wrong:
-        raise InvalidArgumentError(f"--as must be NAME=TYPE, got {wrong[0]!r}")
     show_conversion(
         source,
         dest,
         to,
         as_json,
-        columns=columns.split(",") if columns else None,
-        types={name: kind for name, _, kind in pairs},
+        columns=None if columns is None else listed("--columns", columns),
+        types=pairs_of("--as", types or ()),
         compression=None if compression == "none" else compression,
-        hashes=[each for each in hashes.split(",") if each],
+        hashes=None if hashes is None else [] if hashes == "none" else listed("--hashes", hashes),
         size_limit=size_limit,
         processes=processes,
         keep_order=not own_order,
@@ -178,7 +184,8 @@ def data_plan(
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Machines with a cache of their own.")] = 1,
     workers: Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Workers of each box.")] = 1,
     epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, max=100, help="Number of epochs.")] = 1,
-    shuffle: Annotated[bool, typer.Option("--shuffle/--in-order", help="Order of the samples.")] = True,
+    shuffle: Annotated[bool, typer.Option("--shuffle", help="Order of the samples: shuffled. The default.")] = False,
+    in_order: Annotated[bool, typer.Option("--in-order", help="Order of the samples: not shuffled.")] = False,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the shuffle.")] = 0,
     shuffle_block: Annotated[
         str,
@@ -224,7 +231,15 @@ def data_plan(
         raise InvalidArgumentError(
             f"--nodes must be at most the number of boxes, which is {boxes}, got {nodes}. Set --boxes too"
         )
+    if shuffle and in_order:
+        raise InvalidArgumentError("one of --shuffle and --in-order must be given, got both. Leave one out")
     limit, rate = byte_count("--cache-limit", cache_limit), byte_count("--bandwidth", bandwidth)
-    order = {"shuffle": shuffle, "seed": seed, "shuffle_block": block, "partitions": partitions, "predownload": ahead}
+    order = {
+        "shuffle": not in_order,
+        "seed": seed,
+        "shuffle_block": block,
+        "partitions": partitions,
+        "predownload": ahead,
+    }
     run = {"nodes": nodes, "workers": workers, "epochs": epochs, "cache_limit": limit, "bandwidth": rate}
     show_plan(folder, batch, boxes, order, as_json, step_s=step_s, **run)

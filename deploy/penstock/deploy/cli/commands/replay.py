@@ -35,8 +35,9 @@ def replay(
         typer.Option("--loss", metavar="FILE", help="Loss log, JSON lines or CSV; replay its largest spikes."),
     ] = None,
     spikes: Annotated[
-        int, typer.Option("--spikes", metavar="N", min=1, max=1000, help="With --loss: number of spikes.")
-    ] = 5,
+        int | None,
+        typer.Option("--spikes", metavar="N", min=1, max=1000, help="With --loss: number of spikes. Default: 5."),
+    ] = None,
     box: Annotated[
         int, typer.Option("--box", metavar="B", min=0, max=LARGEST_BOX, help="Box (data-parallel rank).")
     ] = 0,
@@ -105,12 +106,14 @@ def replay(
         raise InvalidArgumentError(
             f"one of --step and --loss must be given, got {given}. Give --step S, or --loss FILE to replay loss spikes"
         )
+    if spikes is not None and loss is None:
+        raise InvalidArgumentError(f"--spikes needs --loss, got --spikes {spikes} with --step. Leave out --spikes")
     request = ReplayRequest(
         run, step or 1, box, row, out, attempt, state_dir, checkpoint or (), args, kwargs, allow or (), script, timeout
     )
     if loss is not None:
-        from penstock.deploy.replay.spike_report import show_spikes
+        from penstock.deploy.replay.spike_report import SPIKES, show_spikes
 
-        show_spikes(request, loss, spikes, peer, as_json)
+        show_spikes(request, loss, spikes or SPIKES, peer, as_json)
         return
     show_replay(request, peer, as_json)

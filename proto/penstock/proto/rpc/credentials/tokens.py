@@ -25,7 +25,7 @@ from penstock.proto.errors import AuthenticationError, InvalidArgumentError, Pen
 from penstock.proto.rpc.credentials.roles import ROLES, Role
 from penstock.runtime.config.settings_file import token_file_of_settings
 
-__all__ = ["Tokens", "admin_tokens", "check_token", "read_again", "read_token", "read_tokens"]
+__all__ = ["Tokens", "admin_tokens", "check_token", "read_again", "read_token", "read_tokens", "tokens_given"]
 
 _log = logging.getLogger("penstock.tokens")
 
@@ -189,15 +189,22 @@ def _parsed(text: str, source: str) -> Tokens:
         raise InvalidArgumentError(f"{source}: {error.message}") from None
 
 
+def tokens_given(file: str | os.PathLike[str] | None = None) -> bool:
+    """Return True if `file`, or any other source that `read_token` lists, was given, whether it can be used or not."""
+    return bool(os.environ.get("PENSTOCK_TOKEN")) or _file(file) is not None
+
+
+def _file(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+    """Return the file with tokens: `given`, else that of the environment, else that of the settings; None for none."""
+    return given if given is not None else os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings() or None
+
+
 def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
     """Return the text with tokens, and the name of its source."""
-    if file is None:
-        from_environment = os.environ.get("PENSTOCK_TOKEN", "")
-        if from_environment:
-            return from_environment, "PENSTOCK_TOKEN"
-        file = os.environ.get("PENSTOCK_TOKEN_FILE") or None
-    if file is None:
-        file = token_file_of_settings() or None
+    from_environment = os.environ.get("PENSTOCK_TOKEN", "")
+    if file is None and from_environment:
+        return from_environment, "PENSTOCK_TOKEN"
+    file = _file(file)
     if file is None:
         raise AuthenticationError(
             "no token was given: set PENSTOCK_TOKEN to the token, or PENSTOCK_TOKEN_FILE to a file that contains it"

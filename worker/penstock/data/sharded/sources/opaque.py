@@ -42,10 +42,10 @@ from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,
     ReplayMismatchError,
-    StateCorruptError,
     UnsupportedStateError,
 )
 from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.envelope import damaged_state
 from penstock.proto.state.generators import capture_rng, restore_rng, seed_rng
 from penstock.proto.state.snapshot_cadence import SnapshotCadence
 
@@ -101,9 +101,7 @@ class StreamMark:
                 ):
                     raise ValueError(f"values out of range: {passed!r} samples with the digest {digest!r}")
         except (KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(
-                f"the saved position of {name} is damaged: {error!r}. Load an older state"
-            ) from error
+            raise damaged_state(f"the saved position of {name} is damaged", error) from error
         return mark
 
 

@@ -1,0 +1,174 @@
+"""Indexes of any size that are made of others: the next version of a dataset that grows, and an index of many folders.
+
+Entries are read and written one by one, so the memory needed is a few numbers for each shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from penstock.data.cache.index_watch import digest_of
+from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.fields import InvalidField
+from penstock.data.formats.index import (
+    INDEX_END,
+    entry_text,
+    file_notes,
+    index_begin,
+    invalid_index,
+    read_index,
+    shard_of,
+)
+from penstock.data.formats.shards import Shard, StoredFile
+from penstock.data.indexes.index_entries import Entry, IndexEntries
+from penstock.data.indexes.open_index import LARGE_INDEX
+from penstock.data.remote.folders import RemoteFolder
+from penstock.proto.errors import DatasetError, ShardUnavailableError
+
+__all__ = ["GivenIndex", "JoinedIndex"]
+
+PIECE = 16 << 20
+"""Bytes that are copied at a time."""
+
+
+class GivenIndex:
+    """Index that exists, in a folder of this machine or at a remote."""
+
+    def __init__(self, remote: RemoteFolder, name: str, scratch: Path, timeout_s: float) -> None:
+        """
+        Args:
+            name: path of the index below the remote.
+            scratch: folder for a copy of a remote index.
+
+        Raises ShardUnavailableError.
+        """
+        self.where = remote.url_of(name)
+        """Address, for errors."""
+        path = remote.local / name if remote.local else scratch / f"given-{name.replace('/', '-')}"
+        if not remote.local:
+            remote.copy(name, path, deadline_s=timeout_s)
+        try:
+            self.file = Descriptor(path)
+            self._size = path.stat().st_size
+            if not remote.local:
+                path.unlink()  # the open file stays
+        except OSError as error:
+            raise ShardUnavailableError(
+                f"{self.where} cannot be read: {error.strerror}. Check the path and its permissions"
+            ) from error
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Notes of the index, see `index_notes`."""
+        return file_notes(self.file)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the whole index."""
+        return digest_of(self.file)
+
+    def entries(self) -> Iterator[tuple[Entry, Shard]]:
+        """Yield each entry with its shard. Raises DatasetError."""
+        known: dict[str, Mapping[str, Any]] = {}
+        files: dict[str, StoredFile] = {}
+        try:
+            for number, entry in enumerate(IndexEntries(self.file)):
+                try:
+                    # A large index is searched for names with two meanings by its readers.
+                    shard = shard_of(entry.value, known, files if self._size < LARGE_INDEX else {})
+                except (InvalidField, DatasetError) as error:
+                    raise invalid_index(f"{self.where}: shard {number}", error) from None
+                yield entry, shard
+        except InvalidField as error:
+            raise invalid_index(self.where, error) from None
+
+
+class JoinedIndex:
+    """Index that is made of entries, in their order."""
+
+    def __init__(self, scratch: Path) -> None:
+        """
+        Args:
+            scratch: folder for its files, which is removed when the index is no longer needed.
+        """
+        self._scratch = scratch
+        with self._on_disk():
+            self._body = (scratch / "entries").open("wb")
+        self._begins, self._lengths = array("q"), array("q")
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def add(self, text: bytes) -> None:
+        """Add the text of an entry."""
+        with self._on_disk():
+            if self._begins:
+                self._body.write(b", ")
+            self._begins.append(self._body.tell())
+            self._lengths.append(len(text))
+            self._body.write(text)
+
+    def add_shard(self, shard: Shard) -> None:
+        self.add(entry_text(shard))
+
+    def written(self, name: str, notes: Mapping[str, Any] | None = None) -> Path:
+        """Return the file of the index of the entries so far. `name`: name of the file in the scratch folder."""
+        path = self._scratch / name
+        with self._on_disk(), path.open("wb") as file:
+            self._body.flush()
+            file.write(index_begin(notes))
+            body = Descriptor(self._body.name)
+            at = 0
+            while piece := body.read(PIECE, at):
+                file.write(piece)
+                at += len(piece)
+            file.write(INDEX_END)
+        return path
+
+    def shards(self, path: Path, notes: Mapping[str, Any] | None = None) -> Sequence[Shard]:
+        """Return the shards of the index that `written` returned with these notes: a list, or for a large index a
+        sequence that reads each from the index when it is asked for."""
+        if path.stat().st_size < LARGE_INDEX:
+            return read_index(path.read_bytes(), path.name)
+        return _IndexedShards(Descriptor(path), len(index_begin(notes)), self._begins, self._lengths)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk
+            self._body.close()
+
+    @contextlib.contextmanager
+    def _on_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ShardUnavailableError(
+                f"the index's temporary file in {self._scratch} cannot be written: {error.strerror}. Set TMPDIR to a "
+                "folder with twice as much free space as the index has"
+            ) from error
+
+
+class _IndexedShards(Sequence[Shard]):
+    """Shards of an index by the places of their entries."""
+
+    def __init__(self, index: Descriptor, first: int, begins: Sequence[int], lengths: Sequence[int]) -> None:
+        self._index, self._first, self._begins, self._lengths = index, first, begins, lengths
+        self._known: dict[str, Mapping[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    @overload
+    def __getitem__(self, at: int) -> Shard: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Shard]: ...
+    def __getitem__(self, at: int | slice) -> Shard | list[Shard]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(len(self))[at]]
+        number = range(len(self))[at]
+        text = self._index.read(self._lengths[number], self._first + self._begins[number])
+        return shard_of(json.loads(text), self._known, {})

@@ -1,0 +1,46 @@
+"""Columns of numbers that follow from their index, so that they take no memory: an order of a million shards needs
+several. They are read as numpy arrays are, by arrays of indexes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.data.ordering.permutation import Ints
+
+__all__ = ["Consecutive", "Zeros"]
+
+
+@dataclass(frozen=True)
+class Consecutive:
+    """Column of the numbers `first`, `first` + 1, ..."""
+
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, at: Ints) -> Ints:
+        return at + self.first
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Ints:
+        return np.arange(self.first, self.first + self.count)
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Column of zeros."""
+
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, at: Ints) -> Ints:
+        return np.zeros_like(at)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Ints:
+        return np.zeros(self.count, np.int64)

@@ -1,0 +1,52 @@
+"""Files of a dataset's folder on this machine, with the errors of a remote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.proto.errors import ShardUnavailableError
+from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.files.plain_files import open_plain, read_plain
+
+__all__ = ["copy_file", "files_below", "read_file", "write_file"]
+
+PIECE = 16 << 20
+"""Bytes of a file that are copied at a time."""
+
+
+def read_file(path: Path, limit: int, first: int | None) -> bytes:
+    """Return the content of a file of at most `limit` bytes, or only its first `first` bytes. Raises
+    ShardUnavailableError."""
+    try:
+        if first is None:
+            return read_plain(path, limit)
+        with open(path, "rb", opener=open_plain) as file:
+            return file.read(first)
+    except OSError as error:
+        raise ShardUnavailableError(
+            f"{path} cannot be read: {error.strerror}. Check the path and its permissions"
+        ) from error
+
+
+def write_file(path: Path, data: bytes | Iterator[bytes]) -> None:
+    """Write a file, either completely or not at all. Raises ShardUnavailableError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data)
+    except OSError as error:
+        raise ShardUnavailableError(
+            f"{path} could not be written: {error.strerror}. Make space, or give a folder that you can write to"
+        ) from error
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copy a file of any size, either completely or not at all. Raises ShardUnavailableError, or OSError for a source
+    that cannot be read."""
+    with open(source, "rb", buffering=0, opener=open_plain) as file:
+        write_file(path, iter(lambda: file.read(PIECE), b""))
+
+
+def files_below(folder: Path) -> list[str]:
+    """Return the paths of all files in a folder and its subfolders, relative to the folder."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
