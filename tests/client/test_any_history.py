@@ -12,7 +12,7 @@ import four_methods
 import pytest
 import streams
 import third_party
-import torch
+from chains import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,12 +33,6 @@ MOST = 10
 parts = st.lists(st.tuples(st.sampled_from(["steps", "epoch"]), st.integers(1, MOST), st.booleans()), max_size=4)
 """Parts of a history: a number of steps, or an epoch that the loop leaves after a number of steps; and True if the job
 is restarted afterwards."""
-
-
-def plain(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {key: plain(value) for key, value in batch.items()}
-    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
 def lived(name: str, life: list[tuple[str, int, bool]], *, restarts: bool, lost: frozenset[int]) -> tuple[Any, Any]:

@@ -236,3 +236,15 @@ def test_damage_that_goes_is_fetched_again(rigs: Any, device: Any) -> None:
         assert [int(batch[0]) for batch in batches] == [1, 2]
         assert (len(times), rig.reader.stats.corrupt) == (2, 1)
         del runner.attach
+
+
+def test_tries_are_counted_in_a_row_only(rigs: Any) -> None:
+    rig = rigs(1)
+    runner = rig.runners[0]
+    for number in range(CORRUPT_TRIES + 1):
+        rig.numbers(0, number)
+        flip(rig, 0)
+        runner.attach = partial(mended, rig, [])
+        assert rig.take(1) == [number]
+        del runner.attach
+    assert rig.reader.stats.corrupt > CORRUPT_TRIES

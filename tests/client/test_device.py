@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import FakeBackend, FakeRuntime
+from devices import FakeBackend, FakeRuntime, in_a_ring
 
 from penstock.client.stream import device as module
 from penstock.client.stream.cuda import CudaBackend, PageLocks
@@ -277,7 +277,7 @@ def test_the_mapping_is_there_when_it_is_unlocked() -> None:
 
     class Looks(FakeRuntime):
         def cudaHostUnregister(self, address: int) -> int:
-            seen.append(is_mapped(address))
+            seen.append(in_a_ring(address))
             return super().cudaHostUnregister(address)
 
     seen: list[bool] = []
@@ -286,17 +286,7 @@ def test_the_mapping_is_there_when_it_is_unlocked() -> None:
     del ring
     gc.collect()
     assert seen == [True]
-    assert not is_mapped(address)
-
-
-def is_mapped(address: int) -> bool:
-    """Return True if an address is mapped as part of a ring."""
-    with open("/proc/self/maps") as file:
-        for line in file:
-            start, end = (int(part, 16) for part in line.split()[0].split("-"))
-            if start <= address < end:
-                return "penstock-ring" in line
-    return False
+    assert not in_a_ring(address)
 
 
 def test_a_fork_unlocks_nothing() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lane_frames import a_frame
 
+from penstock.client.stream import ordered_reader
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.client.stream.lane_reader import SlotLane
 from penstock.client.stream.stream_interfaces import EPOCH_ENDED
@@ -223,6 +224,16 @@ def test_failed_slot_is_tried_once_for_batches(rigs: Any) -> None:
     with pytest.raises(WorkerLostError, match=r"it died \[worker w0, box 0, slot 0, step 3\]"):
         rig.reader.next()
     assert len(dialled) == 1
+
+
+def test_failed_slot_with_a_silent_lane_is_its_error(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ordered_reader, "FAILED_GRACE_S", 0.05)
+    rig = rigs(1, timeout_s=20)
+    rig.numbers(0, 0)
+    assert rig.take(1) == [0]
+    rig.run.show(rig.runners[0], pb.FAILED, error=records_pb2.ErrorDetail(name="WorkerLostError", message="it died"))
+    with pytest.raises(WorkerLostError, match="it died"):
+        rig.reader.next()
 
 
 def test_unassembled_batch_comes_again(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:

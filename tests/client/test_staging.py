@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from devices import FakeBackend
+from devices import FakeBackend, in_a_ring
 
 from penstock.client.stream.device import CpuBackend
 from penstock.proto.errors import DeadlineError
@@ -102,15 +102,6 @@ def test_only_tensors_move_to_the_device(rigs: Any) -> None:
         assert (type(got["rows"][1]), got["rows"][1]) == (np.float32, 2.5)
         assert (got["rows"][2].dtype, got["rows"][2].tolist()) == (np.dtype(">i4"), [0, 1, 2, 3])
         assert got["rest"] == batch["rest"]
-
-
-def in_a_ring(address: int) -> bool:
-    with open("/proc/self/maps") as file:
-        for line in file:
-            start, end = (int(part, 16) for part in line.split()[0].split("-"))
-            if start <= address < end:
-                return "penstock-ring" in line
-    return False
 
 
 def test_nothing_is_a_view_of_the_ring(rigs: Any) -> None:

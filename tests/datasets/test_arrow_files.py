@@ -318,5 +318,5 @@ def test_folders_are_indexed_by_their_files(tmp_path: Path) -> None:
         index_folder(tmp_path, "arrow")
     with pytest.raises(InvalidArgumentError, match=r"format must be one of parquet, arrow, .*, got 'tar'"):
         index_folder(tmp_path, "tar")
-    with pytest.raises(DatasetError, match="must be a local folder"):
+    with pytest.raises(DatasetError, match="must be a folder with a dataset's files"):
         index_folder(tmp_path / "nothing")

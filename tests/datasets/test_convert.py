@@ -23,6 +23,7 @@ import pyarrow.parquet
 import pytest
 from all_workers import AllWorkers, saved
 from forked import Child, join_all
+from forked_jobs import forked_jobs
 from format_folders import FOLDERS, plainly
 from fsspec.implementations.memory import MemoryFileSystem
 from shardsets import numbers
@@ -36,6 +37,7 @@ from penstock.data import (
     convert_dataset,
     index_folder,
     index_parquet,
+    job_processes,
     merge_index,
 )
 from penstock.data.converting import conversion_plan, convert, convert_part, part_process, target_columns
@@ -296,25 +298,7 @@ def test_damaged_notes_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are forked here instead of started: importing torch takes seconds."""
-
-    class Forked(Child):
-        def __init__(self, command: list[str], **options: Any) -> None:
-            super().__init__(lambda: os._exit(part_process.run(*map(int, command[-4:-1]))))
-            for fd in options["fds"]:
-                if not isinstance(fd, int):
-                    fd.close()
-
-        def result(self) -> int:
-            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-        def end(self, grace_s: float) -> None:
-            """Return True once the process has ended."""
-
-        def close(self) -> None:
-            os.close(self._said)
-
-    monkeypatch.setattr(convert, "spawn", Forked)
+    monkeypatch.setattr(job_processes, "spawn", forked_jobs(part_process.converted))
 
 
 def run_until(fsyncs: int, work: Callable[[], object]) -> None:
@@ -392,17 +376,17 @@ def test_each_part_is_taken_once() -> None:
     """By processes that read from one position."""
     records = range(100_000)
     with contextlib.ExitStack() as stack:
-        jobs = convert._memory_file(stack, b"".join(map(conversion_plan.JOB.pack, records)))
+        jobs = job_processes.memory_file(stack, b"".join(map(job_processes.JOB.pack, records)))
         taken = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)]
 
         def take(into: Any) -> None:
-            while job := os.read(jobs, conversion_plan.JOB.size):
+            while job := os.read(jobs, job_processes.JOB.size):
                 into.write(job)
             into.flush()
 
         join_all(*(partial(take, into) for into in taken))
         found = b"".join(os.pread(into.fileno(), 1 << 20, 0) for into in taken)
-    assert sorted(number for (number,) in conversion_plan.JOB.iter_unpack(found)) == list(records)
+    assert sorted(number for (number,) in job_processes.JOB.iter_unpack(found)) == list(records)
 
 
 @pytest.mark.usefixtures("forked_processes")

@@ -1,16 +1,22 @@
-"""Folders that Energon prepared: splits as split.yaml lists them, fields as dataset.yaml maps them."""
+"""Folders that Energon prepared, local and remote: splits of split.yaml, fields of dataset.yaml."""
 
 from __future__ import annotations
 
 import io
 import json
+import pickle
+import struct
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
+from shard_server import ShardServer
 
 from penstock.data import StreamingDataset, index_folder
-from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
+from penstock.data.formats.ranges import file_ranges
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
 
 FIELDS = "field_map: {caption: txt, first: 'json[l][0]', image: 'jpg,bin'}"
 SPLITS = "exclude: [d_2.tar]\nsplit_parts:\n  train: ['d_{0..2}.tar']\n  val: ['{v,w}.tar']\n  test: []\n"
@@ -48,7 +54,9 @@ def test_split_and_fields_are_read(tmp_path: Path) -> None:
 
 
 def test_code_in_folder_is_not_run(tmp_path: Path) -> None:
-    index_folder(prepare(tmp_path, dataset="sample_loader: 'sample_loader.py:sample_loader'\n"))
+    prepare(tmp_path, dataset="sample_loader: 'sample_loader.py:sample_loader'\n")
+    with pytest.warns(UserWarning, match=r"'sample_loader.py:sample_loader' .* is not run.* pass it: Mapped\("):
+        index_folder(tmp_path)
     assert StreamingDataset(tmp_path, split="val")[0] == {"__key__": "6", "txt": "6", "bin": b"b6", "json": {"l": [6]}}
 
 
@@ -83,3 +91,102 @@ def test_an_index_older_than_its_splits_is_refused(tmp_path: Path) -> None:
     meta.rename(tmp_path / ".nv-meta")
     with pytest.raises(DatasetError, match=r"must be None, got .* Run index_folder again"):
         StreamingDataset(tmp_path, split="train")
+
+
+# ---- remote folders, and folders that cannot be written
+
+
+def write_offsets_of_energon(root: Path) -> None:
+    """Write NAME.tar.idx beside each archive, as `energon prepare` does."""
+    for path in root.glob("*.tar"):
+        with tarfile.open(path) as archive:
+            members = archive.getmembers()
+            begins = [member.offset for member in members if member.name.endswith(".txt")]
+            (root / f"{path.name}.idx").write_bytes(struct.pack(f"<{len(begins) + 1}Q", *begins, archive.offset))
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
+    monkeypatch.setattr(file_ranges, "SPAN_BYTES", 1)
+    monkeypatch.setattr(file_ranges, "MIN_RANGE_BYTES", 1)
+    root = tmp_path / "remote"
+    root.mkdir()
+    write_offsets_of_energon(prepare(root))
+    with ShardServer(root) as server:
+        yield server
+
+
+def test_remote_split_is_read_by_range(remote: ShardServer, tmp_path: Path) -> None:
+    index_folder(remote.url, out=tmp_path / "cache")
+    asked = [(name, text) for name, text in remote.ranges if name.endswith(".tar")]
+    assert all(int(end) - int(begin) == 511 for _, text in asked for begin, end in [text[6:].split("-")])
+    train = StreamingDataset(remote.url, tmp_path / "cache", split="train")
+    assert train[3] == {"__key__": "3", "caption": "3", "first": 3, "image": b"b3"}
+    assert [name for name, _ in remote.ranges[len(asked) :]] == ["d_1.tar"]
+    index_folder(remote.folder)
+    local = StreamingDataset(remote.folder, split="train")
+    assert [train[n] for n in range(4)] == [local[n] for n in range(4)]
+    assert train.fingerprint == local.fingerprint
+    with pytest.raises(InvalidArgumentError, match="split must be one of train, val, got 'dev'"):
+        StreamingDataset(remote.url, tmp_path / "cache", split="dev")
+
+
+def test_uploaded_index_is_enough(remote: ShardServer, tmp_path: Path) -> None:
+    index_folder(remote.folder)
+    for _ in range(2):
+        val = StreamingDataset(remote.url, tmp_path / "cache", split="val")
+        assert [val[n]["caption"] for n in range(4)] == ["6", "7", "8", "9"]
+    assert remote.requests[".nv-meta/split.yaml"] == 1
+
+
+def test_index_is_written_to_the_remote(remote: ShardServer, tmp_path: Path) -> None:
+    files = fsspec.filesystem("memory")
+    files.put(f"{remote.folder}/", "/energon-index/", recursive=True)
+    try:
+        assert [shard.samples for shard in index_folder("memory://energon-index")] == [2, 2, 2, 2]
+        assert StreamingDataset("memory://energon-index", tmp_path / "cache", split="val")[3]["first"] == 9
+    finally:
+        files.rm("/energon-index", recursive=True)
+
+
+def test_folder_that_cannot_be_written_is_indexed(tmp_path: Path) -> None:
+    root, out = tmp_path / "data", tmp_path / "out"
+    root.mkdir()
+    before = {path: path.stat().st_mtime_ns for path in prepare(root).rglob("*")}
+    index_folder(root, out=out)
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+    val = StreamingDataset(root, out, split="val")
+    assert [val[n]["first"] for n in range(4)] == [6, 7, 8, 9]
+    assert not list(out.rglob("*.tar"))
+    assert pickle.loads(pickle.dumps(val))[0] == val[0]
+    with pytest.raises(ShardUnavailableError, match=r"has no index\.json"):
+        StreamingDataset(root, tmp_path / "cache", split="val")
+
+
+def test_stale_offsets_of_energon_are_refused(remote: ShardServer, tmp_path: Path) -> None:
+    offsets = remote.folder / "d_1.tar.idx"
+    (remote.folder / "d_0.tar.idx").write_bytes(offsets.read_bytes()[8:])
+    with pytest.raises(DatasetError, match=r"d_0\.tar must have 2 samples, as \.nv-meta lists, got 1"):
+        index_folder(remote.url, out=tmp_path / "out")
+    (remote.folder / "d_0.tar.idx").write_bytes(offsets.read_bytes())
+    offsets.write_bytes(offsets.read_bytes()[:-8] + struct.pack("<Q", 512 * 10))
+    with pytest.raises(ShardCorruptError, match=r"d_1\.tar\.idx does not belong .*energon prepare"):
+        index_folder(remote.url, out=tmp_path / "out")
+    offsets.unlink()
+    with pytest.raises(DatasetError, match=r"d_1\.tar\.idx must have the offsets .* is missing"):
+        index_folder(remote.url, out=tmp_path / "out")
+
+
+def test_folder_prepared_again_is_noticed(remote: ShardServer, tmp_path: Path) -> None:
+    index_folder(remote.folder)
+    meta = remote.folder / ".nv-meta"
+    (meta / "split.yaml").write_text("split_parts: {train: [v.tar], val: [w.tar]}")
+    named = r"split\.yaml must be as it was when the folder was indexed.* Run index_folder again"
+    for where in (remote.folder, remote.url):
+        with pytest.raises(DatasetError, match=named):
+            StreamingDataset(where, tmp_path / "cache", split="train")
+    index_folder(remote.folder)
+    assert len(StreamingDataset(remote.folder, split="train")) == 2
+    (meta / "dataset.yaml").unlink()
+    with pytest.raises(DatasetError, match=r"dataset\.yaml must be as it was"):
+        StreamingDataset(remote.folder, split="train")

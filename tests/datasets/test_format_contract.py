@@ -10,16 +10,24 @@ import os
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from all_workers import AllWorkers, saved
 from format_folders import FOLDERS, Made, plainly
+from shard_server import ShardServer
 
 from penstock.data import StreamingDataset, StreamingLoader
-from penstock.data.formats.index import INDEX, read_index
+from penstock.data.formats.arrow.arrow_file import index_arrow
+from penstock.data.formats.format_table import FORMATS
+from penstock.data.formats.index import INDEX, read_index, write_index
+from penstock.data.formats.ranges import file_ranges
+from penstock.data.formats.ranges.file_ranges import has_ranges, with_spans
 from penstock.data.formats.readers import open_shard
+from penstock.data.formats.records.offset_file import read_offsets
 from penstock.data.formats.shards import Shard, ShardReader
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
 
@@ -132,6 +140,40 @@ def test_order_holds_on_any_topology(made: Made) -> None:
             fleet.lose(draw.randrange(shape[0] * shape[1]))
             got += [plainly(batch) for batch in fleet.take(1)]
     assert got == whole
+
+
+def in_parts(made: Made) -> list[str]:
+    """Index the files of a folder again, with parts as small as can be. Returns the names of the files with parts."""
+    shards = []
+    for shard, paths in shards_of(made):
+        if len(paths) == 2 and FORMATS[shard.format].by_part is not None:
+            offsets = read_offsets(paths[1], shard.files[1].raw, shard.files[0].raw.size, shard.samples)
+            shard = with_spans(shard, np.array(offsets))
+        if shard.format == "arrow":
+            shard = index_arrow(paths[0], shard.name)
+        shards.append(shard)
+    (made.folder / INDEX).write_bytes(write_index(shards))
+    return [shard.name for shard in shards if has_ranges(shard)]
+
+
+def test_parts_of_remote_files_are_the_same(own: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_ranges, "SPAN_BYTES", 1)
+    monkeypatch.setattr(file_ranges, "MIN_RANGE_BYTES", 1)
+    names = in_parts(own)
+    if not names:
+        pytest.skip("files of this format are fetched whole")
+    with ShardServer(own.folder) as server, closing(StreamingDataset(server.url, tmp_path / "cache")) as dataset:
+        assert plainly(dataset[0]) == plainly(own.samples[0])
+        asked = [name for name, _ in server.ranges]
+        assert [server.requests[name] for name in names] == [asked.count(name) for name in names], "read as a whole"
+        assert sum(server.requests[name] for name in names) <= 2, "more than a sample and its header was fetched"
+        assert [plainly(dataset[at]) for at in range(len(dataset))] == [plainly(sample) for sample in own.samples]
+        order = {"batch_size": BATCH, "shuffle": True, "shuffle_block": 16, "seed": SEED, "collate_fn": list}
+        whole = [plainly(batch) for batch in StreamingLoader(StreamingDataset(local=own.folder), **order)]
+        for fresh in ("cache", "other"):
+            remote = StreamingDataset(server.url, tmp_path / fresh)
+            assert [plainly(batch) for batch in StreamingLoader(remote, **order)] == whole
+            assert remote.fingerprint == StreamingDataset(local=own.folder).fingerprint
 
 
 def test_a_resume_is_a_look_up(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

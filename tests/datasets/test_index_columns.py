@@ -18,7 +18,8 @@ from shardsets import numbers
 
 from penstock.data import MDSWriter, StreamingDataset
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import read_index
+from penstock.data.formats.index import read_index, write_index
+from penstock.data.formats.records.energon_folder import prepared_note
 from penstock.data.indexes import index_entries, open_index
 from penstock.data.remote import folders
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -151,6 +152,8 @@ def test_a_split_is_taken_of_columns(columns: Path, tmp_path: Path) -> None:
     folder = write(tmp_path / "data", given)
     (folder / ".nv-meta").mkdir()
     (folder / ".nv-meta" / "split.yaml").touch()
+    index = folder / "index.json"
+    index.write_bytes(write_index(read_index(index.read_bytes(), ""), prepared_note(folder)))
     for split, names in (("a", ["0.tar", "2.tar"]), ("b", ["1.tar", "2.tar"]), ("*", ["0.tar", "1.tar", "2.tar"])):
         dataset = StreamingDataset(local=folder, split=split)
         assert [shard.name for shard in dataset._tables[0]] == names

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+from forked import Child
+from forked_jobs import forked_jobs
 
-from penstock.data import CSVWriter, MDSWriter, StreamingDataset, index_folder
+from penstock.data import CSVWriter, MDSWriter, StreamingDataset, index_folder, job_processes
 from penstock.data.formats.records import json_lines
+from penstock.data.writing import index_each, index_process
 from penstock.data.writing.index_each import JOURNAL
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
@@ -55,7 +60,8 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
         "import dataclasses, sys, time\n"
         "from penstock.data.writing.index_folder import INDEXABLE, index_folder\n"
         "lines = INDEXABLE['json_lines']\n"
-        "def slow(path, name):\n    if name == '5.jsonl': time.sleep(600)\n    return lines.index_file(path, name)\n"
+        "def slow(path, name, out):\n"
+        "    if name == '5.jsonl': time.sleep(600)\n    return lines.index_file(path, name, out)\n"
         "INDEXABLE['json_lines'] = dataclasses.replace(lines, index_file=slow)\n"
         "index_folder(sys.argv[1])\n"
     )
@@ -176,3 +182,68 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     sidecar.write_bytes(table)
     with pytest.raises(ShardCorruptError, match=r"a\.jsonl"):
         StreamingDataset(tmp_path)[0]
+
+
+# ---- several processes
+
+
+@pytest.fixture
+def in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files but the first are indexed in two processes, which are forked."""
+    monkeypatch.setattr(job_processes, "spawn", forked_jobs(index_process.indexing))
+    monkeypatch.setattr(index_each, "MEASURE_S", 0.0)
+    monkeypatch.setattr(index_each, "WORTH_S", 0.0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+
+
+@pytest.mark.usefixtures("in_processes")
+def test_processes_share_the_files(tmp_path: Path) -> None:
+    for part in range(7):
+        write(tmp_path / f"{part}.jsonl", range(part * 5, part * 5 + 5))
+    assert [shard.name for shard in index_folder(tmp_path)] == [f"{part}.jsonl" for part in range(7)]
+    dataset = StreamingDataset(tmp_path)
+    assert [dataset[at]["n"] for at in range(35)] == list(range(35))
+
+
+@pytest.mark.usefixtures("in_processes")
+def test_error_in_a_process_is_raised(tmp_path: Path) -> None:
+    for part in range(5):
+        write(tmp_path / f"{part}.jsonl", range(3))
+    (tmp_path / "3.jsonl").write_text("{\n")
+    with pytest.raises(ShardCorruptError, match=r"3\.jsonl: sample 0 must be a line of JSON"):
+        index_folder(tmp_path)
+    write(tmp_path / "3.jsonl", range(3))
+    assert len(index_folder(tmp_path)) == 5
+
+
+@pytest.mark.usefixtures("in_processes")
+def test_killed_processes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in range(30):
+        write(tmp_path / f"{part:02}.jsonl", range(3))
+    plain, indexed = index_each.in_processes, index_each.indexed
+
+    def dying(*given: Any) -> Any:
+        for count, said in enumerate(plain(*given)):
+            yield said
+            if count == 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def killed() -> None:
+        index_each.in_processes = dying
+        index_folder(tmp_path)
+
+    child = Child(killed)
+    assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == -signal.SIGKILL
+    lines = (tmp_path / JOURNAL).read_bytes().count(b"\n")
+    assert 10 <= lines < 30
+    assert not (tmp_path / "index.json").exists()
+    read: list[str] = []
+
+    def noted(index_file: Any, path: Path, name: str, out: Path) -> Any:
+        read.append(name)
+        return indexed(index_file, path, name, out)
+
+    monkeypatch.setattr(index_each, "indexed", noted)
+    monkeypatch.setattr(index_each, "WORTH_S", 60.0)
+    assert len(index_folder(tmp_path)) == 30
+    assert len(read) == 30 - lines

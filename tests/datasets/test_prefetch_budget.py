@@ -19,7 +19,7 @@ from waiting import until
 from penstock.data import LogicalShards, MDSWriter, Stream, StreamingDataset, StreamingLoader, index_parquet
 from penstock.data.cache.cache_state import CacheState
 from penstock.data.cache.prefetch import HostReaders
-from penstock.data.formats.parquet import parquet_ranges
+from penstock.data.formats.ranges import file_ranges
 from penstock.data.loading import streaming_loader
 from penstock.data.loading.upcoming_shards import ReadingRate, UpcomingShards
 from penstock.data.ordering import epoch_plan
@@ -170,7 +170,7 @@ def test_killed_process_does_not_count(tmp_path: Path) -> None:
 
 def test_decoding_fetches_no_more(server: ShardServer, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row groups are decoded ahead of need, but only those that the prefetch fetches."""
-    monkeypatch.setattr(parquet_ranges, "MIN_RANGE_BYTES", 1)
+    monkeypatch.setattr(file_ranges, "MIN_RANGE_BYTES", 1)
     folder = server.folder / "groups"
     folder.mkdir()
     pq.write_table(pa.table({"number": range(400)}), folder / "one.parquet", row_group_size=10)

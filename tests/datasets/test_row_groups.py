@@ -24,9 +24,9 @@ from penstock.data import MDSWriter, Stream, StreamingDataset, StreamingLoader, 
 from penstock.data.cache.file_hashes import digest_of
 from penstock.data.formats.decoded_blocks import MEMORY, BlockMemory
 from penstock.data.formats.index import read_index, write_index
-from penstock.data.formats.parquet import parquet_ranges
 from penstock.data.formats.parquet.parquet_reader import ParquetReader
 from penstock.data.formats.parquet.parquet_shards import parquet_shards
+from penstock.data.formats.ranges import file_ranges
 from penstock.data.loading import streaming_loader
 from penstock.data.writing.index_parquet import data_files
 from penstock.proto.errors import (
@@ -457,8 +457,10 @@ def test_local_pattern_selects_files(folder: Path) -> None:
     assert not any(shard.ranges for shard in index_parquet(folder, ranges=False))
     with pytest.raises(DatasetError, match=r"a file must match the pattern x\*\.parquet"):
         index_parquet(f"{folder}/x*.parquet")
-    with pytest.raises(InvalidArgumentError, match="out must be None for the local folder"):
-        index_parquet(folder, out=folder)
+    (folder / "index.json").unlink()
+    index_parquet(f"{folder}/[bc].parquet", out=folder / "beside")
+    beside = StreamingDataset(folder, folder / "beside")
+    assert (len(beside), beside[0]["number"], (folder / "index.json").exists()) == (500, 500, False)
 
 
 # ---- ranges of remote files
@@ -466,7 +468,7 @@ def test_local_pattern_selects_files(folder: Path) -> None:
 
 @pytest.fixture
 def remote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
-    monkeypatch.setattr(parquet_ranges, "MIN_RANGE_BYTES", 1)
+    monkeypatch.setattr(file_ranges, "MIN_RANGE_BYTES", 1)
     with ShardServer(folder) as server:
         yield server
 

@@ -71,6 +71,8 @@ NAMES = {
         "XSVWriter",
         "Converted",
         "convert_dataset",
+        "energon_blend",
+        "energon_concat",
         "collate_packed",
         "index_folder",
         "index_parquet",

@@ -277,10 +277,6 @@ class Sharded(IterableDataset[Any]):
         yield from range(start, 24, stride)
 
 
-def sharded_by_torch() -> DataLoader[Any]:
-    return DataLoader(Sharded(), batch_size=2)
-
-
 def unsharded(batches: int = 6) -> list[torch.Tensor]:
     """Never asks who it is."""
     return [torch.tensor(number) for number in range(batches)]

@@ -12,7 +12,6 @@ import base64
 import contextlib
 import json
 import os
-import random
 import secrets
 import select
 import shutil
@@ -26,6 +25,7 @@ from typing import Any
 
 import pytest
 from pki import Pki
+from tests.lanes.runner_child import content, digest
 
 from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.lane.compression import NAMES, Unpacker, load
@@ -172,26 +172,6 @@ class Link:
             assert sender.stop(DEADLINE_S)
         self._local.close()
         self._tcp.close()
-
-
-def content(total: int, size: int) -> bytes:
-    """Return the content that the runner puts into batch `total`; every fifth cannot be compressed."""
-    rng = random.Random(total * 1_000_003 + size)
-    if total % 5 == 0:
-        return rng.randbytes(size)
-    data = bytearray(size)
-    data[::8] = rng.randbytes((size + 7) // 8)
-    return bytes(data)
-
-
-def digest(total: int) -> int:
-    """Return the digest that the runner announces for batch `total`."""
-    return total * 0x9E3779B97F4A7C15 % (1 << 64)
-
-
-def structure_bytes(structure: int, size: int) -> bytes:
-    """Return the bytes that the runner announces as this structure."""
-    return random.Random(-structure).randbytes(size)
 
 
 def next_frame(consumer: Consumer) -> Frame:

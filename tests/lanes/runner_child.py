@@ -27,7 +27,7 @@ Item = dict[str, Any]
 
 
 def content(total: int, size: int) -> bytes:
-    """Return the content of batch `total`; every fifth cannot be compressed."""
+    """Return the content that the runner puts into batch `total`; every fifth cannot be compressed."""
     rng = random.Random(total * 1_000_003 + size)
     if total % 5 == 0:
         return rng.randbytes(size)
@@ -37,11 +37,12 @@ def content(total: int, size: int) -> bytes:
 
 
 def digest(total: int) -> int:
-    """Any 64 bits will do: a lane only carries it."""
+    """Return the digest that the runner announces for batch `total`: any 64 bits, which a lane only carries."""
     return total * 0x9E3779B97F4A7C15 % (1 << 64)
 
 
 def structure_bytes(structure: int, size: int) -> bytes:
+    """Return the bytes that the runner announces as this structure."""
     return random.Random(-structure).randbytes(size)
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 from lane_frames import checked
-from tests.lanes.conftest import content, next_frame
+from tests.lanes.conftest import next_frame
+from tests.lanes.runner_child import content
 from tests.lanes.test_receiver import SLOT, batch
 from tests.lanes.test_receiver import Rig as ReceiverRig
 from tests.lanes.test_sender import Rig as SenderRig

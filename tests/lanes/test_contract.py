@@ -5,20 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from tests.lanes.conftest import (
-    Link,
-    Runner,
-    consume,
-    content,
-    count_rings,
-    cut,
-    digest,
-    finish,
-    next_frame,
-    payload,
-    structure_bytes,
-    take,
-)
+from tests.lanes.conftest import Link, Runner, consume, count_rings, cut, finish, next_frame, payload, take
+from tests.lanes.runner_child import content, digest, structure_bytes
 from waiting import until
 
 from penstock.proto.errors import LaneClosedError, LaneLostError

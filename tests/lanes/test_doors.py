@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
 import pytest
 from lane_doors import listeners, refusing
@@ -17,13 +16,6 @@ from penstock.proto.lane.frames import CLOSE, ERROR
 from penstock.proto.lane.tcp import sealed
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.daemon.listeners import slot_of
-
-
-@pytest.fixture(scope="module")
-def receiver() -> Iterator[Receiver]:
-    receiver = Receiver()
-    yield receiver
-    receiver.stop()
 
 
 @pytest.mark.parametrize("lane", ["local", "tcp"])

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from lane_frames import a_frame, ack_of, checked, read_sealed
-from tests.lanes.conftest import DEADLINE_S, content, next_frame, payload
+from tests.lanes.conftest import DEADLINE_S, next_frame, payload
+from tests.lanes.runner_child import content
 from waiting import until
 
 from penstock.client.stream.receiver_process import Receiver

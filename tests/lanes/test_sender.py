@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 from lane_frames import a_frame, frame_of, read_sealed, received
-from tests.lanes.conftest import DEADLINE_S, content, unpacked
+from tests.lanes.conftest import DEADLINE_S, unpacked
+from tests.lanes.runner_child import content
 from waiting import until
 from xxhash import xxh3_64
 

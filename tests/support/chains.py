@@ -16,7 +16,7 @@ from family import has_ring
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.state.codec import decode_state, encode_state
 
-__all__ = ["ENDS", "INSIDE", "OVER", "Chain", "compare", "plain", "runners", "whole"]
+__all__ = ["ENDS", "INSIDE", "OVER", "Chain", "compare", "kill_runners", "plain", "resumed", "runners", "whole"]
 
 INSIDE, OVER, ENDS = (5, 11, 19), (10, 31, 55), (24, 36, 48)
 """Steps to save at, where two workers have 12 batches in an epoch: within the first one, in one after the other, and at
@@ -53,6 +53,15 @@ def plain(batch: Any) -> Any:
 def whole(appliance: Appliance, input_fn: Callable[..., Any], steps: int, *args: Any, **kwargs: Any) -> list[Any]:
     """The run without a save."""
     loader = DataLoader(input_fn, *args, **kwargs)
+    return [plain(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
+
+
+def resumed(
+    appliance: Appliance, state: Any, steps: int, input_fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> list[Any]:
+    """The batches of a new loader that goes on from a state."""
+    loader = DataLoader(input_fn, *args, **kwargs)
+    loader.load_state_dict(state)
     return [plain(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
 
 
@@ -105,3 +114,9 @@ def runners() -> set[int]:
                 leaders.add(pid)
     below = {pid for pid in leaders if parents.get(parents.get(parents.get(pid, 0), 0), 0) == os.getpid()}
     return {pid for pid in below if has_ring(pid)}
+
+
+def kill_runners(before: set[int]) -> None:
+    """Kill all runners but those that were there before."""
+    for pid in runners() - before:
+        os.kill(pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ from penstock.client.stream.cuda import PageLocks
 from penstock.client.stream.device import DeviceEvent, copied
 from penstock.proto.lane.ring import Ring
 
-__all__ = ["FakeBackend", "FakeCopy", "FakeRuntime"]
+__all__ = ["FakeBackend", "FakeCopy", "FakeRuntime", "in_a_ring"]
 
 
 class FakeRuntime:
@@ -119,3 +119,13 @@ class FakeBackend:
         """Let the oldest copies happen, by default all."""
         for _ in range(len(self._queue) if count is None else count):
             self._queue.popleft().happen()
+
+
+def in_a_ring(address: int) -> bool:
+    """Return True if an address is mapped as part of a ring."""
+    with open("/proc/self/maps") as file:
+        for line in file:
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            if start <= address < end:
+                return "penstock-ring" in line
+    return False

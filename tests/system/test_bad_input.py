@@ -131,17 +131,6 @@ def test_unrepeatable_loader_is_named_early(appliance: Appliance) -> None:
     assert "must yield the same batches each time" in refused
 
 
-def test_loading_while_an_executor_iterates(appliance: Appliance) -> None:
-    loader = DataLoader(streams.counter, 10)
-    drain(appliance, loader, steps=5)
-    saved = loader.state_dict()
-    for _ in DataExecutor(loader, num_steps=3, appliance=appliance):
-        with pytest.raises(RuntimeError, match="iterat"):
-            loader.load_state_dict(saved)
-    loader.load_state_dict(saved)
-    assert loader.state_dict() == saved
-
-
 def test_deaggregate_that_raises(appliance: Appliance) -> None:
     """Count and replay the stream on the same topology; on another one only the failing method could tell what comes
     next."""

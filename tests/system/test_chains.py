@@ -11,7 +11,7 @@ import four_methods
 import pytest
 import streams
 import third_party
-from chains import ENDS, INSIDE, OVER, Chain, compare, plain, whole
+from chains import ENDS, INSIDE, OVER, Chain, compare, plain, resumed, whole
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -84,11 +84,9 @@ def test_edited_state_is_followed(appliance: Appliance) -> None:
     assert len(list(DataExecutor(loader, num_steps=20, appliance=appliance))) == 20
     state = loader.state_dict()
     state["all_streamed"] = 8
-    again = DataLoader(four_methods.summed)
-    again.load_state_dict(state)
     alone = four_methods.summed()
     expected = [plain(batch) for _ in range(2) for batch in alone][2:26]
-    assert [plain(batch) for batch in DataExecutor(again, num_steps=24, appliance=appliance)] == expected
+    assert resumed(appliance, state, 24, four_methods.summed) == expected
 
 
 def test_launch_over_many_epochs_is_saved(appliance: Appliance) -> None:

@@ -106,13 +106,17 @@ def no_warning() -> Iterator[None]:
 
 
 def test_drained_worker_migrates_during_training(cluster: Cluster) -> None:
+    """The coordinator is killed and started again while the worker drains."""
     told: list[pb.DrainWorkerReply] = []
     with ExitStack() as closing:
 
         def act(step: int) -> None:
-            if step == 50:
+            if step == 20:
                 told.append(drain(cluster, "kept"))
                 closing.callback(back, cluster)
+            elif step == 60:
+                cluster.coordinator.kill()
+                cluster.restart_coordinator()
                 closing.enter_context(paced_worker(cluster, 2, name="new"))
 
         Watched(cluster, 2).run(lambda slots: on(slots) == ["new", "new"], act)
@@ -161,15 +165,18 @@ def test_slots_go_to_workers_that_join(cluster: Cluster) -> None:
 
 
 def test_slot_leaves_a_worker_the_loop_waits_for(cluster: Cluster) -> None:
-    with aside(cluster), ExitStack() as closing:
-        closing.enter_context(paced_worker(cluster, 1, name="slow", batch_s=0.02))
-        closing.enter_context(paced_worker(cluster, 1, name="fast", batch_s=0.001))
+    with (
+        paced_worker(cluster, 1, name="slow", batch_s=0.02),
+        paced_worker(cluster, 1, name="fast", batch_s=0.001),
+        ExitStack() as closing,
+    ):
+        closing.enter_context(aside(cluster))
 
         def act(step: int) -> None:
             if step == 40:
-                closing.enter_context(paced_worker(cluster, 1, name="spare", batch_s=0.001))
+                closing.close()  # there is room again
 
-        Watched(cluster, 2, step_s=0).run(lambda slots: on(slots) == ["fast", "spare"], act)
+        Watched(cluster, 2, step_s=0).run(lambda slots: on(slots) == ["fast", "kept"], act)
 
 
 def test_drain_is_withdrawn_and_unknown_one_named(cluster: Cluster) -> None:
@@ -187,18 +194,3 @@ def test_drain_is_withdrawn_and_unknown_one_named(cluster: Cluster) -> None:
     watched.run(taken_back, act)
     with pytest.raises(UnknownWorkerError, match="worker must be one of kept, got 'other'"):
         drain(cluster, "other")
-
-
-def test_a_drain_outlives_the_coordinator(cluster: Cluster) -> None:
-    with ExitStack() as closing:
-
-        def act(step: int) -> None:
-            if step == 20:
-                drain(cluster, "kept")
-                closing.callback(back, cluster)
-            elif step == 60:
-                cluster.coordinator.kill()
-                cluster.restart_coordinator()
-                closing.enter_context(paced_worker(cluster, 2, name="new"))
-
-        Watched(cluster, 2).run(lambda slots: on(slots) == ["new", "new"], act)

@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from interpreters import start
 from main_script import outcome, start_script
 
 TESTS = Path(__file__).parent.parent
@@ -170,10 +171,13 @@ if __name__ == "__main__":
 def test_local_rank_0_embeds_and_others_join(tmp_path: Path, mark: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS)
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
-    done = run(sys.executable, *launch, TEST_MARK=mark)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[-2:] == [
+    launch, environment = ["--standalone", "--nproc-per-node=2", str(script)], {**ENVIRONMENT, "TEST_MARK": mark}
+    torchrun = start("torch.distributed.run", launch, environment, imports=[], stdout=subprocess.PIPE)
+    assert torchrun.stdout is not None
+    with torchrun.stdout:
+        said = torchrun.stdout.readall().decode()
+        assert torchrun.wait(60) == 0
+    assert sorted(said.split("\n"))[-2:] == [
         "0 [0, 1, 4, 5, 8, 9] True [3, 3, 3, 3]",
         "1 [2, 3, 6, 7, 10, 11] True [3, 3, 3, 3]",
     ]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import foreign_files
 import pytest
-from chains import runners
+from chains import kill_runners, runners
 from format_folders import FOLDERS
 from neighbours import beside
 
@@ -38,8 +36,7 @@ def test_killed_and_moved_jobs_lose_nothing(appliance: Appliance, name: str, tmp
         for step, batch in enumerate(DataExecutor(first, num_steps=8, appliance=two), 1):
             got.append(batch.tolist())
             if step == 3:
-                for victim in runners() - before:
-                    os.kill(victim, signal.SIGKILL)
+                kill_runners(before)
         state = first.state_dict()
     second = loader()
     second.load_state_dict(state)

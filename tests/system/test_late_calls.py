@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from typing import Any
 
 import pytest
 import streams
-from chains import runners
+from chains import kill_runners, runners
 from described import described
 from neighbours import beside
 
@@ -69,17 +67,13 @@ def test_late_calls_change_nothing(appliance: Appliance) -> None:
     place, before = appliance._place, runners()
     assert place is not None
 
-    def kill() -> None:
-        for runner in runners() - before:
-            os.kill(runner, signal.SIGKILL)
-
     def late() -> None:
         with CoordinatorClient(place.address, place.token) as client:
             (worker,) = client.status().workers
         met.extend(asyncio.run(say_late_things(place.address, place.token, worker.worker)))
 
     # At step 150 the loop has long had to wait for the new runners: a ring holds 32 batches.
-    digests, saved = train(appliance, "late", {10: kill, 150: late})
+    digests, saved = train(appliance, "late", {10: lambda: kill_runners(before), 150: late})
     assert digests == whole
     assert described(saved) == described(state)
     once = ["register again", "taken", "SupersededError", "BoxTakenError", "UnknownRunError", "BoxTakenError"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chains import runners
+from chains import kill_runners, runners
 from cluster import Cluster, running
 from mixed_runs import alone, order, ordered, training
 from waiting import until
@@ -81,13 +79,13 @@ def test_runners_killed_before_and_after(cluster: Cluster, keys: bool) -> None:
     job, before = f"killed-{keys}", runners()
     with training(cluster, job, 1, 2, 40, keys=keys) as run:
         run.go(4)
-        _kill(runners() - before)
+        kill_runners(before)
         ordered(cluster, order(job, 12, WEIGHTS))
-        _kill(runners() - before)
+        kill_runners(before)
         run.go(11)
-        _kill(runners() - before)
+        kill_runners(before)
         run.go(20)
-        _kill(runners() - before)
+        kill_runners(before)
     expected = alone(50, {0: BEFORE, 11: AFTER})
     assert run.global_batches == expected[:40]
     with training(cluster, f"{job}-resumed", 2, 1, 10, run.state, keys=keys) as after:
@@ -95,9 +93,21 @@ def test_runners_killed_before_and_after(cluster: Cluster, keys: bool) -> None:
     assert after.global_batches == expected[40:]
 
 
-def _kill(pids: set[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+@pytest.mark.filterwarnings("ignore:.*was recovered", "ignore:.*left its epoch")
+def test_change_in_a_second_epoch(cluster: Cluster) -> None:
+    """At a position that the first epoch went beyond, whose states lack the change."""
+    job, before = "second", runners()
+    with training(cluster, job, 1, 2, 30, leaves=12) as run:
+        run.go(14)
+        kill_runners(before)
+        assert ordered(cluster, order(job, 18, WEIGHTS)).change.position == 5 * 8
+        kill_runners(before)
+        run.go(22)
+    assert run.global_batches == [*alone(12, {0: BEFORE}), *alone(18, {0: BEFORE, 5: AFTER}, epoch=1)]
+    assert run.counts == Counter("web" if number < 1000 else "code" for rows in run.global_batches for number in rows)
+    with training(cluster, f"{job}-resumed", 2, 1, 6, run.state) as after:
+        after.go(2)
+    assert after.global_batches == alone(24, {0: BEFORE, 5: AFTER}, epoch=1)[18:]
 
 
 def test_launch_after_the_change_has_it(cluster: Cluster) -> None:

@@ -15,6 +15,7 @@ import pytest
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.testing import FakeAppliance
 from penstock.proto import errors
 
 
@@ -91,7 +92,8 @@ def test_stream_lacks_only_the_poison_batch(
     shuffle: bool,
     poison: list[int],
 ) -> None:
-    whole = stream(skipping, DataLoader(hazards.poisoned, kind, [], shuffle))
+    with FakeAppliance(num_workers_per_box=2, seed=7, replay=True) as undisturbed:
+        whole = stream(undisturbed, DataLoader(hazards.poisoned, kind, [], shuffle))
     got = two_left_out(kind) if poison is TWO else skipped(skipping, kind, poison, shuffle)
     marks = [sample // 4 + 1 for sample in poison] if kind == "own" else poison
     wanted = [without(part, marks) for part in by_worker(whole)]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import streams
 import torch
-from chains import plain
+from chains import plain, resumed
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -124,9 +124,7 @@ def test_every_step_after_a_break_can_be_saved(appliance: Appliance, batches: in
         states.append(loader.state_dict())
     assert [epoch for _, epoch, _ in got] == [1] * 6
     assert [number % 1000 for number, _, _ in got] == [1, 1, 2, 2, 3, 3]
-    again = DataLoader(streams.fresh, batches)
-    again.load_state_dict(states[2])
-    assert [batch.tolist() for batch in DataExecutor(again, num_steps=3, appliance=appliance)] == got[3:]
+    assert resumed(appliance, states[2], 3, streams.fresh, batches) == got[3:]
 
 
 def test_every_step_after_a_resume_can_be_saved(appliance: Appliance) -> None:
@@ -138,9 +136,7 @@ def test_every_step_after_a_resume_can_be_saved(appliance: Appliance) -> None:
     for batch in DataExecutor(again, num_steps=5, appliance=appliance):
         got.append(batch.tolist())
         states.append(again.state_dict())
-    third = DataLoader(streams.stateful, 40, 2)
-    third.load_state_dict(states[2])
-    assert [batch.tolist() for batch in DataExecutor(third, num_steps=2, appliance=appliance)] == got[3:]
+    assert resumed(appliance, states[2], 2, streams.stateful, 40, 2) == got[3:]
 
 
 def test_break_replays_nothing_without_states(appliance: Appliance) -> None:

@@ -4,9 +4,7 @@ killed."""
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import dealt
 import pytest
 import splitting
-from chains import runners
+from chains import kill_runners, runners
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -69,8 +67,7 @@ def train(
                     found = Counter({key: own.samples for key, own in executor.stats.keys.items()})
                     assert +found == Counter(digits(rows)) + (began or Counter())
                 if executor.step == kill_at:
-                    for victim in runners() - before:
-                        os.kill(victim, signal.SIGKILL)
+                    kill_runners(before)
             sample, key = rows[-1][0]
             assert loader.restore_sample(key) == sample
             return rows, loader.state_dict(), executor.stats.recoveries

@@ -9,11 +9,12 @@ import os
 import signal
 import sqlite3
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import streams
-from cluster import TOKEN, running
+from cluster import TOKEN, Cluster, running
 from family import runners
 from waiting import until
 
@@ -25,41 +26,50 @@ STATE = 300_000
 """Bytes of the loader's state, and a little more on disk."""
 
 
-def test_refused_snapshot_costs_only_replay(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the worker of `cluster` says."""
+    return tmp_path_factory.mktemp("log") / "log"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, log: Path) -> Iterator[Cluster]:
+    state = tmp_path_factory.mktemp("state")
     with (
         open(log, "wb") as said,
-        running(tmp_path / "state", "limited_coordinator", LIMITS=f"budget={3 * STATE}") as cluster,
+        running(state, "limited_coordinator", LIMITS=f"budget={3 * STATE}") as cluster,
     ):
-        worker = cluster.add_worker(1, stderr=said.fileno())
-        with Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance:
-            executor = iter(DataExecutor(DataLoader(streams.heavy, 10**6, STATE), appliance=appliance))
-            got: list[int] = []
-
-            def refused() -> bool:
-                """Take one more batch, because a runner that waits for the loop takes no snapshot; then return True if
-                the log reports a refused one."""
-                got.append(next(executor)["number"])
-                return b"does not keep a snapshot of the loader, so a recovery replays" in log.read_bytes()
-
-            until(refused, 30, "no snapshot was refused")
-            os.kill(runners(worker.pid)[0], signal.SIGKILL)
-            with pytest.warns(UserWarning, match="was recovered"):
-                got += [next(executor)["number"] for _ in range(300)]
-            assert got == list(range(1, len(got) + 1))
+        cluster.add_worker(1, stderr=said.fileno())
+        yield cluster
 
 
-def test_unkept_first_snapshot_prevents_start(tmp_path: Path) -> None:
-    with running(tmp_path / "state", "limited_coordinator", LIMITS=f"budget={STATE // 2}") as cluster:
-        cluster.add_worker(1)
-        with (
-            Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance,
-            pytest.raises(
-                errors.JournalError,
-                match=r"cannot keep the loader's first snapshot.* bytes of the coordinator's snapshot budget",
-            ),
-        ):
-            next(iter(DataExecutor(DataLoader(streams.heavy, 200, STATE), appliance=appliance)))
+def test_unkept_first_snapshot_prevents_start(cluster: Cluster) -> None:
+    with (
+        cluster.box("too large", num_workers_per_box=1) as appliance,
+        pytest.raises(
+            errors.JournalError,
+            match=r"cannot keep the loader's first snapshot.* bytes of the coordinator's snapshot budget",
+        ),
+    ):
+        next(iter(DataExecutor(DataLoader(streams.heavy, 200, LARGE - 50_000), appliance=appliance)))
+
+
+def test_refused_snapshot_costs_only_replay(cluster: Cluster, log: Path) -> None:
+    with cluster.box("refused", num_workers_per_box=1) as appliance:
+        executor = iter(DataExecutor(DataLoader(streams.heavy, 10**6, STATE), appliance=appliance))
+        got: list[int] = []
+
+        def refused() -> bool:
+            """Take one more batch, because a runner that waits for the loop takes no snapshot; then return True if
+            the log reports a refused one."""
+            got.append(next(executor)["number"])
+            return b"does not keep a snapshot of the loader, so a recovery replays" in log.read_bytes()
+
+        until(refused, 30, "no snapshot was refused")
+        os.kill(runners(cluster.workers[0].pid)[0], signal.SIGKILL)
+        with pytest.warns(UserWarning, match="was recovered"):
+            got += [next(executor)["number"] for _ in range(300)]
+        assert got == list(range(1, len(got) + 1))
 
 
 def test_large_resumed_state_is_kept_once(tmp_path: Path, appliance: Appliance) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sharded
-from chains import runners
+from chains import kill_runners, runners
 from neighbours import beside
 from shard_server import Fault, ShardServer
 
@@ -95,8 +93,7 @@ def test_a_killed_runner_changes_nothing(
     for batch in executor:
         rows.append(batch["number"].tolist())
         if executor.step in (10, 41, 50):
-            for victim in runners() - before:
-                os.kill(victim, signal.SIGKILL)
+            kill_runners(before)
         if executor.step == 65:
             break
     assert rows == whole

@@ -13,7 +13,7 @@ from cluster import Cluster, running
 from penstock.client import DataExecutor, DataLoader
 from penstock.proto.errors import VersionSkewError
 from penstock.proto.rpc import authenticated_calls
-from penstock.proto.rpc.version import PROTOCOL, VERSION
+from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 
 OTHER = """
 import sys
@@ -60,7 +60,7 @@ def test_worker_of_another_protocol_is_refused(cluster: Cluster) -> None:
 
 
 def test_job_of_another_protocol_is_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    newer = ((authenticated_calls.PROTOCOL_KEY, "99"), (authenticated_calls.VERSION_KEY, "0.99.0"))
+    newer = ((PROTOCOL_KEY, "99"), (VERSION_KEY, "0.99.0"))
     monkeypatch.setattr(authenticated_calls, "_RELEASE", newer)
     with cluster.box("newer") as appliance, pytest.raises(VersionSkewError) as caught:
         next(iter(DataExecutor(DataLoader(streams.counter, 3), appliance=appliance)))

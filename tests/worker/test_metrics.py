@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -124,3 +125,25 @@ def test_abandoned_epoch_ends_where_abandoned() -> None:
     progress_page.cut(1, 7)
     assert progress_page.ends() == {0: 5, 1: 7}
     progress_page.close()
+
+
+def test_a_reader_sees_no_zeros_between() -> None:
+    """Each value that the daemon reads is one that the runner has written."""
+    page = ProgressPage.create()
+    page.here(3, 2)
+    page.note_assignment_read()
+    page.record(7, 3, 9, 7, 5)
+    writer = os.fork()
+    if writer == 0:
+        while True:
+            page.record(7, 3, 9, 7, 5)
+            page.here(3, 2)
+    try:
+        for _ in range(20_000):
+            page.refresh()
+            assert (page.total, page.epoch, page.looked, page.delivered, page.begun) == (7, 3, 1, 5, 3)
+            assert page.entry(7) == BatchRecord(7, 3, 9, 7)
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        page.close()

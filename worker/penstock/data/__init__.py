@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from penstock.data.loading.map_loader import MapLoader
     from penstock.data.loading.streaming_loader import StreamingLoader
     from penstock.data.ordering.balancing.balanced_order import Balance
+    from penstock.data.sharded.blends.energon_blend import energon_blend, energon_concat
+    from penstock.data.sharded.blends.megatron_blend import megatron_blend
     from penstock.data.sharded.layers.documents import Chunked
     from penstock.data.sharded.layers.mapped import Filtered, Mapped, SkipSample
     from penstock.data.sharded.layers.mixture import Mixture
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from penstock.data.sharded.layers.packed_rows import collate_packed
     from penstock.data.sharded.layers.repeated import Repeated
     from penstock.data.sharded.layers.windows import Grouped, WindowShuffled
-    from penstock.data.sharded.megatron_blend import megatron_blend
     from penstock.data.sharded.protocol import Cursor, ShardedSource
     from penstock.data.sharded.shard_loader import ShardLoader
     from penstock.data.sharded.sources.lines import LineFile
@@ -76,6 +77,8 @@ __all__ = [
     "XSVWriter",
     "collate_packed",
     "convert_dataset",
+    "energon_blend",
+    "energon_concat",
     "index_folder",
     "index_parquet",
     "megatron_blend",
@@ -119,9 +122,11 @@ _MODULES = {
     "XSVWriter": "writing.text_writers",
     "collate_packed": "sharded.layers.packed_rows",
     "convert_dataset": "converting.convert",
+    "energon_blend": "sharded.blends.energon_blend",
+    "energon_concat": "sharded.blends.energon_blend",
     "index_folder": "writing.index_folder",
     "index_parquet": "writing.index_parquet",
-    "megatron_blend": "sharded.megatron_blend",
+    "megatron_blend": "sharded.blends.megatron_blend",
     "merge_index": "writing.merge_index",
 }
 """Module below this package that has each name."""

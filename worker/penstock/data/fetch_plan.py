@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.formats.parquet.parquet_ranges import block_shard, has_ranges
+from penstock.data.formats.ranges.file_ranges import has_ranges, part_shard
 from penstock.data.formats.shards import Shard
 from penstock.data.ordering.epoch_plan import EpochPlan
 from penstock.data.ordering.permutation import Ints
@@ -37,7 +37,7 @@ EXAMINED_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Fetches:
-    """Units that are fetched as a whole: shards, or row groups of large Parquet files. Each array has shape
+    """Units that are fetched as a whole: shards, or parts of large files. Each array has shape
     (units,)."""
 
     starts: Ints
@@ -53,7 +53,7 @@ class Fetches:
         found: list[tuple[int, int, int]] = []
         for shard in shards:
             alone = has_ranges(shard) and not shard.is_verifiable
-            parts = [block_shard(shard, block) for block in range(len(shard.blocks))] if alone else [shard]
+            parts = [part_shard(shard, part) for part in range(len(shard.parts))] if alone else [shard]
             for part in parts:
                 found.append((part.samples, sum((file.packed or file.raw).size for file in part.files), part.size))
         samples, transferred, kept = np.array(found, np.int64).reshape(-1, 3).T

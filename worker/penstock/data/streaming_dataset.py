@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex
 
 import numpy as np
@@ -21,11 +20,11 @@ import torch.utils.data
 
 from penstock.data.arguments import byte_count, column_names
 from penstock.data.batch_columns import Columns, ColumnSource, by_number, joined
-from penstock.data.cache.block_footers import BlockFooters
 from penstock.data.cache.dataset_versions import Version, check_version, open_version
 from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
+from penstock.data.cache.part_tables import PartTables
 from penstock.data.cache.prefetch import FetchStats, process_group
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
@@ -33,9 +32,9 @@ from penstock.data.formats.format_table import reads_by_column
 from penstock.data.formats.index import file_notes
 from penstock.data.formats.mds import columns_of
 from penstock.data.formats.media.clips import AudioClip, VideoClip, check_clips
-from penstock.data.formats.parquet.parquet_ranges import block_shard
-from penstock.data.formats.readers import check_columns, open_block, open_shard
-from penstock.data.formats.records.energon_folder import select_split
+from penstock.data.formats.ranges.file_ranges import part_shard
+from penstock.data.formats.readers import check_columns, open_part, open_shard
+from penstock.data.formats.records.energon_folder import check_current, select_split
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, columns_of_rows, rows_of
 from penstock.data.indexes.open_index import ColumnsPlace, open_index
 from penstock.data.indexes.opened_units import Units
@@ -49,7 +48,7 @@ from penstock.data.streams import (
     apportioned,
     check_weights,
     group_id,
-    local_source,
+    prepared_folder,
     remote_of,
     stream_names,
     with_plain_values,
@@ -222,8 +221,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             for cache, index, (_, _, name) in zip(self._caches, indexes, remotes, strict=True)
         ]
         self._tables = [
-            _selected(table, stream, name)
-            for (_, table, _), (_, _, name), stream in zip(read, remotes, self.streams, strict=True)
+            _selected(table, stream, file_notes(index), name)
+            for (index, table, _), (_, _, name), stream in zip(read, remotes, self.streams, strict=True)
         ]
         self._indexes = [
             IndexWatch.of(cache.index_path, index, digest, hashed=table.facts.hashed, in_place=cache.in_place)
@@ -252,7 +251,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         known = sum(fact.decoded_samples for fact in facts)
         self.sample_bytes = sum(fact.decoded_bytes for fact in facts) / max(1, known)
         """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
-        self._footers = BlockFooters()
+        self._part_tables = PartTables()
         by_unit = [
             table.has_ranges & cache.fetches_ranges(table.hashed)
             for table, cache in zip(self._tables, self._caches, strict=True)
@@ -261,9 +260,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._bounds_of_units: list[Ints] | None = None
         """First sample of each unit that is read, and of each unit of `layouts`, with the number of all samples at the
         end; None if they are the same units."""
-        if not all(each.own for each in self.layouts):
-            divisions = self._units.sizes, self._order_sizes()
-            self._bounds_of_units = [np.concatenate([[0], np.cumsum(units)]) for units in divisions]
+        if any(self._units.finer) or not all(each.own for each in self.layouts):
+            order_bounds = np.concatenate([[0], np.cumsum(self._order_sizes())])
+            self._bounds_of_units = [self._units.unit_bounds, order_bounds]
         self._reads_columns = all(reads_by_column(name) for fact in facts for name in fact.formats)
         self._reads_bulk = any({*fact.formats} - {"mds", "json", "xsv", "csv", "tsv"} for fact in facts)
         self._set_starts()
@@ -384,15 +383,15 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             raise
 
     def fetch_ahead(self, units: Ints, *, needed: int = 0, group: str = "") -> int:
-        """Fetch the shards of these units (see `layouts`) in the background, in this order, as far as `prefetch_bytes`
+        """Fetch the shards of these units (see `units_of`) in the background, in this order, as far as `prefetch_bytes`
         last. The list replaces the one of the call before. `needed`: number of the first units that are fetched in any
         case; `group`: name of the processes that fetch the same. Returns the number of units that are admitted."""
         count = self._admitted(units, needed, group or process_group())
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         self._ahead = dict.fromkeys(self._opened_for(units[:count]))
         for number in self._ahead:
-            stream, shard, block = self._file(number)
-            wanted[stream].append(shard if block is None else block_shard(shard, block))
+            stream, shard, part = self._file(number)
+            wanted[stream].append(shard if part is None else part_shard(shard, part))
         for cache, ahead in zip(self._caches, wanted, strict=True):
             cache.fetch_ahead(ahead)
         if self._to_decode and (ready := self._decodable()):
@@ -410,23 +409,28 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             for number in self._opened_for(units[count : count + 1]):
                 if number not in seen and self._open.peek(number) is None:
                     seen.add(number)
-                    _, shard, block = self._file(number)
-                    free -= shard.size if block is None else shard.ranges[2 * block + 1] - shard.ranges[2 * block]
+                    _, shard, part = self._file(number)
+                    free -= shard.size if part is None else shard.ranges[2 * part + 1] - shard.ranges[2 * part]
             if free < 0:
                 return count
         return len(units)
 
     def _opened_for(self, units: Ints) -> list[int]:
-        """Return the numbers of what is opened to read these units of `layouts`."""
-        opened: list[int] = self._units.opened_of(self._own_units(units)).tolist()
+        """Return the numbers of what is opened to read these units."""
+        opened: list[int] = self._units.opened_of(units).tolist()
         return opened
+
+    def units_of(self, samples: Ints) -> Ints:
+        """Return the numbers of the units that are read for the samples with these numbers."""
+        found: Ints = np.searchsorted(self._units.unit_bounds, samples, side="right") - 1
+        return found
 
     def fetch_stats(self) -> FetchStats:
         """Return what this process has fetched of all streams so far, and what of it is ahead of need now."""
         return sum((cache.stats() for cache in self._caches), FetchStats())
 
     def keep_open(self, units: Ints) -> None:
-        """Keep the shards of these units (see `layouts`) open once they were read, because they are needed soon. Others
+        """Keep the files of these units (see `units_of`) open once they were read, because they are needed soon. Others
         are closed, if their files are in a cache: an open shard cannot be evicted."""
         needed = set(self._opened_for(units))
         self._open.most = max(MIN_OPEN, len(needed))
@@ -439,7 +443,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         the index lists no row groups."""
         if not self.has_blocks:
             return
-        units = self._own_units(units)
+        units = self.read_units(units)
         needed = np.cumsum(self._units.sizes[units]) * self.sample_bytes
         limit = max(MEMORY.limit, self.decoded_limit or 0) // 2
         self._to_decode = units[needed <= limit].tolist()
@@ -460,7 +464,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     def forget(self, units: Ints) -> None:
         """Let the memory of these decoded units be freed, because their samples are not needed soon."""
-        units = self._own_units(units)
+        units = self.read_units(units)
         for unit, opened in zip(units.tolist(), self._units.opened_of(units).tolist(), strict=True):
             reader = self._open.peek(opened)
             if isinstance(reader, BlockReader):
@@ -469,7 +473,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
     def _order_sizes(self) -> Ints:
         return np.concatenate(self.sizes)
 
-    def _own_units(self, units: Ints) -> Ints:
+    def read_units(self, units: Ints) -> Ints:
         """Return the units that are read for these units of `layouts`, in their order."""
         if self._bounds_of_units is None:
             return units
@@ -487,9 +491,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             reader.load(unit - self._units.first_unit(opened))
 
     def _file(self, number: int) -> tuple[int, Shard, int | None]:
-        """Return the stream and the file of what is opened, and the number of its only block; None: the whole file."""
-        stream, file, block = self._units.file(number)
-        return stream, self._tables[stream][file], block
+        """Return the stream and the file of what is opened, and the number of its only part; None: the whole file."""
+        stream, file, part = self._units.file(number)
+        return stream, self._tables[stream][file], part
 
     def shares(self, epoch_size: int | None = None) -> list[int]:
         """Return the number of samples that an epoch takes of each stream. `epoch_size`: number of samples in the
@@ -559,27 +563,22 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             cache.neighbours = [other for other in self._caches if other is not cache]
 
     def _opened(self, number: int) -> tuple[HeldShard, ShardReader]:
-        stream, shard, block = self._file(number)
-        held = self._caches[stream].hold(shard if block is None else block_shard(shard, block))
+        stream, shard, part = self._file(number)
+        cache = self._caches[stream]
+        held = cache.hold(shard if part is None else part_shard(shard, part))
         try:
-            source, options = self._source(stream, held.paths[0], shard), self._options[stream]
+            source, options = cache.name_of(held.paths[0], shard), self._options[stream]
             MEMORY.raise_limit(self.decoded_limit)
-            if block is None:
+            if part is None:
                 reader = open_shard(shard, held.paths, options, source=source)
             else:
-                place = self._footers.place(stream, self._caches[stream], shard, block, source)
-                reader = open_block(block_shard(shard, block), held.paths[0], place, options, source=source)
+                table = self._part_tables.of(stream, cache, shard, source)
+                reader = open_part(shard, part, held.paths[0], table, options, source=source)
             self._indexes[stream].check(held.paths)  # after opening: the open file cannot change any more
             return held, reader
         except BaseException:
             held.release()
             raise
-
-    def _source(self, stream: int, path: Path, shard: Shard) -> str:
-        remote = self._caches[stream].remote
-        if remote is None or (remote.local and path.is_relative_to(remote.local)):
-            return str(path)
-        return f"{remote.url_of(shard.name)} ({path}: remove it to have it fetched again)"
 
 
 def _cache(stream: Stream, settings: Mapping[str, Any], index: str) -> ShardCache:
@@ -587,7 +586,10 @@ def _cache(stream: Stream, settings: Mapping[str, Any], index: str) -> ShardCach
     return ShardCache(remote, folder, index=index, **settings)
 
 
-def _selected(table: ShardTable, stream: Stream, name: str) -> ShardTable:
-    """Return the table of the split that a stream asks for."""
-    shards = select_split(table, stream.split, local_source(stream), name, has_splits=table.facts.splits)
+def _selected(table: ShardTable, stream: Stream, notes: Mapping[str, Any], name: str) -> ShardTable:
+    """Return the table of the split that a stream asks for. `notes`: notes of the index."""
+    folder = prepared_folder(stream)
+    shards = select_split(table, stream.split, folder, name, has_splits=table.facts.splits)
+    if folder is not None and table.facts.splits:
+        check_current(folder, notes, name)
     return table if shards is table else ListedShards(shards)

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.data.arguments import real_number, sample_count, whole
+from penstock.data.formats.index import INDEX
 from penstock.data.formats.records.energon_folder import is_prepared
 from penstock.data.remote.folders import RemoteFolder, joined
+from penstock.data.remote.prepared_meta import fetch_meta
 from penstock.data.writing.uploads import local_folder
-from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.errors import InvalidArgumentError, ShardUnavailableError
 
 __all__ = [
     "Stream",
@@ -23,10 +25,18 @@ __all__ = [
     "check_weights",
     "group_id",
     "local_source",
+    "prepared_folder",
     "remote_of",
     "stream_names",
     "with_plain_values",
 ]
+
+
+PREPARED_WAIT_S = 60.0
+"""Longest wait in seconds for the answer whether Energon has prepared a remote folder."""
+_plain: set[tuple[str, str]] = set()
+"""(identity of a remote folder, split) of those that are known not to be prepared: each is asked for once in a process,
+until its index is in the cache."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,8 @@ class Stream:
     """Folder on this machine that caches the dataset's files; None: a folder for this remote in the user's cache
     directory."""
     split: str | None = None
-    """Name of a subfolder that is appended to `remote` and `local`; of a local folder that Energon prepared, the name
-    of a split in its split.yaml, or "*" for all of them."""
+    """Name of a subfolder that is appended to `remote` and `local`; of a folder that Energon prepared, the name of a
+    split in its split.yaml, or "*" for all of them."""
     proportion: float | None = None
     """Weight of this stream's samples in an epoch, relative to the other streams'."""
     repeat: float | None = None
@@ -82,18 +92,47 @@ def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
         raise InvalidArgumentError(
             "a Stream must have remote, local or both, got neither. Pass the dataset's folder or URL"
         )
-    source = local_source(stream)
-    if source is not None and is_prepared(source):
+    if prepared_folder(stream) is not None:
         below = ""  # a folder that Energon prepared has the archives of all splits side by side, see select_split
     if stream.remote is None:
         folder = local_folder("local", stream.local) / below
         return None, folder, str(folder)
-    url = os.fspath(stream.remote)
+    remote, folder = _remote_below(stream, below)
+    return remote, folder, remote.url
+
+
+def prepared_folder(stream: Stream) -> Path | None:
+    """Return the local folder with the files of splits that Energon wrote for a stream's folder: the folder itself, or
+    the cache of a remote folder, into which they are copied. None if Energon has not prepared the stream's folder, or
+    if it is remote and the stream has no split."""
+    source = local_source(stream)
+    if source is not None or not stream.split:
+        return source if source is not None and is_prepared(source) else None
+    remote, folder = _remote_below(stream, "")
+    if is_prepared(folder):
+        return folder
+    known = remote.identity, stream.split
+    if known in _plain or (_remote_below(stream, stream.split)[1] / INDEX).exists():
+        return None
+    try:
+        if fetch_meta(remote, folder, deadline_s=min(stream.timeout_s or PREPARED_WAIT_S, PREPARED_WAIT_S)):
+            return folder
+    except ShardUnavailableError:
+        return None  # the index cannot be fetched either, and its error says why
+    finally:
+        remote.close()
+    _plain.add(known)
+    return None
+
+
+def _remote_below(stream: Stream, below: str) -> tuple[RemoteFolder, Path]:
+    """Return the (remote folder, cache folder) of a subfolder of a stream's remote; `below` is "" for itself."""
+    url = os.fspath(stream.remote or "")
     remote = RemoteFolder(joined(url, below) if below else url, stream.storage_options)
     if stream.local is not None:
-        return remote, local_folder("local", stream.local) / below, remote.url
+        return remote, local_folder("local", stream.local) / below
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return remote, Path(cache) / "penstock" / hashlib.sha256(remote.identity.encode()).hexdigest()[:16], remote.url
+    return remote, Path(cache) / "penstock" / hashlib.sha256(remote.identity.encode()).hexdigest()[:16]
 
 
 def stream_names(addresses: Sequence[str]) -> list[str]:

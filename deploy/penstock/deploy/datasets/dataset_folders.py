@@ -33,9 +33,9 @@ VERIFIED_AT_ONCE = 64
 """Number of samples that are read at a time."""
 
 
-def show_index(folder: Path, format: str | None, as_json: bool) -> None:
-    """Write a folder's index, and print what was found."""
-    _print(_counts(folder, index_folder(folder, format)), as_json)
+def show_index(folder: str, format: str | None, out: Path | None, as_json: bool) -> None:
+    """Write a folder's index, and print what was found. `out`: folder of the index; None: the folder itself."""
+    _print(_counts(folder, index_folder(folder, format, out=out)), as_json)
 
 
 def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: Any) -> None:

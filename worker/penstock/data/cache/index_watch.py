@@ -11,6 +11,8 @@ indexes.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,17 +23,19 @@ import xxhash
 
 from penstock.data.cache.file_locks import LONGEST_TEXT
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import PRECEDED_NOTE, file_notes, first_notes, version_index
+from penstock.data.formats.index import PRECEDED_NOTE, SOURCE_NOTE, file_notes, first_notes, version_index
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, PenstockError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.files.inner_paths import parent_of
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["IndexWatch", "RemoteIndex", "digest_of"]
+__all__ = ["IndexWatch", "RemoteIndex", "check_index", "digest_of", "is_index_of"]
 
 VERSION_TIMEOUT_S = 10.0
 """Seconds to wait for the remote's answer about its index's version."""
+LARGEST_PAGE = 64 << 20
+"""Size of an index, in bytes, up to which its copy is parsed before it is believed to be one."""
 
 
 @dataclass
@@ -157,6 +161,34 @@ class RemoteIndex:
             raise
         except Exception:
             return None
+
+
+def check_index(file: Descriptor, source: str) -> None:
+    """Raise DatasetError if a file is not an index, but a login page or a proxy's answer, for example. Such data must
+    not be cached as the index. Of a large one only the ends are looked at: no page is that large. `source`: address of
+    the file."""
+    size = os.fstat(file.fileno()).st_size
+    if size > LARGEST_PAGE:
+        is_index = file.read(256, 0).lstrip()[:1] == b"{" and file.read(256, size - 256).rstrip()[-1:] == b"}"
+        data = b"" if is_index else file.read(40, 0)
+    else:
+        data = file.read(size, 0)
+        try:
+            is_index = isinstance(json.loads(data), dict)
+        except ValueError:
+            is_index = False
+    if not is_index:
+        raise DatasetError(
+            f"{source} must be the index of a dataset, got a file that begins with {data[:40]!r}. Check the address, "
+            "and whether a proxy or a login page answers for it"
+        )
+
+
+def is_index_of(path: Path, folder: str) -> bool:
+    """Return True if a file is the index of the files in another local folder: `folder`, "" for none."""
+    with contextlib.suppress(OSError):
+        return bool(folder) and file_notes(Descriptor(path)).get(SOURCE_NOTE) == folder
+    return False
 
 
 def digest_of(file: Descriptor) -> str:

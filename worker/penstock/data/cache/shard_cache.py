@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import threading
@@ -30,6 +29,7 @@ from penstock.data.cache.download import Downloads, give_name
 from penstock.data.cache.eviction import Eviction, disk_bytes, free_bytes, same_disk
 from penstock.data.cache.file_hashes import HASHES
 from penstock.data.cache.file_locks import FileLock
+from penstock.data.cache.index_watch import check_index, is_index_of
 from penstock.data.cache.prefetch import FetchStats, Prefetcher
 from penstock.data.cache.shard_versions import ShardVersion, file_stat, key_of
 from penstock.data.formats.descriptors import Descriptor
@@ -37,7 +37,7 @@ from penstock.data.formats.index import INDEX, file_notes, first_notes, remedy_w
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import is_full, unwritable
-from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.proto.errors import InvalidArgumentError, PenstockError, ShardUnavailableError
 
 __all__ = ["HeldShard", "ShardCache"]
 
@@ -54,8 +54,6 @@ YIELD_S = 5.0
 LOOK_S = 0.1
 """Seconds that a reader waits, before it exceeds the cache's limit, for processes that lock a shard only to check it. A
 locked shard cannot be evicted."""
-LARGEST_PAGE = 64 << 20
-"""Size of an index, in bytes, up to which its copy is parsed before it is believed to be one."""
 CONFIRM_S = 10.0
 """Seconds to wait for the remote to answer whether it has a file."""
 
@@ -173,6 +171,7 @@ class ShardCache:
         self._warned = False
         self._told_full = False
         self._fetched = FetchStats()
+        self._is_indexed_here: bool | None = None
         self._eviction = Eviction(self._state, self._limit, self._fetchable) if self.remote else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -196,7 +195,15 @@ class ShardCache:
     @property
     def index_path(self) -> Path:
         """Path of the index file that `index` reads."""
-        return Path(self._in_place or self.folder, self._index_name)
+        return Path(self.folder if self._indexed_here else self._in_place or self.folder, self._index_name)
+
+    @property
+    def _indexed_here(self) -> bool:
+        """True if files are used where they lie, but their index is in the cache's folder: index_folder wrote it there,
+        because it could not write into theirs."""
+        if self._is_indexed_here is None:
+            self._is_indexed_here = is_index_of(self.folder / self._index_name, self._in_place)
+        return self._is_indexed_here
 
     @property
     def in_place(self) -> bool:
@@ -240,7 +247,7 @@ class ShardCache:
                 if file_stat(str(path)) is None:
                     self._downloads.before_index_fetch()
                     self.remote.copy(name, temporary("raw"), deadline_s=until - time.monotonic())
-                    self._check_index(Descriptor(temporary("raw")))
+                    check_index(Descriptor(temporary("raw")), self.remote.url_of(name))
                     give_name(temporary("raw"), self.folder, name)
 
     def newest_notes(self) -> dict[str, Any]:
@@ -251,27 +258,13 @@ class ShardCache:
         remote, until = self.remote, time.monotonic() + self.timeout_s
         return first_notes(lambda size: remote.read(self._index_name, deadline_s=until - time.monotonic(), first=size))
 
-    def _check_index(self, file: Descriptor) -> None:
-        """Raise DatasetError if a file is not an index, but a login page or a proxy's answer, for example. Such data
-        must not be cached as the index. Of a large one only the ends are looked at: no page is that large."""
-        assert self.remote is not None
-        size = os.fstat(file.fileno()).st_size
-        if size > LARGEST_PAGE:
-            is_index = file.read(256, 0).lstrip()[:1] == b"{" and file.read(256, size - 256).rstrip()[-1:] == b"}"
-            data = b"" if is_index else file.read(40, 0)
-        else:
-            data = file.read(size, 0)
-            try:
-                is_index = isinstance(json.loads(data), dict)
-            except ValueError:
-                is_index = False
-        if not is_index:
-            raise DatasetError(
-                f"{self.remote.url_of(self._index_name)} must be the index of a dataset, got a file that begins with "
-                f"{data[:40]!r}. Check the address, and whether a proxy or a login page answers for it"
-            )
-
     # One shard
+
+    def name_of(self, path: Path, shard: Shard) -> str:
+        """Return the name of a shard's file for errors: its path, with its address if it was fetched."""
+        if self.remote is None or (self.remote.local and path.is_relative_to(self.remote.local)):
+            return str(path)
+        return f"{self.remote.url_of(shard.name)} ({path}: remove it to have it fetched again)"
 
     def hold(self, shard: Shard) -> HeldShard:
         """Return the shard's raw files, complete and verified. They stay in the cache until they are released. Waits
@@ -325,6 +318,9 @@ class ShardCache:
         for file in shard.files:
             path = os.path.join(self._in_place, file.raw.name)
             found = file_stat(path)
+            if found is None and self._indexed_here:
+                path = os.path.join(self._root, file.raw.name)
+                found = file_stat(path)
             if found is None or found[0] != file.raw.size:
                 return None
             paths.append(Path(path))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -14,10 +13,8 @@ from penstock.data.converting.argument_names import ARGUMENTS, ArgumentNames
 from penstock.data.converting.target_columns import TargetColumn
 from penstock.data.formats.shards import Shard
 
-__all__ = ["JOB", "PART_BYTES", "ConversionPlan", "Part", "parts_of"]
+__all__ = ["PART_BYTES", "ConversionPlan", "Part", "parts_of"]
 
-JOB = struct.Struct("<Q")
-"""Layout of a part's number in the file from which processes take parts."""
 PART_BYTES = 256 << 20
 """Size in bytes above which a source's shard is divided into several parts."""
 

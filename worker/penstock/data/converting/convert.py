@@ -27,7 +27,7 @@ from penstock.data.arguments import at_least_one, truth
 from penstock.data.cache.file_locks import FileLock, take
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.converting.argument_names import ARGUMENTS, ArgumentNames
-from penstock.data.converting.conversion_plan import JOB, ConversionPlan, parts_of
+from penstock.data.converting.conversion_plan import ConversionPlan, parts_of
 from penstock.data.converting.convert_part import PartConverter, data_of, source_of
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
 from penstock.data.converting.target_settings import target_settings
@@ -36,14 +36,11 @@ from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import ReadOptions, Shard, rows_of
 from penstock.data.indexes.order_layout import OrderLayout
 from penstock.data.indexes.shard_table import ListedShards
+from penstock.data.job_processes import in_processes
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.writing.uploads import writable_remote
-from penstock.proto import errors
-from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
 from penstock.runtime.files.atomic_files import sync_folder
-from penstock.runtime.process.line_reader import LinePipe
-from penstock.runtime.process.spawn import Spawned, module, spawn
-from penstock.runtime.process.watch import wait_for_any
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
 __all__ = ["Converted", "convert_dataset"]
@@ -58,8 +55,7 @@ PROCESS_BYTES = 128 << 20
 """Bytes of data for each process: with fewer, starting another process takes longer than it saves."""
 THREADS = 16
 """Number of small files that are read or removed at a time."""
-END_S = 60.0
-"""Seconds to wait for processes to end by themselves."""
+PROGRAM = "penstock.data.converting.part_process"
 
 
 @dataclass(frozen=True)
@@ -388,7 +384,7 @@ class _Conversion:
             finally:
                 converter.close()
             return
-        for _ in _in_processes(self.plan, missing, processes):
+        for _ in in_processes(PROGRAM, self.plan.encoded_text(), missing, processes):
             done += 1
             self._progress(done, total)
 
@@ -432,62 +428,3 @@ class _Conversion:
     def _converted(self, shards: list[Shard], digest: str, made: int) -> Converted:
         columns = {column.name: column.type for column in self.plan.columns}
         return Converted(shards, sum(shard.samples for shard in shards), digest, len(self.plan.parts), made, columns)
-
-
-def _in_processes(plan: ConversionPlan, parts: Sequence[int], count: int) -> Iterator[int]:
-    """Convert parts in processes; yield the number of each when it is done. Raises the error of the first part that
-    fails, after the other processes have finished the parts that they have begun."""
-    with contextlib.ExitStack() as stack:
-        plan_file, jobs = (_memory_file(stack, text) for text in (plan.encoded_text(), b"".join(map(JOB.pack, parts))))
-        children: dict[LinePipe, Spawned] = {}
-        for _ in range(count):
-            pipe = LinePipe()
-            output = pipe.theirs.fileno()
-            command = module("penstock.data.converting.part_process", *map(str, (plan_file, jobs, output, os.getpid())))
-            children[pipe] = child = spawn(command, fds=(plan_file, jobs, pipe.theirs), session=False)
-            stack.callback(child.close)
-            stack.callback(child.end, END_S)
-            stack.callback(pipe.close)
-        failed: Exception | None = None
-        while children:
-            for fd in wait_for_any([pipe.fileno() for pipe in children]):
-                pipe = next(each for each in children if each.fileno() == fd)
-                for line in pipe.read():
-                    said = json.loads(line)
-                    if "error" in said:
-                        failed = failed or _error_of(said)
-                        os.lseek(jobs, 0, os.SEEK_END)  # no process begins another part
-                    else:
-                        yield said["part"]
-                if pipe.ended:
-                    status = children.pop(pipe).result()
-                    if status and failed is None:
-                        failed = DatasetError(
-                            f"a process that converts parts must end with status 0, got {status}. Run the command "
-                            "again, with fewer processes if memory was short; finished parts are kept"
-                        )
-                        os.lseek(jobs, 0, os.SEEK_END)
-        if failed is not None:
-            raise failed
-
-
-def _memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
-    """Return the descriptor of a file in memory with this content, positioned at its beginning. Processes that share
-    the descriptor share its position, so each record is read once."""
-    made = os.memfd_create("penstock-convert", os.MFD_CLOEXEC)
-    try:
-        with open(made, "wb", closefd=False) as file:
-            file.write(content)
-        # Open the file anew, because the kernel locks the shared position during a read only for files that open()
-        # opened. Through the descriptor from memfd_create, two processes may read the same record.
-        fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_CLOEXEC)
-    finally:
-        os.close(made)
-    stack.callback(os.close, fd)
-    return fd
-
-
-def _error_of(said: Mapping[str, Any]) -> PenstockError:
-    kind = getattr(errors, str(said["error"]), DatasetError)
-    made: PenstockError = kind(said["message"])
-    return made

@@ -12,20 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.array_record.array_record_file import open_array_record
-from penstock.data.formats.arrow.arrow_file import check_arrow, open_arrow
+from penstock.data.formats.arrow.arrow_file import check_arrow, header_shard, open_arrow, open_arrow_part, read_header
 from penstock.data.formats.mds import check_mds, open_mds
 from penstock.data.formats.megatron.token_documents import open_megatron
-from penstock.data.formats.parquet.parquet_reader import check_parquet, open_parquet
-from penstock.data.formats.records.csv_rows import check_csv_rows, open_csv_rows
+from penstock.data.formats.parquet.parquet_ranges import footer_shard
+from penstock.data.formats.parquet.parquet_reader import check_parquet, open_parquet, open_row_group, read_footer
+from penstock.data.formats.ranges.file_ranges import part_shard
+from penstock.data.formats.records.csv_rows import CSVRowsReader, check_csv_rows, open_csv_rows
 from penstock.data.formats.records.energon_folder import check_tar
-from penstock.data.formats.records.json_lines import open_json_lines
-from penstock.data.formats.records.tar_samples import open_tar
+from penstock.data.formats.records.json_lines import JSONLinesReader, open_json_lines
+from penstock.data.formats.records.record_file import RecordPart, offsets_shard, part_of, read_table
+from penstock.data.formats.records.tar_samples import TarReader, open_tar
 from penstock.data.formats.shards import ReadOptions, Shard, ShardReader
 from penstock.data.formats.text_shards import check_json, check_separated, open_json, open_separated
 from penstock.data.formats.tfrecord.example_messages import check_records
-from penstock.data.formats.tfrecord.tfrecord_file import open_tfrecord
+from penstock.data.formats.tfrecord.tfrecord_file import TFRecordReader, open_tfrecord
 
-__all__ = ["FORMATS", "MAX_BYTES", "Format", "reads_by_column"]
+__all__ = ["FORMATS", "MAX_BYTES", "Format", "PartReading", "reads_by_column"]
 
 MAX_BYTES = (1 << 32) - 1
 """Largest size in bytes of a file that is addressed by 32-bit offsets."""
@@ -33,6 +36,19 @@ UNLIMITED = 1 << 44
 """Limit of the size in bytes of other files, see `index.MAX_NUMBER`."""
 
 _WITH_OFFSETS = ("data", "meta")
+
+
+@dataclass(frozen=True, slots=True)
+class PartReading:
+    """Functions that read parts of a file which are fetched one by one, see ranges/file_ranges.py."""
+
+    table: Callable[[Shard], Shard]
+    """Function that returns, as a shard of its own, what all parts of a file need to be read."""
+    read: Callable[[Shard, Path], Any]
+    """Function (shard of the whole file, path of its table) that reads and checks the table. It may raise any error."""
+    open: Callable[[Shard, int, Path, Any, ReadOptions], ShardReader]
+    """Function (shard of the whole file, number of the part, path of the part, table, options) that returns the part's
+    reader. Raises ShardCorruptError, DatasetError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +68,8 @@ class Format:
     """Settings that only mosaicml-streaming's own reader needs, with the values that are written."""
     max_bytes: int = UNLIMITED
     """Largest size of a raw file, in bytes."""
+    by_part: PartReading | None = None
+    """Functions that read parts of a file; None if files are always fetched whole."""
     by_column: bool = False
     """True if the reader returns the columns of several rows, see `shards.columns_of_rows`."""
 
@@ -59,6 +77,15 @@ class Format:
 def _unchecked(settings: dict[str, Any]) -> None:
     """Check nothing: a file of this format describes itself."""
     del settings
+
+
+def _of_records(open_part: Callable[[Shard, Path, RecordPart, ReadOptions], ShardReader]) -> PartReading:
+    """Return the functions for files with a file of offsets."""
+
+    def opened(shard: Shard, part: int, path: Path, table: memoryview, options: ReadOptions) -> ShardReader:
+        return open_part(part_shard(shard, part), path, part_of(shard, part, table), options)
+
+    return PartReading(offsets_shard, read_table, opened)
 
 
 _of_mosaicml = partial(Format, defaults={"size_limit": None}, max_bytes=MAX_BYTES)
@@ -72,15 +99,53 @@ FORMATS: Mapping[str, Format] = {
         _of_mosaicml("csv", _WITH_OFFSETS, check_separated, open_separated),
         _of_mosaicml("tsv", _WITH_OFFSETS, check_separated, open_separated),
         # Penstock's own format: mosaicml-streaming has no index of plain Parquet files.
-        Format("parquet", ("data",), check_parquet, open_parquet, by_column=True),
+        Format(
+            "parquet",
+            ("data",),
+            check_parquet,
+            open_parquet,
+            by_part=PartReading(footer_shard, read_footer, open_row_group),
+            by_column=True,
+        ),
         # Files of other libraries, read as they are.
         Format("megatron", _WITH_OFFSETS, _unchecked, open_megatron),
-        Format("arrow", ("data",), check_arrow, open_arrow, by_column=True),
+        Format(
+            "arrow",
+            ("data",),
+            check_arrow,
+            open_arrow,
+            by_part=PartReading(header_shard, read_header, open_arrow_part),
+            by_column=True,
+        ),
         Format("array_record", ("data",), check_records, open_array_record),
-        Format("tfrecord", _WITH_OFFSETS, check_records, open_tfrecord),
-        Format("json_lines", _WITH_OFFSETS, _unchecked, open_json_lines),
-        Format("csv_rows", _WITH_OFFSETS, check_csv_rows, open_csv_rows),
-        Format("webdataset", _WITH_OFFSETS, check_tar, open_tar),
+        Format(
+            "tfrecord",
+            _WITH_OFFSETS,
+            check_records,
+            open_tfrecord,
+            by_part=_of_records(lambda shard, path, part, options: TFRecordReader(shard, path, part)),
+        ),
+        Format(
+            "json_lines",
+            _WITH_OFFSETS,
+            _unchecked,
+            open_json_lines,
+            by_part=_of_records(lambda shard, path, part, options: JSONLinesReader(shard, path, part)),
+        ),
+        Format(
+            "csv_rows",
+            _WITH_OFFSETS,
+            check_csv_rows,
+            open_csv_rows,
+            by_part=_of_records(lambda shard, path, part, options: CSVRowsReader(shard, path, part)),
+        ),
+        Format(
+            "webdataset",
+            _WITH_OFFSETS,
+            check_tar,
+            open_tar,
+            by_part=_of_records(lambda shard, path, part, options: TarReader(shard, path, part, options)),
+        ),
     )
 }
 """Formats by name."""

@@ -26,6 +26,7 @@ __all__ = [
     "INDEX",
     "INDEX_END",
     "PRECEDED_NOTE",
+    "SOURCE_NOTE",
     "VERSION_NOTE",
     "check_version",
     "entry_text",
@@ -48,6 +49,8 @@ INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".
 INDEX = "index.json"
 VERSION_NOTE = "dataset_version"
 """Note of the number of the dataset's version that an index is of, see cache/dataset_versions.py."""
+SOURCE_NOTE = "folder"
+"""Note of the local folder that the files of an index lie in, if it is not the index's own folder."""
 VERSION = 2
 NOTES = "penstock"
 """Name of the index's entry that holds the notes; it is the first one, because entries are sorted."""
@@ -61,7 +64,7 @@ below 64 bits."""
 PRECEDED_NOTE = "preceded_by"
 """Note, in the index of version 1, of the digest of the index that the dataset had before it had versions."""
 
-_OWN = {"version", "format", "samples", "compression", "hashes", "blocks", "decoded_bytes", "ranges"}
+_OWN = {"version", "format", "samples", "compression", "hashes", "blocks", "decoded_bytes", "spans", "ranges"}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
 """Fields of a shard's entry in the index that do not go into `Shard.settings`."""
 
@@ -227,32 +230,38 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
     if settings is None:
         known_format.check(rest)
         settings = known[key] = rest
-    return Shard(
-        known_format.name, samples, tuple(pairs), compression, settings, *_blocks(entry, samples, pairs[0].raw.size)
-    )
-
-
-def _blocks(entry: dict[str, Any], samples: int, size: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    """Return the samples in each block of a shard's file, the bytes of all blocks once they are decoded, and the ranges
-    of the blocks in the file of `size` bytes."""
-    blocks = entry.get("blocks")
-    if blocks is None:
-        return (), 0, ()
-    if not isinstance(blocks, list) or not all(type(rows) is int and rows >= 0 for rows in blocks):
-        raise InvalidField("blocks", "must be a list of numbers of samples, none below 0")
-    if sum(blocks) != samples:
-        raise InvalidField("blocks", f"must add up to the shard's {samples} samples, got {sum(blocks)}")
+    blocks, spans = _parts_of(entry, "blocks", samples), _parts_of(entry, "spans", samples)
+    if blocks and spans:
+        raise InvalidField("spans", "must be absent, because the file has blocks")
     decoded = _count(entry, "decoded_bytes", "decoded_bytes") if "decoded_bytes" in entry else 0
-    ranges = entry.get("ranges", [])
+    ranges = _ranges(entry, len(blocks or spans), pairs[0].raw.size)
+    if ranges and known_format.by_part is None:
+        raise InvalidField("ranges", f"must be absent, because files of format {form} are read whole")
+    return Shard(known_format.name, samples, tuple(pairs), compression, settings, blocks, decoded, spans, ranges)
+
+
+def _parts_of(entry: dict[str, Any], kind: str, samples: int) -> tuple[int, ...]:
+    """Return the number of samples in each block or span of a shard's file."""
+    parts = entry.get(kind)
+    if parts is None:
+        return ()
+    if not isinstance(parts, list) or not all(type(rows) is int and rows >= 0 for rows in parts):
+        raise InvalidField(kind, "must be a list of numbers of samples, none below 0")
+    if sum(parts) != samples:
+        raise InvalidField(kind, f"must add up to the shard's {samples} samples, got {sum(parts)}")
+    return tuple(parts)
+
+
+def _ranges(entry: dict[str, Any], parts: int, size: int) -> tuple[int, ...]:
+    """Return the ranges of the blocks or spans in a file of `size` bytes."""
+    ranges = entry.get("ranges", []) if parts else []
     if not isinstance(ranges, list) or not all(type(at) is int and 0 <= at <= size for at in ranges):
         raise InvalidField("ranges", f"must be a list of offsets from 0 to {size}")
-    if ranges and len(ranges) != 2 * len(blocks) + 1:
-        raise InvalidField(
-            "ranges", f"must have 2 offsets for each of {len(blocks)} blocks, and 1 more, got {len(ranges)}"
-        )
+    if ranges and len(ranges) != 2 * parts + 1:
+        raise InvalidField("ranges", f"must have 2 offsets for each of {parts} blocks, and 1 more, got {len(ranges)}")
     if any(begin > end for begin, end in zip(ranges[:-1:2], ranges[1::2], strict=True)):
         raise InvalidField("ranges", "must not have a block that ends before it begins")
-    return tuple(blocks), decoded, tuple(ranges)
+    return tuple(ranges)
 
 
 def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> StoredFile:
@@ -318,6 +327,8 @@ def _entry(shard: Shard) -> dict[str, Any]:
     }
     if shard.blocks:
         entry |= {"blocks": list(shard.blocks), "decoded_bytes": shard.decoded_bytes}
+    if shard.spans:
+        entry["spans"] = list(shard.spans)
     if shard.ranges:
         entry["ranges"] = list(shard.ranges)
     for part, file in zip(FORMATS[shard.format].parts, shard.files, strict=True):

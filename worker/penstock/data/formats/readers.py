@@ -8,12 +8,10 @@ from typing import Any
 
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.media.clip_reader import ClipReader
-from penstock.data.formats.parquet.parquet_ranges import FileRange
-from penstock.data.formats.parquet.parquet_reader import ParquetReader
 from penstock.data.formats.shards import DEFAULT_OPTIONS, ColumnReader, ReadOptions, Shard, ShardReader, rows_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
-__all__ = ["check_columns", "open_block", "open_shard"]
+__all__ = ["check_columns", "open_part", "open_shard"]
 
 
 def open_shard(
@@ -44,13 +42,23 @@ def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where:
         raise InvalidArgumentError(f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}")
 
 
-def open_block(
-    shard: Shard, path: Path, place: FileRange, options: ReadOptions = DEFAULT_OPTIONS, *, source: str
+def open_part(
+    shard: Shard, part: int, path: Path, table: Any, options: ReadOptions = DEFAULT_OPTIONS, *, source: str
 ) -> ShardReader:
-    """Return a reader of a shard that is one row group (see parquet_ranges.py). `path`: file of the row group; `place`:
-    position in the whole file; other arguments as in `open_shard`. Raises ShardCorruptError, DatasetError."""
+    """Return a reader of one part of a shard (see ranges/file_ranges.py).
+
+    Args:
+        part: number of the part.
+        path: file of the part.
+        table: what the format's `PartReading.read` returned.
+        options, source: as in `open_shard`.
+
+    Raises ShardCorruptError, DatasetError.
+    """
     try:
-        reader: ShardReader = ParquetReader(shard, path, place)
+        by_part = FORMATS[shard.format].by_part
+        assert by_part is not None
+        reader = by_part.open(shard, part, path, table, options)
         if options.columns is not None:
             reader = _projected(reader, options.columns)
     except ShardCorruptError as error:

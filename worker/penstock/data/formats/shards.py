@@ -71,15 +71,25 @@ class Shard:
     decoded_bytes: int = 0
     """Smallest number of bytes that all blocks take in memory once they are decoded; 0 if it is unknown."""
 
+    spans: tuple[int, ...] = ()
+    """Number of samples in each span of the file, in the order of the file, if its format has no blocks, but
+    consecutive samples can be fetched without the rest. Empty for other formats, small files, and files with
+    blocks."""
     ranges: tuple[int, ...] = ()
-    """Offsets in the file, in bytes, so that its blocks can be fetched without the rest: the beginning and the end of
-    each block, then the beginning of the footer, which ends with the file; shape (2 * blocks + 1,). Empty if
-    unknown."""
+    """Offsets in the file, in bytes, so that its parts can be fetched without the rest: the beginning and the end of
+    each part, then the border of what all of them need: the beginning of Parquet's footer, the end of Arrow's header,
+    and else the end of the file; shape (2 * parts + 1,). Empty if unknown."""
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Number of samples in each unit that is read as a whole: each block, or else the shard."""
+        """Number of samples in each unit that decides the order: each block, or else the shard."""
         return self.blocks or (self.samples,)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Number of samples in each part that can be fetched without the rest of the file: each block or span, or else
+        the shard."""
+        return self.blocks or self.spans or (self.samples,)
 
     @property
     def is_verifiable(self) -> bool:

@@ -1,4 +1,4 @@
-"""Units of a dataset, and what is opened to read each: a file, or one block of it that is fetched without the rest."""
+"""Units of a dataset, and what is opened to read each: a file, or one part of it that is fetched without the rest."""
 
 from __future__ import annotations
 
@@ -21,16 +21,22 @@ class Units:
     def __init__(self, tables: Sequence[ShardTable], by_unit: Sequence[npt.NDArray[np.bool_]]) -> None:
         """
         Args:
-            by_unit: for each stream, whether each file is fetched unit by unit.
+            by_unit: for each stream, whether each file is fetched unit by unit. If any file is, the stream's units are
+                the parts of its files.
         """
         self._tables = tables
+        self.finer = [table.parts is not None and bool(own.any()) for table, own in zip(tables, by_unit, strict=True)]
+        """True for each stream whose units are parts of those that decide the order."""
         self._firsts = np.cumsum([0, *(len(table) for table in tables)])
         """Number of each stream's first file."""
-        self.sizes: Ints = joined([table.sizes for table in tables])
+        self.sizes: Ints = joined([sizes for sizes, _ in map(self._division, range(len(tables)))])
         self._file_of: Ints | None = None
-        if any(table.counts is not None for table in tables):
-            counts = [np.ones(len(table), np.int64) if table.counts is None else table.counts for table in tables]
-            self._set_blocks(np.concatenate(counts), np.concatenate([np.zeros(0, bool), *by_unit]))
+        counts = [counts for _, counts in map(self._division, range(len(tables)))]
+        if any(own is not None for own in counts):
+            filled = [
+                np.ones(len(table), np.int64) if own is None else own for table, own in zip(tables, counts, strict=True)
+            ]
+            self._set_blocks(np.concatenate(filled), np.concatenate([np.zeros(0, bool), *by_unit]))
             opened = np.bincount(self._opened_of, self.sizes, len(self._first_units)).astype(np.int64)
             self.bounds: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(opened)])
             """Number of the first sample of each opened thing, and at the end the number of samples."""
@@ -39,11 +45,18 @@ class Units:
         else:
             self.bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
 
+    def _division(self, stream: int) -> tuple[Ints, Ints | None]:
+        """Return the number of samples in each unit of a stream, and the number of units in each file; None if each has
+        one."""
+        table = self._tables[stream]
+        return table.parts if self.finer[stream] and table.parts is not None else (table.sizes, table.counts)
+
     def _set_blocks(self, counts: Ints, by_unit: npt.NDArray[np.bool_]) -> None:
         self._file_of = np.repeat(np.arange(len(counts)), counts)
         """Number of the file that each unit lies in."""
         self._opened_of: Ints = np.cumsum(_begins(self._file_of) | by_unit[self._file_of]) - 1
         """Number of what is opened to read each unit."""
+        self._unit_bounds: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
         self._first_units = np.flatnonzero(_begins(self._opened_of))
         """First unit of each thing that is opened."""
         self._alone = by_unit[self._file_of[self._first_units]]
@@ -61,7 +74,7 @@ class Units:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if len(self._tables) == 1:
-            self.sizes = self._tables[0].sizes
+            self.sizes = self._division(0)[0]
             if self._file_of is None:
                 self.bounds = self._tables[0].starts
 
@@ -69,6 +82,11 @@ class Units:
     def count(self) -> int:
         """Number of files."""
         return int(self._firsts[-1])
+
+    @property
+    def unit_bounds(self) -> Ints:
+        """Number of the first sample of each unit, and at the end the number of samples."""
+        return self.bounds if self._file_of is None else self._unit_bounds
 
     def opened_of(self, units: Ints) -> Ints:
         """Return the number of what is opened to read each of these units."""

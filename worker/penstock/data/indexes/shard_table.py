@@ -26,7 +26,7 @@ import xxhash
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import InvalidField
 from penstock.data.formats.index import invalid_index, shard_of
-from penstock.data.formats.parquet.parquet_ranges import has_ranges
+from penstock.data.formats.ranges.file_ranges import has_ranges
 from penstock.data.formats.shards import Shard
 from penstock.data.indexes.index_entries import IndexEntries
 from penstock.data.ordering.permutation import Ints
@@ -34,14 +34,17 @@ from penstock.proto.errors import DatasetError
 
 __all__ = ["ListedShards", "ShardTable", "StoredShards", "write_columns"]
 
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096
 RANGES, HASHED = 1, 2
-"""Flags of a shard: its row groups are worth fetching one by one; a raw file of it has a hash."""
+"""Flags of a shard: its parts are worth fetching one by one; a raw file of it has a hash."""
 PIECE = 1 << 20
 KEPT = 1024
 """Number of shards of a large index that stay in memory."""
-_COLUMNS = {"sizes": "<i8", "starts": "<i8", "begins": "<i8", "lengths": "<i8", "checks": "<u8", "counts": "<i8"}
+_COLUMNS = {
+    **dict.fromkeys(("sizes", "starts", "begins", "lengths", "counts", "part_sizes", "part_counts"), "<i8"),
+    "checks": "<u8",
+}
 
 
 @dataclass
@@ -54,6 +57,8 @@ class Facts:
     """True if each file has a hash, in its raw or packed form."""
     blocks: bool = False
     """True if any shard has blocks."""
+    spans: bool = False
+    """True if any shard has spans."""
     splits: bool = False
     """True if any shard names splits, see formats/records/energon_folder.py."""
     formats: tuple[str, ...] = ()
@@ -68,6 +73,7 @@ class _Collected:
     def __init__(self) -> None:
         self.facts = Facts()
         self.sizes, self.counts, self.flags = array("q"), array("q"), array("B")
+        self.part_sizes, self.part_counts = array("q"), array("q")
 
     def add(self, shard: Shard) -> None:
         facts = self.facts
@@ -75,6 +81,7 @@ class _Collected:
         facts.units += len(shard.units)
         facts.hashed &= all(file.raw.hashes or (file.packed and file.packed.hashes) for file in shard.files) is True
         facts.blocks |= bool(shard.blocks)
+        facts.spans |= bool(shard.spans)
         facts.splits |= bool(shard.settings.get("splits"))
         if shard.format not in facts.formats:
             facts.formats += (shard.format,)
@@ -83,6 +90,8 @@ class _Collected:
             facts.decoded_samples += shard.samples
         self.sizes.extend(shard.units)
         self.counts.append(len(shard.units))
+        self.part_sizes.extend(shard.parts)
+        self.part_counts.append(len(shard.parts))
         self.flags.append(RANGES * has_ranges(shard) | HASHED * shard.is_verifiable)
 
 
@@ -97,13 +106,16 @@ class ShardTable(Sequence[Shard]):
     counts: Ints | None
     """Number of units in each shard; None if each has one."""
     flags: npt.NDArray[np.uint8]
+    parts: tuple[Ints, Ints] | None
+    """Number of samples in each part that can be fetched alone, and number of parts in each shard; None if the parts
+    are the units."""
 
     def __len__(self) -> int:
         return self.facts.shards
 
     @property
     def has_ranges(self) -> npt.NDArray[np.bool_]:
-        """True for each shard whose row groups are worth fetching one by one."""
+        """True for each shard whose parts are worth fetching one by one."""
         return (self.flags & RANGES).astype(bool)
 
     @property
@@ -140,6 +152,8 @@ class ListedShards(ShardTable):
         self.sizes, self.flags = np.array(columns.sizes, np.int64), np.array(columns.flags, np.uint8)
         self.starts = _starts(self.sizes)
         self.counts = np.array(columns.counts, np.int64) if columns.facts.blocks else None
+        parts = np.array(columns.part_sizes, np.int64), np.array(columns.part_counts, np.int64)
+        self.parts = parts if columns.facts.spans else None
 
     def describe(self, digest: Any) -> None:
         for shard in self._shards:
@@ -168,6 +182,7 @@ class StoredShards(ShardTable):
         found = {name: np.frombuffer(mapped, kind, count, begin) for name, kind, count, begin in header["columns"]}
         self.sizes, self.starts, self.flags = found["sizes"], found["starts"], found["flags"]
         self.counts = found.get("counts")
+        self.parts = (found["part_sizes"], found["part_counts"]) if self.facts.spans else None
         self._begins, self._lengths, self._checks = found["begins"], found["lengths"], found["checks"]
         self._known: dict[str, Mapping[str, Any]] = {}
         self._kept: dict[int, Shard] = {}
@@ -233,6 +248,8 @@ def write_columns(index: Descriptor, file: BinaryIO, where: str) -> str:
     arrays |= {"begins": begins, "lengths": lengths, "checks": checks}
     if columns.facts.blocks:
         arrays["counts"] = columns.counts
+    if columns.facts.spans:
+        arrays |= {"part_sizes": columns.part_sizes, "part_counts": columns.part_counts}
     file.write(bytes(-lines % 8))
     at = HEADER_BYTES + lines + -lines % 8
     placed = []

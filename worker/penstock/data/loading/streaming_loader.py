@@ -375,17 +375,17 @@ class StreamingLoader(PositionLoader):
         window = self._upcoming.window(position, last, ahead)
         if window is not None:
             # The shards of this batch may be in the list of an earlier batch, which another worker has made.
-            own = np.unique(self._shards.shards_of(plan.ids))
+            own = np.unique(self.dataset.units_of(plan.ids))
             ahead_of_need = self._upcoming.shards[window.begin : window.end]
             units, needed = np.concatenate([own, ahead_of_need]), len(own) + window.needed
             count = self.dataset.fetch_ahead(units, needed=needed, group=self._identity.prefetch_group())
             self._upcoming.gave(window, count - len(own))
 
     def _list(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> UpcomingShards:
-        """Return the shards that this process needs for its next batches, and those that the box needs for later
-        positions, including those of the next epoch."""
+        """Return the units that this process needs for its next batches (see `StreamingDataset.units_of`), and those
+        that the box needs for later positions, including those of the next epoch."""
         position, ahead, length = int(plans[0].positions[0]), self._ahead, len(self._shards)
-        shards = [self._shards.shards_of(np.concatenate([plan.ids for plan in plans]))]
+        shards = [self.dataset.units_of(np.concatenate([plan.ids for plan in plans]))]
         needed_at = [np.concatenate([plan.positions for plan in plans])]
         self._add_needs(shards, needed_at, remainder.epoch, self._near(remainder, position, ahead), 0)
         if position + ahead > length:
@@ -395,19 +395,19 @@ class StreamingLoader(PositionLoader):
         return UpcomingShards(np.concatenate(shards), np.concatenate(needed_at), position, ahead)
 
     def _add_needs(self, shards: list[Ints], needed_at: list[Ints], epoch: int, positions: Ints, shift: int) -> None:
-        """Append the shards that these positions of an epoch need to `shards`, and the positions plus `shift` to
+        """Append the units that these positions of an epoch need to `shards`, and the positions plus `shift` to
         `needed_at`. Of too many positions only some are examined; other shards of their blocks count as needed after a
         quarter of the positions."""
         if not len(positions):
             return
         filed = self._filed is not None and self._filed.covers(epoch)
         ids = self._filed.ids(epoch, positions) if self._filed and filed else self._shards.ids(epoch, positions)
-        shards.append(self._shards.shards_of(ids))
+        shards.append(self.dataset.units_of(ids))
         needed_at.append(positions + shift)
         first, span = int(positions[0]), int(positions[-1]) + 1 - int(positions[0])
         boxes = self._identity.boxes if self._box is not None else 1  # the shards of positions that were not examined
         if self._shuffle and not filed and len(positions) * boxes < span:
-            others = self._shards.shards(epoch, positions)
+            others = self.dataset.read_units(self._shards.shards(epoch, positions))
             shards.append(others)
             needed_at.append(np.full(len(others), first + span // 4 + shift))
 

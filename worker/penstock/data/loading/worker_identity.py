@@ -85,9 +85,19 @@ class WorkerIdentity:
         return self.standalone and turn.of == 1
 
 
-def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: int) -> int:
+def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: int, *, unbatched: bool = False) -> int:
     """Return the number of rows in the batches of all boxes together. Raises InvalidArgumentError unless exactly one of
-    `batch_size` and `global_batch_size` is given, and each box gets a row."""
+    `batch_size` and `global_batch_size` is given, and each box gets a row.
+
+    unbatched: True if the samples are batches, of which each box gets one; then none of the two may be given.
+    """
+    if unbatched and batch_size is None and global_batch_size is None:
+        return boxes
+    if unbatched:
+        raise InvalidArgumentError(
+            "batch_size and global_batch_size must be None with unbatched=True, because the source's samples are "
+            "the batches. Leave them out"
+        )
     batch_size, global_batch_size = whole("batch_size", batch_size), whole("global_batch_size", global_batch_size)
     if (batch_size is None) == (global_batch_size is None):
         raise InvalidArgumentError(

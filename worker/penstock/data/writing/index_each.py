@@ -1,66 +1,97 @@
-"""Indexing of files, several at a time, with progress. A later call continues after a kill."""
+"""Indexing of files, in several processes if it takes long, with progress. A later call continues after a kill."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import time
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from penstock.data.formats.index import read_index, write_index
+from penstock.data.formats.records.offset_file import ENDING
 from penstock.data.formats.shards import Shard
+from penstock.data.job_processes import in_processes
+from penstock.data.writing.indexable_files import INDEXABLE, IndexFile
 from penstock.proto.errors import DatasetError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
-__all__ = ["JOURNAL", "index_each"]
+__all__ = ["JOURNAL", "index_each", "indexed"]
 
 JOURNAL = ".penstock-indexing"
 """Name of the file with the entries of the files that are finished, while a folder is indexed."""
+PROGRAM = "penstock.data.writing.index_process"
+MEASURE_S = 0.5
+"""Seconds of indexing in this process from which the time for the other files is estimated."""
+WORTH_S = 2.0
+"""Estimated seconds from which other processes are started. Each takes 0.3 s of processor time until it begins."""
 
 _Key = tuple[str, int, int, int, int]
 """Identity of a file's content: name, size in bytes, mtime and ctime in nanoseconds, inode number."""
 
 
-def index_each(root: Path, files: Sequence[tuple[str, Path]], index_file: Callable[[Path, str], Shard]) -> list[Shard]:
-    """Return the shards of files, in their order. `root`: the dataset's folder; `files`: (path relative to it, path) of
-    each; `index_file`: function from (path, relative path) to a shard.
+def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:
+    """Return the shards of files, in their order.
+
+    Args:
+        root: the dataset's folder.
+        files: (path relative to it, path) of each file.
+        format: name of their format, a key of INDEXABLE.
+        out: folder of the index.
 
     Files that an earlier call finished, and that have not changed since, are not read again. The caller removes
-    JOURNAL from the dataset's folder once the index is written. Raises DatasetError, and what `index_file` raises.
+    JOURNAL from the index's folder once the index is written. Raises DatasetError, and what `index_file` raises.
     """
     names = [name for name, _ in files]
     keys = {name: _key(root, name) for name in names}
-    done = {name: entry for name, entry in _finished(root).items() if entry[0] == keys.get(name)}
-    journal = root / JOURNAL
+    done = {name: entry for name, entry in _finished(root, out).items() if entry[0] == keys.get(name)}
+    left, journal = [name for name in names if name not in done], out / JOURNAL
+    progress = Progress(FILES_S)
     try:
         write_whole(journal, b"".join(_line(key, shard) for key, shard in done.values()))
-        with journal.open("ab") as log, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            waiting = {pool.submit(_indexed, index_file, root / name, name): name for name in names if name not in done}
-            progress = Progress(FILES_S)
-            try:
-                for future in as_completed(waiting):
-                    name = waiting[future]
-                    done[name] = keys[name], future.result()
-                    _append(log, *done[name])
-                    progress.update(f"{root}: indexed {len(done)} of {len(names)} files")
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-            finally:
-                progress.finish()
+        with journal.open("ab") as log, contextlib.closing(_shards(root, left, format, out)) as found:
+            for name, shard in found:
+                done[name] = keys[name], shard
+                _append(log, *done[name])
+                progress.update(f"{root}: indexed {len(done)} of {len(names)} files")
     except OSError as error:
         raise DatasetError(
-            f"{journal} cannot be written: {error}. Index a copy of the folder that you can write to"
+            f"{journal} cannot be written: {error}. Give index_folder an argument `out`, a folder that you can write to"
         ) from error
+    finally:
+        progress.finish()
     return [done[name][1] for name in names]
 
 
-def _indexed(index_file: Callable[[Path, str], Shard], path: Path, name: str) -> Shard:
+def _shards(root: Path, names: Sequence[str], format: str, out: Path) -> Generator[tuple[str, Shard], None, None]:
+    """Index files, and yield the name and the shard of each: the first ones in this process, and the others in several
+    if they would take it long."""
+    index_file, began = INDEXABLE[format].index_file, time.monotonic()
+    for count, name in enumerate(names, 1):
+        yield name, indexed(index_file, root / name, name, out)
+        left, spent = len(names) - count, time.monotonic() - began
+        processes = min(len(os.sched_getaffinity(0)), left)
+        if processes > 1 and spent >= MEASURE_S and spent / count * left >= WORTH_S:
+            yield from _in_processes(root, names[count:], format, out, processes)
+            return
+
+
+def _in_processes(
+    root: Path, names: Sequence[str], format: str, out: Path, processes: int
+) -> Iterator[tuple[str, Shard]]:
+    plan = {"root": str(root), "out": str(out), "names": names, "format": format}
+    for said in in_processes(PROGRAM, json.dumps(plan).encode(), range(len(names)), processes):
+        (shard,) = read_index(said["entry"].encode(), "the report of a process that indexes files")
+        yield names[said["number"]], shard
+
+
+def indexed(index_file: IndexFile, path: Path, name: str, out: Path) -> Shard:
+    """Return the shard of a file, see `IndexableFormat.index_file`."""
     try:
-        return index_file(path, name)
+        return index_file(path, name, out)
     except OSError as error:
         raise DatasetError(
             f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
@@ -86,12 +117,12 @@ def _append(log: IO[bytes], key: _Key, shard: Shard) -> None:
     log.flush()
 
 
-def _finished(root: Path) -> dict[str, tuple[_Key, Shard]]:
+def _finished(root: Path, out: Path) -> dict[str, tuple[_Key, Shard]]:
     """Return the files that an earlier run finished. A line that a kill cut short does not count, and a file whose file
     of offsets is missing does not either."""
     found = {}
     try:
-        lines = (root / JOURNAL).read_bytes().splitlines()
+        lines = (out / JOURNAL).read_bytes().splitlines()
     except FileNotFoundError:
         return {}
     for line in lines:
@@ -99,7 +130,11 @@ def _finished(root: Path) -> dict[str, tuple[_Key, Shard]]:
             *key, entry = json.loads(line)
             name, *numbers = key
             (shard,) = read_index(entry.encode(), JOURNAL)
-            whole = all((root / file.raw.name).stat().st_size == file.raw.size for file in shard.files)
+            whole = all(
+                (out if file.raw.name.endswith(ENDING) else root).joinpath(file.raw.name).stat().st_size
+                == file.raw.size
+                for file in shard.files
+            )
         except (ValueError, TypeError, AttributeError, OSError, DatasetError):
             continue
         if whole:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.arguments import truth
-from penstock.data.formats.index import INDEX, write_index
+from penstock.data.formats.index import INDEX, SOURCE_NOTE, write_index
 from penstock.data.formats.parquet.parquet_footer import TAIL_BYTES, footer_length
 from penstock.data.formats.parquet.parquet_shards import Tail, parquet_shards, shards_of_tails
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
-from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
+from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.atomic_files import write_whole
 
 __all__ = ["data_files", "index_parquet", "is_hidden"]
@@ -48,8 +48,8 @@ def index_parquet(
         folder: local path, or any URL that fsspec opens. A path with wildcards (`*`, `**`, `?`, `[...]`) is a pattern
             of the files; the dataset's folder is then the part before the first wildcard.
         storage_options: keyword arguments for fsspec's filesystem.
-        out: local folder that the index is written to; None: the dataset's folder. Use it for a remote folder that you
-            cannot write to, and give it as `local` of the StreamingDataset.
+        out: local folder that the index is written to; None: the dataset's folder. Use it for a folder that you cannot
+            write to, and give it as `local` of the StreamingDataset.
         ranges: True: readers of a remote folder fetch only the row groups that they need, if the server knows ranges.
             False: they fetch whole files. The order of samples is the same.
         timeout_s: seconds for each request to a remote folder.
@@ -60,11 +60,6 @@ def index_parquet(
     truth("ranges", ranges)
     root, pattern = _split(os.fspath(folder))
     remote = RemoteFolder(root, storage_options)
-    if remote.local and out is not None:
-        raise InvalidArgumentError(
-            f"out must be None for the local folder {root}, because the index of a local folder is written into it. "
-            "Leave out the argument"
-        )
     local = remote.local
     if local:
         found = [path.relative_to(local).as_posix() for path in local.rglob("*") if not path.is_dir()]
@@ -90,7 +85,7 @@ def index_parquet(
     if local:
         shards = parquet_shards((name, local / name) for name in names)
         shards = shards if ranges else [replace(shard, ranges=()) for shard in shards]
-        write_whole(local / INDEX, write_index(shards))
+        _write_local(shards, local if out is None else Path(out), {SOURCE_NOTE: str(local)} if out is not None else {})
         return shards
     try:
         with ThreadPoolExecutor(REMOTE_THREADS) as threads:
@@ -100,11 +95,20 @@ def index_parquet(
         if out is None:
             remote.write(INDEX, write_index(shards), deadline_s=timeout_s)
         else:
-            Path(out).mkdir(parents=True, exist_ok=True)
-            write_whole(Path(out) / INDEX, write_index(shards))
+            _write_local(shards, Path(out), {})
     finally:
         remote.close()
     return shards
+
+
+def _write_local(shards: list[Shard], folder: Path, notes: Mapping[str, Any]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / INDEX, write_index(shards, notes))
+    except OSError as error:
+        raise DatasetError(
+            f"{folder / INDEX} cannot be written: {error}. Give the argument `out`, a folder that you may write to"
+        ) from error
 
 
 def data_files(names: Iterable[str], pattern: str = "") -> list[str]:

@@ -20,10 +20,13 @@ from penstock.data.formats.shards import Shard
 from penstock.data.formats.tfrecord.tfrecord_file import index_tfrecord
 from penstock.proto.errors import DatasetError
 
-__all__ = ["INDEXABLE", "IndexableFormat"]
+__all__ = ["INDEXABLE", "IndexFile", "IndexableFormat"]
 
 Find = Callable[[Path, Sequence[Path]], list[Path]]
 """Function (folder, files in it and below) that returns the format's files, in the order of their samples."""
+IndexFile = Callable[[Path, str, Path], Shard]
+"""Function (path of a file, its path in the dataset's folder, folder of the index) that returns the file's shard. A
+file of offsets, if the format needs one, is written below the folder of the index. Raises DatasetError."""
 
 
 def _any(root: Path, shards: list[Shard]) -> list[Shard]:
@@ -36,11 +39,15 @@ class IndexableFormat:
     """Format of files that another library wrote."""
 
     find: Find
-    index_file: Callable[[Path, str], Shard]
-    """Function (path, path in the dataset's folder) that returns a file's shard. Raises DatasetError."""
+    index_file: IndexFile
     join: Callable[[Path, list[Shard]], list[Shard]] = _any
     """Function (folder, shards of its files) that checks and completes the shards of one dataset. Raises
     DatasetError."""
+
+
+def _alone(index_file: Callable[[Path, str], Shard]) -> IndexFile:
+    """Return the function for files that need no file of offsets."""
+    return lambda path, name, out: index_file(path, name)
 
 
 def _named(pattern: str) -> Find:
@@ -98,16 +105,18 @@ def _as(kind: str) -> Callable[[Path, list[Shard]], list[Shard]]:
 
 _TARS = _named(r".*\.tar")
 _TFRECORD = IndexableFormat(_named(r".*\.tfrec(ord)?s?(-\d+-of-\d+)?"), index_tfrecord, _of_one_kind)
-_ARRAY_RECORD = IndexableFormat(_named(r".*\.(array_?|a)records?(-\d+-of-\d+)?"), index_array_record, _of_one_kind)
+_ARRAY_RECORD = IndexableFormat(
+    _named(r".*\.(array_?|a)records?(-\d+-of-\d+)?"), _alone(index_array_record), _of_one_kind
+)
 
 INDEXABLE: Mapping[str, IndexableFormat] = {
-    "arrow": IndexableFormat(_arrow_files, index_arrow, _of_same_columns),
+    "arrow": IndexableFormat(_arrow_files, _alone(index_arrow), _of_same_columns),
     "tfrecord": _TFRECORD,
     "array_record": _ARRAY_RECORD,
     "json_lines": IndexableFormat(_named(r".*\.(jsonl|ndjson)"), index_json_lines),
     "csv_rows": IndexableFormat(_named(r".*\.(csv|tsv)"), index_csv_rows, _of_same_header),
     "webdataset": IndexableFormat(_tar_files, index_tar, prepared_shards),
-    "megatron": IndexableFormat(_megatron_files, index_megatron),
+    "megatron": IndexableFormat(_megatron_files, _alone(index_megatron)),
     "tfrecord-bytes": replace(_TFRECORD, join=_as("bytes")),
     "tfrecord-example": replace(_TFRECORD, join=_as("example")),
     "array_record-bytes": replace(_ARRAY_RECORD, join=_as("bytes")),

@@ -37,10 +37,16 @@ def _data() -> None:
 @data.command("index")
 @guarded
 def data_index(
-    folder: Folder,
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Folder of the files, or URL of one that Energon prepared.")
+    ],
     format: Annotated[
         str | None,
         typer.Option("--format", metavar="NAME", help="Format of the files. Default: found from their names."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Local folder for the index. Default: the folder of the files."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -53,10 +59,11 @@ def data_index(
     Examples:
       penstock data index /data/web
       penstock data index /data/records --format tfrecord-bytes
+      penstock data index s3://bucket/prepared --out /data/cache
     """
     from penstock.deploy.datasets.dataset_folders import show_index
 
-    show_index(folder, format, as_json)
+    show_index(folder, format, out, as_json)
 
 
 @data.command("inspect")

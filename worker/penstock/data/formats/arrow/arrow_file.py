@@ -6,6 +6,9 @@ by row (dictionaries), are read by whole record batches. Such record batches are
 groups of Parquet: the order keeps the samples of a block near each other, and
 decoded blocks share one memory limit per process (decoded_blocks.py).
 
+A remote file may be fetched in parts (ranges/file_ranges.py): record batches that are blocks, or spans of some record
+batches. The reader of a part also has the file's header: all that comes before the first record batch.
+
 Hugging Face datasets maps its files into memory; this reader does not, because a mapped file that is truncated kills
 its reader (SIGBUS).
 """
@@ -17,6 +20,7 @@ import importlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,19 +37,30 @@ from penstock.data.formats.arrow.ipc_messages import (
     Message,
     layout_of,
     messages,
+    messages_between,
 )
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import names
 from penstock.data.formats.parquet.parquet_columns import Column as DecodedColumn
 from penstock.data.formats.parquet.parquet_columns import column_of
+from penstock.data.formats.ranges.file_ranges import file_range, part_shard, spans_of
 from penstock.data.formats.raw_files import check_size
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["ArrowReader", "check_arrow", "check_same_columns", "index_arrow", "open_arrow"]
+__all__ = [
+    "ArrowReader",
+    "check_arrow",
+    "check_same_columns",
+    "header_shard",
+    "index_arrow",
+    "open_arrow",
+    "open_arrow_part",
+    "read_header",
+]
 
 KEPT_LAYOUTS = 256
 """Largest number of record batches whose layouts are kept in memory."""
@@ -63,12 +78,25 @@ def _pyarrow() -> Any:
         raise DatasetError("Arrow files need the package pyarrow. Run pip install 'penstock[parquet]'") from error
 
 
-class _ArrowFile:
-    """Open Arrow file, and the offsets of its record batches."""
+@dataclass(frozen=True, slots=True)
+class ArrowPart:
+    """Part of a file that is a file of its own."""
 
-    def __init__(self, path: Path, name: str) -> None:
+    header: bytes
+    """Bytes of the whole file up to its first record batch."""
+    begin: int
+    """Offset in the whole file of the part's first byte."""
+    first: int
+    """Number of the part's first row in the whole file."""
+
+
+class _ArrowFile:
+    """Open Arrow file, or a part of one, and the offsets in the whole file of its record batches."""
+
+    def __init__(self, path: Path, name: str, part: ArrowPart | None = None) -> None:
         arrow = _pyarrow()
         self.name = name
+        self._header, self._begin = (part.header, part.begin) if part else (b"", 0)
         try:
             self.file: Descriptor | None = Descriptor(path)
             self.size = os.fstat(self.file.fileno()).st_size
@@ -82,7 +110,7 @@ class _ArrowFile:
         rows = [0]
         self.compressed = False
         try:
-            found = messages(self._read, self.size)
+            found = messages(self._read, self.size) if part is None else self._messages_of(part)
             self.head = next(found)
             if self.head.kind != SCHEMA:
                 raise ValueError("the file must begin with a schema")
@@ -108,6 +136,10 @@ class _ArrowFile:
         self.blocks = tuple(rows[1:])
         """Number of rows of each record batch."""
 
+    def _messages_of(self, part: ArrowPart) -> Iterator[Message]:
+        yield from messages_between(self._read, 0, len(part.header))
+        yield from messages_between(self._read, part.begin, part.begin + self.size)
+
     def layout(self, number: int) -> BatchLayout:
         begin, body, _, _ = self.batches[number]
         data = self.read(begin, body - begin)
@@ -132,12 +164,13 @@ class _ArrowFile:
         return batch
 
     def read(self, begin: int, size: int) -> bytes:
-        """Return `size` bytes from offset `begin`. Raises ShardCorruptError if the file has become shorter."""
+        """Return `size` bytes of the record batches from offset `begin`. Raises ShardCorruptError if the file has
+        become shorter."""
         file = self.file
         if file is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         try:
-            data = file.read(size, begin)
+            data = file.read(size, begin - self._begin)
         except OSError as error:
             raise ShardCorruptError(
                 f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
@@ -152,7 +185,7 @@ class _ArrowFile:
         if file is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         try:
-            done = file.read_into(array, begin)
+            done = file.read_into(array, begin - self._begin)
         except OSError as error:
             raise ShardCorruptError(
                 f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
@@ -170,10 +203,16 @@ class _ArrowFile:
         file = self.file
         if file is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
-        return file.read(size, begin)
+        in_header = begin < len(self._header)
+        return self._header[begin : begin + size] if in_header else file.read(size, begin - self._begin)
 
     def _bytes(self, message: Message) -> bytes:
-        return self.read(message.begin, message.end - message.begin)
+        """Return a message of the header."""
+        size = message.end - message.begin
+        data = self._read(message.begin, size)
+        if len(data) != size:
+            self._truncated(message.begin, size, len(data))
+        return data
 
 
 Whole = list[tuple[str, DecodedColumn]]
@@ -184,11 +223,13 @@ class ArrowReader:
     """Reader of an Arrow IPC file, see formats.shards.ShardReader. Lists of integers and floats are numpy arrays of the
     stored dtype; other values are converted as those of Parquet files (parquet_values.py)."""
 
-    def __init__(self, shard: Shard, path: Path) -> None:
+    def __init__(self, shard: Shard, path: Path, part: ArrowPart | None = None) -> None:
+        """Open a file. `part`: position of the file in a larger one; None for a whole file."""
         stored = shard.files[0].raw
         self.name = stored.name
         check_size(path, stored)
-        self._file = _ArrowFile(path, self.name)
+        self._file = _ArrowFile(path, self.name, part)
+        self._first = part.first if part else 0
         if len(self) != shard.samples:
             raise ShardCorruptError(
                 f"{self.name} must have {shard.samples} rows, as the dataset's index lists, got {len(self)}. Index "
@@ -236,14 +277,15 @@ class ArrowReader:
             raise
         except MemoryError as error:
             raise DatasetError(
-                f"{self.name}: sample {index} must fit into memory: {error}. Write the file in smaller record "
-                "batches, or run fewer workers"
+                f"{self.name}: sample {self._first + index} must fit into memory: {error}. Write the file in smaller "
+                "record batches, or run fewer workers"
             ) from error
         except Exception as error:  # errors of pyarrow, and of damaged bytes
             if self._file.file is None:
                 raise ValueError(f"{self.name} is closed: open the dataset again to read from it") from error
             raise ShardCorruptError(
-                f"{self.name}: sample {index}, column {column!r} cannot be read: {error}. Write the file again"
+                f"{self.name}: sample {self._first + index}, column {column!r} cannot be read: {error}. Write the file "
+                "again"
             ) from error
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -284,6 +326,8 @@ class ArrowReader:
 
     def get_columns(self, rows: Ints) -> Columns | None:
         """Return the columns of the samples with these numbers, see `formats.shards.columns_of_rows`."""
+        if self._file.file is None:
+            raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         parts: list[tuple[Ints, Columns]] = []
         if self._plans is None:
             for number, places in by_number(np.searchsorted(self._file.begins, rows, side="right") - 1):
@@ -326,7 +370,7 @@ class ArrowReader:
     def close(self) -> None:
         """Close the file. Values that were read stay valid."""
         self._file.file = None
-        self._whole = {}
+        self._whole, self._layouts = {}, {}
         MEMORY.remove_owner(self._owner)
 
     def load(self, block: int) -> None:
@@ -387,6 +431,26 @@ def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> Arr
     return ArrowReader(shard, paths[0])
 
 
+def header_shard(shard: Shard) -> Shard:
+    """Return the header of a file as a shard of its own, see `format_table.PartReading.table`."""
+    return Shard("arrow", 0, (file_range(shard, 0, shard.ranges[-1]),))
+
+
+def read_header(shard: Shard, path: Path) -> bytes:
+    """Return the header of a file, see `format_table.PartReading.read`."""
+    header = path.read_bytes()
+    if len(header) != shard.ranges[-1]:
+        raise ValueError(f"it must have {shard.ranges[-1]} bytes, got {len(header)}")
+    return header
+
+
+def open_arrow_part(shard: Shard, part: int, path: Path, table: bytes, options: ReadOptions) -> ArrowReader:
+    """Return the reader of a part, see `format_table.PartReading.open`."""
+    del options
+    place = ArrowPart(table, shard.ranges[2 * part], sum(shard.parts[:part]))
+    return ArrowReader(part_shard(shard, part), path, place)
+
+
 def index_arrow(path: Path, name: str) -> Shard:
     """Return the shard of an Arrow IPC file. `name`: path of the file in the dataset's folder. Raises DatasetError."""
     file = _ArrowFile(path, name)
@@ -395,7 +459,7 @@ def index_arrow(path: Path, name: str) -> Shard:
             f"{name}: the names of columns must be unique, got {', '.join(file.names)}. Write the file with other names"
         )
     blocks = file.blocks if file.compressed or file.plans is None else ()
-    return Shard(
+    shard = Shard(
         "arrow",
         file.begins[-1],
         (ShardFile(StoredFile(name, file.size)),),
@@ -403,6 +467,27 @@ def index_arrow(path: Path, name: str) -> Shard:
         blocks=blocks,
         decoded_bytes=sum(size for _, _, size, _ in file.batches) if blocks else 0,
     )
+    return _with_parts(shard, file)
+
+
+def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
+    """Return a shard with the ranges of its blocks, or with spans of record batches; without them if the record batches
+    do not follow each other, or need dictionaries that come later."""
+    offsets = [begin for begin, _, _, _ in file.batches]
+    ends = [body + size for _, body, size, _ in file.batches]
+    needed = {dictionaries for _, _, _, dictionaries in file.batches}
+    if len(offsets) < 2 or offsets[1:] != ends[:-1] or needed != {len(file.dictionaries)}:
+        return shard
+    batches = range(len(offsets) + 1) if shard.blocks else spans_of(np.array([*offsets, ends[-1]]))
+    if len(batches) <= 2:
+        return shard
+    pairs = [(offsets[first], ends[end - 1]) for first, end in itertools.pairwise(batches)]
+    spans = (
+        ()
+        if shard.blocks
+        else tuple(file.begins[end] - file.begins[first] for first, end in itertools.pairwise(batches))
+    )
+    return replace(shard, spans=spans, ranges=(*(at for pair in pairs for at in pair), offsets[0]))
 
 
 def check_arrow(settings: dict[str, Any]) -> None:

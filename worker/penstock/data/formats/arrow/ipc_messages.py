@@ -15,12 +15,24 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["BATCH", "DICTIONARY", "MAGIC", "SCHEMA", "BatchLayout", "Message", "layout_of", "messages"]
+__all__ = [
+    "BATCH",
+    "DICTIONARY",
+    "MAGIC",
+    "SCHEMA",
+    "BatchLayout",
+    "Message",
+    "layout_of",
+    "messages",
+    "messages_between",
+]
 
 Read = Callable[[int, int], bytes]
 """Function (begin, size) that returns bytes of the file, fewer at its end."""
 
 MAGIC = b"ARROW1"
+MAGIC_BYTES = 8
+"""Bytes before the first message of a file that begins with MAGIC."""
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3
 """Kinds of messages."""
 FIRST_READ = 4096
@@ -118,12 +130,20 @@ def messages(read: Read, size: int) -> Iterator[Message]:
     if read(0, len(MAGIC)) == MAGIC:
         yield from _file_messages(read, size)
         return
-    at = 0
-    while (message := _message(read, at, size)) is not None:
+    found = messages_between(read, 0, size)
+    first = next(found, None)
+    if first is None:
+        raise ValueError("the file is empty")
+    yield first
+    yield from found
+
+
+def messages_between(read: Read, begin: int, end: int) -> Iterator[Message]:
+    """Return the messages in the bytes from `begin` to `end` of a file. Raises ValueError, struct.error."""
+    at = begin + (MAGIC_BYTES if begin == 0 and read(0, len(MAGIC)) == MAGIC else 0)
+    while (message := _message(read, at, end)) is not None:
         yield message
         at = message.end
-    if not at:
-        raise ValueError("the file is empty")
 
 
 def layout_of(metadata: bytes) -> BatchLayout:
@@ -144,7 +164,7 @@ def _file_messages(read: Read, size: int) -> Iterator[Message]:
     if not 0 < length <= size - 18:
         raise ValueError(f"the footer must be smaller than the file, got {length} bytes")
     footer = _Table.root(read(size - 10 - length, length))
-    schema = _message(read, 8, size)
+    schema = _message(read, MAGIC_BYTES, size)
     if schema is None:
         raise ValueError("the schema is missing")
     yield schema

@@ -1,28 +1,22 @@
-"""Row groups of a remote Parquet file as separate files in a cache, so that a reader fetches only the row groups that
-it needs.
-
-The cache has one file for each row group, and one for the footer: each is a range of the remote file, lies in the
-folder `NAME.ranges`, and is fetched, locked and evicted like any other file of the cache.
-"""
+"""Row groups of a remote Parquet file that are files of their own in a cache (ranges/file_ranges.py), and the footer,
+which all of them need."""
 
 from __future__ import annotations
 
 import importlib
 import io
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.parquet.parquet_footer import RowGroup, footer_length, row_groups
-from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
-from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet, ranges_of
+from penstock.data.formats.ranges.file_ranges import file_range
+from penstock.data.formats.shards import Shard
 
-__all__ = ["FileRange", "Footer", "block_shard", "footer_shard", "has_ranges", "opened_range"]
+__all__ = ["FileRange", "Footer", "footer_of", "footer_shard", "opened_range"]
 
-MIN_RANGE_BYTES = 256 << 10
-"""Smallest mean size in bytes of a file's row groups for which row groups are fetched one by one. A request takes as
-long as a transfer of about this size."""
 _PAST_END = 128
 """Bytes after a column's end that pyarrow may ask for, because old writers understated the column's size."""
 
@@ -61,26 +55,20 @@ class FileRange:
     """Size of the whole file, in bytes."""
 
 
-def has_ranges(shard: Shard) -> bool:
-    """Return True if the row groups of a file are large enough to be fetched one by one."""
-    count = len(shard.blocks)
-    return count > 1 and bool(shard.ranges) and not shard.files[0].packed and shard.size >= count * MIN_RANGE_BYTES
-
-
-def block_shard(shard: Shard, block: int) -> Shard:
-    """Return row group `block` of a file as a shard of its own."""
-    rows = shard.blocks[block]
-    file = _range(shard, *shard.ranges[2 * block : 2 * block + 2])
-    return replace(shard, samples=rows, files=(file,), blocks=(rows,), decoded_bytes=0, ranges=())
-
-
 def footer_shard(shard: Shard) -> Shard:
     """Return the footer of a file as a shard of its own, without samples."""
-    return Shard("parquet", 0, (_range(shard, shard.ranges[-1], shard.size),))
+    return Shard("parquet", 0, (file_range(shard, shard.ranges[-1], shard.size),))
 
 
-def _range(shard: Shard, begin: int, end: int) -> ShardFile:
-    return ShardFile(StoredFile(f"{shard.name}.ranges/{begin}-{end}", end - begin, source=shard.name, begin=begin))
+def footer_of(shard: Shard, tail: bytes) -> Footer:
+    """Return the parsed footer of a file. `tail`: as in Footer.parse. Raises ValueError if it does not match the
+    dataset's index, or an error of pyarrow."""
+    footer = Footer.parse(tail)
+    if ranges_of(footer.groups, shard.ranges[-1]) != shard.ranges or shard.blocks != tuple(
+        group.rows for group in footer.groups
+    ):
+        raise ValueError("its row groups differ from those in the dataset's index")
+    return footer
 
 
 def opened_range(opened: Descriptor, place: FileRange) -> Any:

@@ -27,14 +27,15 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import names
 from penstock.data.formats.parquet.parquet_columns import Column, column_of
 from penstock.data.formats.parquet.parquet_footer import tail_of
-from penstock.data.formats.parquet.parquet_ranges import FileRange, Footer, opened_range
+from penstock.data.formats.parquet.parquet_ranges import FileRange, Footer, footer_of, opened_range
 from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
+from penstock.data.formats.ranges.file_ranges import part_shard
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.process.free_memory import free_memory
 
-__all__ = ["ParquetReader", "check_parquet", "open_parquet"]
+__all__ = ["ParquetReader", "check_parquet", "open_parquet", "open_row_group", "read_footer"]
 
 EXPANDED_BYTES = 64 << 20
 """Largest size in bytes of a text column in one row group that is expanded to one text per row."""
@@ -60,6 +61,17 @@ def open_parquet(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> P
     """Return a reader of a shard, see `Format.open`."""
     del options  # Parquet has no pickles, and columns are chosen by `select`
     return ParquetReader(shard, paths[0])
+
+
+def read_footer(shard: Shard, path: Path) -> Footer:
+    """Return the table of a file's row groups, see `format_table.PartReading.read`."""
+    return footer_of(shard, path.read_bytes())
+
+
+def open_row_group(shard: Shard, part: int, path: Path, table: Footer, options: ReadOptions) -> ParquetReader:
+    """Return a reader of a row group, see `format_table.PartReading.open`."""
+    del options
+    return ParquetReader(part_shard(shard, part), path, FileRange(table, part, shard.ranges[2 * part], shard.size))
 
 
 def _text_columns(footer: Any) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data.formats.fields import check_text, names
-from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, opened, store_offsets
+from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, RecordPart, opened, record_shard
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.plain_files import open_plain
@@ -29,12 +29,13 @@ LONGEST_VALUE = 1 << 30
 class CSVRowsReader(RecordFile):
     """Reader of a CSV file."""
 
-    def __init__(self, shard: Shard, data: Path, offsets: Path) -> None:
+    def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
         super().__init__(shard, data, offsets)
         self._columns: list[str] = shard.settings["column_names"]
         self._separator: str = shard.settings["separator"]
         _allow_long_values()
-        self._check_header()
+        if not self.is_part:
+            self._check_header()
 
     def _check_header(self) -> None:
         """Raise ShardCorruptError if the header has changed since the file was indexed."""
@@ -78,18 +79,17 @@ def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
     return CSVRowsReader(shard, *paths)
 
 
-def index_csv_rows(path: Path, name: str) -> Shard:
-    """Parse all rows of a CSV file, write the file of their offsets beside it, and return its shard. Values of a file
-    that ends in .tsv are separated by tabs. `name`: path of the file in the dataset's folder.
+def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
+    """Parse all rows of a CSV file, write the file of their offsets, and return its shard, see
+    `IndexableFormat.index_file`. Values of a file that ends in .tsv are separated by tabs.
 
     Raises DatasetError; ShardCorruptError, which names the line.
     """
     _allow_long_values()
     separator = "\t" if path.suffix == ".tsv" else ","
     columns, size, offsets = _rows(path, name, separator)
-    stored = store_offsets(path, name, size, np.array(offsets, np.int64))
     settings = {"column_names": columns, "separator": separator}
-    return Shard("csv_rows", len(offsets) - 1, stored, settings=settings)
+    return record_shard("csv_rows", out, name, size, np.array(offsets, np.int64), settings)
 
 
 def check_same_header(shards: Sequence[Shard]) -> None:

@@ -1,11 +1,15 @@
-"""Folders of tar archives that Megatron Energon prepared (`energon prepare`), read as they are.
+"""Folders of tar archives that Megatron Energon prepared (`energon prepare`), local or remote, read as they are.
 
     .nv-meta/split.yaml      archives of each split (train, val, test), and those to leave out
     .nv-meta/dataset.yaml    class of the samples, and the archive member of each of their fields
     .nv-meta/.info.json      number of samples in each archive (.info.yaml in older folders)
+    NAME.tar.idx             offset of each sample in an archive
 
 Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples then have the members of
 the archive. Energon's own index (index.sqlite) is not needed.
+
+An index has a note of the files in .nv-meta that it was made from, so that an index older than them is noticed. The
+cache of a remote folder has a copy of these files.
 """
 
 from __future__ import annotations
@@ -18,17 +22,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from penstock.data.formats.fields import InvalidField, kind_of
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["check_tar", "field_of", "is_prepared", "prepared_files", "prepared_shards", "select_split"]
+__all__ = [
+    "META_FILES",
+    "NOTE",
+    "check_current",
+    "check_tar",
+    "field_of",
+    "is_prepared",
+    "prepared_files",
+    "prepared_names",
+    "prepared_note",
+    "prepared_shards",
+    "sample_loader_of",
+    "select_split",
+]
 
 META = ".nv-meta"
-SPLIT, DATASET, INFOS = "split.yaml", "dataset.yaml", (".info.json", ".info.yaml")
+NOTE = "energon"
+"""Name of the note in an index."""
+SPLITS, DATASET, INFOS = ("split.yaml", "split.json"), "dataset.yaml", (".info.json", ".info.yaml")
 EVERY_SPLIT = "*"
 """Value of `split` that stands for the archives of all splits."""
+META_FILES = (*SPLITS, DATASET, *INFOS)
+"""Files in META that an index is made from."""
 MAX_BYTES = 64 << 20
 """Largest size in bytes of a file in META."""
 MAX_NAMES = 1 << 20
@@ -41,13 +64,78 @@ _FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 def is_prepared(folder: Path) -> bool:
     """Return True if Energon has prepared a local folder."""
-    return (folder / META / SPLIT).is_file()
+    return any((folder / META / name).is_file() for name in SPLITS)
 
 
 def prepared_files(folder: Path) -> list[Path] | None:
     """Return the archives of a prepared folder's splits, in the order of split.yaml; None if the folder is not
     prepared. Raises DatasetError."""
-    return [folder / name for name in _splits(folder)] if is_prepared(folder) else None
+    if not is_prepared(folder):
+        return None
+    names = prepared_names(folder)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise DatasetError(
+            f"{folder / missing[0]} must be a file in the folder, as {_split_path(folder).name} lists it. Copy the "
+            "file into the folder"
+        )
+    return [folder / name for name in names]
+
+
+def prepared_names(folder: Path) -> list[str]:
+    """Return the paths in the folder of the archives of its splits. `folder`: folder that has META; it need not have
+    the archives. Raises DatasetError."""
+    return list(_splits(folder))
+
+
+def prepared_note(folder: Path) -> dict[str, Any]:
+    """Return the note for the index of a prepared folder; empty for any other folder. Raises DatasetError."""
+    if not is_prepared(folder):
+        return {}
+    return {NOTE: {"files": _digests(folder), "sample_loader": sample_loader_of(folder)}}
+
+
+def check_current(folder: Path, notes: Mapping[str, Any], where: str) -> None:
+    """Raise DatasetError if an index is older than the files in META.
+
+    Args:
+        folder: folder that has META.
+        notes: notes of the index.
+        where: address of the dataset, for the error.
+    """
+    note = notes.get(NOTE)
+    listed = note.get("files") if isinstance(note, dict) else None
+    now = _digests(folder)
+    if listed == now:
+        return
+    known = listed if isinstance(listed, dict) else {}
+    changed = next((name for name in META_FILES if known.get(name) != now.get(name)), SPLITS[0])
+    raise DatasetError(
+        f"{where}: {META}/{changed} must be as it was when the folder was indexed, but has changed since. Run "
+        f"index_folder again; if the folder is remote, with another cache folder"
+    )
+
+
+def sample_loader_of(folder: Path) -> str:
+    """Return the function that loads samples, as the dataset.yaml of a prepared folder names it; "" if it names
+    none."""
+    path = folder / META / DATASET
+    found = _read(path).get("sample_loader") if path.is_file() else None
+    return str(found) if found is not None else ""
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Return the digest of each file in META that an index is made from."""
+    found = {}
+    for name in META_FILES:
+        path = folder / META / name
+        try:
+            found[name] = xxhash.xxh3_128_hexdigest(read_plain(path, MAX_BYTES))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise DatasetError(f"{path} cannot be read: {error}. Check that this user may read it") from error
+    return found
 
 
 def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
@@ -71,7 +159,7 @@ def select_split(
     """Return the shards of one split of a prepared folder, and those of any other folder as they are.
 
     Args:
-        folder: folder of the archives; None if it is not local.
+        folder: folder that has META, or None.
         where: name of the dataset, for errors.
         has_splits: True if the index lists splits. The shards are looked at only then.
 
@@ -79,8 +167,8 @@ def select_split(
     """
     if not has_splits and split is not None and folder is not None and is_prepared(folder):
         raise DatasetError(
-            f"{where}: split must be None, got {split!r}, because the index was written before {META}/{SPLIT}. Run "
-            "index_folder again"
+            f"{where}: split must be None, got {split!r}, because the index was written before {META}/{SPLITS[0]}. "
+            "Run index_folder again"
         )
     if not has_splits or split == EVERY_SPLIT:
         return shards
@@ -88,8 +176,9 @@ def select_split(
     chosen = [shard for shard, splits in of_each if split in splits]
     if not chosen:
         known = sorted({name for _, splits in of_each for name in splits})
-        remedy = f"; split={EVERY_SPLIT!r} takes all" if folder is not None else ". Copy a remote folder here first"
-        raise InvalidArgumentError(f"{where}: split must be one of {', '.join(known)}, got {split!r}{remedy}")
+        raise InvalidArgumentError(
+            f"{where}: split must be one of {', '.join(known)}, got {split!r}; split={EVERY_SPLIT!r} takes all"
+        )
     return chosen
 
 
@@ -119,15 +208,20 @@ def field_of(sample: Mapping[str, Any], text: str) -> Any:
     raise ValueError(f"the sample must have {text}, as {META}/{DATASET} says, got {', '.join(sample)}")
 
 
+def _split_path(folder: Path) -> Path:
+    """Return the path of the file that lists a prepared folder's splits."""
+    return next((path for name in SPLITS if (path := folder / META / name).is_file()), folder / META / SPLITS[0])
+
+
 def _splits(folder: Path) -> dict[str, list[str]]:
     """Return the names of the splits of each archive, by the archive's path in the folder."""
-    path = folder / META / SPLIT
+    path = _split_path(folder)
     content = _read(path)
     parts, exclude = content.get("split_parts"), content.get("exclude") or []
     if not isinstance(parts, dict) or not parts or not isinstance(exclude, list):
         raise DatasetError(f"{path}: split_parts must list the archives of each split. Run `energon prepare` again")
     left_out = {name for pattern in exclude for name in _expanded(path, pattern)}
-    inside = sorted(name for name in left_out if "/" in name and not (folder / name).is_file())
+    inside = sorted(name for name in left_out if not name.endswith(".tar"))
     if inside:
         raise DatasetError(
             f"{path}: exclude must list whole archives, got the sample {inside[0]}. Write the archive without it"
@@ -137,11 +231,11 @@ def _splits(folder: Path) -> dict[str, list[str]]:
         for name in [name for pattern in patterns or () for name in _expanded(path, pattern)]:
             if name not in left_out and split not in splits.setdefault(name, []):
                 splits[name].append(str(split))
-    missing = [name for name in splits if ".." in Path(name).parts or not (folder / name).is_file()]
-    if missing:
+    outside = [name for name in splits if ".." in Path(name).parts or Path(name).is_absolute()]
+    if outside:
         raise DatasetError(
-            f"{folder / missing[0]} must be a file in the folder, as {META}/{SPLIT} lists it. Copy the file into "
-            "the folder"
+            f"{path}: an archive must be a file in the folder, got {outside[0]}. Copy the file into the folder, and "
+            "run `energon prepare` again"
         )
     return splits
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, offsets_of, opened, store_offsets
+from penstock.data.formats.records.record_file import INDEX_AGAIN, RecordFile, opened, record_shard
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import ShardCorruptError
 
@@ -43,13 +43,13 @@ def open_json_lines(shard: Shard, paths: Sequence[Path], options: ReadOptions) -
     return JSONLinesReader(shard, *paths)
 
 
-def index_json_lines(path: Path, name: str) -> Shard:
-    """Write the file of a JSON lines file's offsets beside it, and return its shard. `name`: path of the file in the
-    dataset's folder. Raises DatasetError; ShardCorruptError if the first line is not a JSON object."""
+def index_json_lines(path: Path, name: str, out: Path) -> Shard:
+    """Write the file of a JSON lines file's offsets, and return its shard, see `IndexableFormat.index_file`. Raises
+    DatasetError; ShardCorruptError if the first line is not a JSON object."""
     size, offsets = _lines(path, name)
-    shard = Shard("json_lines", len(offsets) - 1, store_offsets(path, name, size, offsets))
+    shard = record_shard("json_lines", out, name, size, offsets)
     if shard.samples:
-        reader = JSONLinesReader(shard, path, offsets_of(path))
+        reader = JSONLinesReader(shard, path, out / shard.files[1].raw.name)
         _ = reader[0]  # raises an error now instead of in the middle of training
     return shard
 

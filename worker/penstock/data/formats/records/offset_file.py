@@ -2,13 +2,12 @@
 
     [b"PENSTOCK OFFSETS"] [size of the other file: 8] [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
-The file lies beside the other one and has its name with ENDING. Record i begins at offset i; the last offset is the end
-of the last record. The file is read whole and checked when it is opened.
+The file has the other one's name with ENDING, and lies beside it or in the index's own folder. Record i begins at
+offset i; the last offset is the end of the last record. The file is read whole and checked when it is opened.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 from pathlib import Path
 
@@ -28,12 +27,12 @@ MAGIC = b"PENSTOCK OFFSETS"
 HEAD = struct.Struct("<16sQQQ")
 
 
-def write_offsets(data: Path, size: int, offsets: Ints) -> int:
-    """Write the offsets of a file's records beside it, whole or not at all. `size`: size of the data file in bytes.
+def write_offsets(path: Path, size: int, offsets: Ints) -> int:
+    """Write the file of the offsets of a file's records, whole or not at all. `size`: size of the data file in bytes.
     Returns the size of the file of offsets in bytes. Raises OSError."""
     table = np.ascontiguousarray(offsets, "<i8").tobytes()
     content = HEAD.pack(MAGIC, size, len(offsets) - 1, xxhash.xxh3_64_intdigest(table)) + table
-    write_whole(Path(os.fspath(data) + ENDING), content)
+    write_whole(path, content)
     return len(content)
 
 

@@ -1,30 +1,56 @@
-"""File of records that lie one after another, at the offsets in a second file (offset_file.py)."""
+"""File of records that lie one after another, at the offsets in a second file (offset_file.py).
+
+A remote file may be fetched in parts (ranges/file_ranges.py). The reader of a part has the offsets of the whole file,
+and the bytes of its own records.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.ranges.file_ranges import with_spans
 from penstock.data.formats.records.offset_file import ENDING, read_offsets, write_offsets
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
-__all__ = ["INDEX_AGAIN", "RecordFile", "offsets_of", "opened", "store_offsets"]
+__all__ = [
+    "INDEX_AGAIN",
+    "RecordFile",
+    "RecordPart",
+    "offsets_shard",
+    "opened",
+    "part_of",
+    "read_table",
+    "record_shard",
+]
 
 INDEX_AGAIN = "Index the folder again with index_folder"
 """Remedy in errors about a file that was changed after it was indexed."""
 
 
+@dataclass(frozen=True, slots=True)
+class RecordPart:
+    """Part of a file that is a file of its own."""
+
+    offsets: memoryview
+    """Offsets in the whole file of the part's records, and of the end of the last one."""
+    first: int
+    """Number of the part's first record in the whole file."""
+
+
 class RecordFile:
     """Base class of readers of such files, see formats.shards.ShardReader. A subclass decodes a record's bytes."""
 
-    def __init__(self, shard: Shard, data: Path, offsets: Path) -> None:
-        """Open both files. Raises ShardCorruptError if they differ from the index or from each other."""
+    def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
+        """Open both files. `offsets`: file of the offsets; of a part, the part. Raises ShardCorruptError if they differ
+        from the index or from each other."""
         stored = shard.files[0].raw
         self.name = stored.name
         self._file: Descriptor | None = None
@@ -34,7 +60,13 @@ class RecordFile:
                 f"{self.name}: {data} must have {stored.size} bytes, as the dataset's index lists, got {size}. "
                 "Fetch the file again, or index the folder again"
             )
-        self._offsets = read_offsets(offsets, shard.files[1].raw, size, shard.samples)
+        self.is_part = isinstance(offsets, RecordPart)
+        """True if the file is a part of a larger one."""
+        self._first = self._begin = 0
+        if isinstance(offsets, RecordPart):
+            self._offsets, self._first, self._begin = offsets.offsets, offsets.first, offsets.offsets[0]
+        else:
+            self._offsets = read_offsets(offsets, shard.files[1].raw, size, shard.samples)
         self._file = file
 
     def __len__(self) -> int:
@@ -72,7 +104,7 @@ class RecordFile:
         if file is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         try:
-            data = file.read(size, begin)
+            data = file.read(size, begin - self._begin)
         except OSError as error:
             raise ShardCorruptError(
                 f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
@@ -82,7 +114,7 @@ class RecordFile:
         return data
 
     def _corrupt(self, index: int, why: str, remedy: str = "Write the file again, or fetch it again") -> NoReturn:
-        raise ShardCorruptError(f"{self.name}: sample {index} {why}. {remedy}")
+        raise ShardCorruptError(f"{self.name}: sample {self._first + index} {why}. {remedy}")
 
 
 def opened(path: Path, name: str) -> tuple[Descriptor, int]:
@@ -96,16 +128,49 @@ def opened(path: Path, name: str) -> tuple[Descriptor, int]:
         ) from error
 
 
-def offsets_of(path: Path) -> Path:
-    """Return the path of the file of offsets that lies beside a file."""
-    return path.with_name(path.name + ENDING)
+def record_shard(
+    format: str, out: Path, name: str, size: int, offsets: Ints, settings: Mapping[str, Any] | None = None
+) -> Shard:
+    """Write the file of a file's offsets, and return the shard of both.
 
+    Args:
+        format: name of the format.
+        out: folder of the index.
+        name: path of the file, relative to the dataset's folder; that of its offsets, relative to `out`, begins with
+            it.
+        size: size of the file in bytes.
+        settings: settings of the shard.
 
-def store_offsets(path: Path, name: str, size: int, offsets: Ints) -> tuple[ShardFile, ShardFile]:
-    """Write the offsets of a file's records beside it; return both files of the shard. `name`: path relative to the
-    dataset's folder; `size`: size of the file in bytes. Raises DatasetError."""
+    Raises DatasetError.
+    """
+    path = out / (name + ENDING)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         written = write_offsets(path, size, offsets)
     except OSError as error:
-        raise DatasetError(f"{path}{ENDING} cannot be written: {error}. Give a folder that you may write to") from error
-    return ShardFile(StoredFile(name, size)), ShardFile(StoredFile(name + ENDING, written))
+        raise DatasetError(
+            f"{path} cannot be written: {error}. Give index_folder an argument `out`, a folder that you may write to"
+        ) from error
+    files = ShardFile(StoredFile(name, size)), ShardFile(StoredFile(name + ENDING, written))
+    return with_spans(Shard(format, len(offsets) - 1, files, settings=dict(settings or {})), offsets)
+
+
+def offsets_shard(shard: Shard) -> Shard:
+    """Return the offsets of a file as a shard of its own, without samples, see `format_table.PartReading.table`."""
+    return Shard(shard.format, 0, shard.files[1:])
+
+
+def read_table(shard: Shard, path: Path) -> memoryview:
+    """Return the offsets of a file's records, see `format_table.PartReading.read`."""
+    offsets = read_offsets(path, shard.files[1].raw, shard.files[0].raw.size, shard.samples)
+    firsts = [0, *itertools.accumulate(shard.spans)]
+    found = [offsets[at] for pair in itertools.pairwise(firsts) for at in pair]
+    if found != list(shard.ranges[:-1]):
+        raise ValueError("its offsets differ from those in the dataset's index")
+    return offsets
+
+
+def part_of(shard: Shard, part: int, offsets: memoryview) -> RecordPart:
+    """Return a part of a file. `offsets`: offsets of all its records."""
+    first = sum(shard.spans[:part])
+    return RecordPart(offsets[first : first + shard.spans[part] + 1], first)

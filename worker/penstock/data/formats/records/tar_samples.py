@@ -13,16 +13,18 @@ import math
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.media import images
 from penstock.data.formats.records.energon_folder import field_of
-from penstock.data.formats.records.record_file import RecordFile, opened, store_offsets
+from penstock.data.formats.records.record_file import RecordFile, RecordPart, opened, record_shard
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.plain_files import open_plain
@@ -82,7 +84,7 @@ class MemberError(tarfile.ReadError):
 class TarReader(RecordFile):
     """Reader of a tar archive. A sample's record is the part of the archive that its members lie in."""
 
-    def __init__(self, shard: Shard, data: Path, offsets: Path, options: ReadOptions) -> None:
+    def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart, options: ReadOptions) -> None:
         super().__init__(shard, data, offsets)
         self._images = options.images
         self._fields: dict[str, str] = shard.settings.get("fields", {})
@@ -135,16 +137,12 @@ def _plain_members(record: bytes) -> list[Member] | None:
     members: list[Member] = []
     at, extended = 0, False
     while at < len(record):
-        head = record[at : at + tarfile.BLOCKSIZE]
-        try:
-            # Numbers are octal. Sizes too large for octal begin with another byte, and do not match here.
-            size, checksum = (int(field.strip(b" \0"), 8) for field in (head[124:136], head[148:156]))
-            name = _name_of(head).decode()
-        except ValueError:
+        header = _plain_header(record[at : at + tarfile.BLOCKSIZE])
+        if header is None:
             return None
-        kind, begin = head[156:157], at + tarfile.BLOCKSIZE
-        whole = sum(head) - sum(head[148:156]) + 8 * ord(" ") == checksum
-        if begin + size > len(record) or not whole:
+        kind, size, name = header
+        begin = at + tarfile.BLOCKSIZE
+        if begin + size > len(record):
             return None
         if kind == tarfile.XHDTYPE:
             if extended or not _says_times_and_owners(record[begin : begin + size]):
@@ -156,6 +154,18 @@ def _plain_members(record: bytes) -> list[Member] | None:
         extended = kind == tarfile.XHDTYPE
         at = begin + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
     return members if at == len(record) and not extended else None
+
+
+def _plain_header(head: bytes) -> tuple[bytes, int, str] | None:
+    """Return the (kind, size of the data, name) in a member's header; None if it is damaged, or not plain."""
+    try:
+        # Numbers are octal. Sizes too large for octal begin with another byte, and do not match here.
+        size, checksum = (int(field.strip(b" \0"), 8) for field in (head[124:136], head[148:156]))
+        name = _name_of(head).decode()
+    except ValueError:
+        return None
+    whole = sum(head) - sum(head[148:156]) + 8 * ord(" ") == checksum
+    return (head[156:157], size, name) if whole else None
 
 
 def _says_times_and_owners(extended: bytes) -> bool:
@@ -204,11 +214,11 @@ def _split(name: str) -> tuple[str, str] | None:
     return (found[1], found[2].lower()) if found and not _META.search(name) else None
 
 
-def index_tar(path: Path, name: str) -> Shard:
-    """Write the file of an archive's offsets beside it, and return its shard. Only the headers of the members are read.
-    `name`: path of the archive in the dataset's folder. Raises DatasetError, ShardCorruptError."""
+def index_tar(path: Path, name: str, out: Path) -> Shard:
+    """Write the file of an archive's offsets, and return its shard, see `IndexableFormat.index_file`. Only the headers
+    of the members are read. Raises DatasetError, ShardCorruptError."""
     size, offsets = _samples(path, name)
-    return Shard("webdataset", len(offsets) - 1, store_offsets(path, name, size, offsets))
+    return record_shard("webdataset", out, name, size, offsets)
 
 
 def _check_end(file: BinaryIO, at: int, name: str) -> None:
@@ -231,42 +241,63 @@ def _check_end(file: BinaryIO, at: int, name: str) -> None:
             )
 
 
+Found = tuple[str, str, str, int, int]
+"""(name, key, column, where the data end, where the member ends with its padding) of a member of a sample."""
+
+
+class _NotPlainError(Exception):
+    """The archive has a header that only tarfile reads."""
+
+
 def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
     """Return (size of an archive in bytes, offsets of its samples, and of the end of the last one)."""
-    _, size = opened(path, name)
-    begins: list[int] = []
-    keys: set[str] = set()
-    last, columns, end = "", set[str](), 0
+    file, size = opened(path, name)
+    ended = 0
+
+    def plain() -> Iterator[Found]:
+        nonlocal ended
+        ended = yield from _plain_found(file, size)
+
+    try:
+        offsets = _offsets(plain(), name, size)
+    except _NotPlainError:
+        return size, _samples_by_tarfile(path, name, size)
+    with open(path, "rb", opener=open_plain) as archive:
+        _check_end(archive, ended, name)
+    return size, offsets
+
+
+def _plain_found(file: Descriptor, size: int) -> Generator[Found, None, int]:
+    """Yield the members of samples in an archive of plain headers (see `_plain_members`), in a fifth of tarfile's time;
+    return where the archive ends. Raises _NotPlainError for anything else, also for what is damaged."""
+    at, extended = 0, False
+    while True:
+        head = file.read(tarfile.BLOCKSIZE, at)
+        if not extended and at < size and not head.strip(b"\0"):
+            return at
+        header = _plain_header(head)
+        if header is None or (head[257:263] != b"ustar\0" and head[345:].strip(b"\0")):
+            raise _NotPlainError
+        kind, length, name = header
+        begin, end = at + tarfile.BLOCKSIZE, at + tarfile.BLOCKSIZE + length
+        if kind == tarfile.XHDTYPE:
+            if extended or length > READ_AT_ONCE or not _says_times_and_owners(file.read(length, begin)):
+                raise _NotPlainError
+        elif kind not in (tarfile.REGTYPE, tarfile.DIRTYPE):
+            raise _NotPlainError
+        extended = kind == tarfile.XHDTYPE
+        at = begin + -(-length // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        if kind == tarfile.REGTYPE and (split := _split(name)):
+            yield name, *split, end, at
+
+
+def _samples_by_tarfile(path: Path, name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the offsets in an archive of any kind of headers that are read."""
     try:
         with open(path, "rb", opener=open_plain) as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            for member_name, key, column, member in _members(archive):
-                head = os.pread(file.fileno(), tarfile.BLOCKSIZE, member.offset_data - tarfile.BLOCKSIZE)
-                if head[257:262] == b"ustar" and head[262:263] != b"\0" and head[345:].strip(b"\0"):
-                    raise ShardCorruptError(
-                        f"{name} must not be an incremental archive of GNU tar. Write the archive without "
-                        "--listed-incremental"
-                    )
-                if member.offset_data + member.size > size:
-                    raise ShardCorruptError(
-                        f"{name} is truncated within {member_name}. Fetch or write the archive again"
-                    )
-                if key != last:
-                    if key in keys:
-                        raise ShardCorruptError(
-                            f"{name}: a sample's members must follow each other, got {member_name} after other "
-                            "samples. Write the archive again, for example with tar --sort=name"
-                        )
-                    keys.add(key)
-                    begins.append(end if begins else 0)
-                    last, columns = key, set()
-                if column in columns:
-                    raise ShardCorruptError(
-                        f"{name}: a sample must have each column once, got {member_name} again. Write the archive "
-                        "without it"
-                    )
-                columns.add(column)
-                end = archive.offset
+            offsets = _offsets(_tarfile_found(file, archive, name), name, size)
             _check_end(file, archive.offset, name)
+            return offsets
     except MemberError as error:
         raise ShardCorruptError(f"{name}: {error}") from error
     except tarfile.TarError as error:
@@ -278,4 +309,40 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
             else "Fetch or write the archive again"
         )
         raise ShardCorruptError(f"{name} must be a plain tar archive: {error}. {remedy}") from error
-    return size, np.array([*begins, end], np.int64)
+
+
+def _tarfile_found(file: BinaryIO, archive: tarfile.TarFile, name: str) -> Iterator[Found]:
+    for member_name, key, column, member in _members(archive):
+        head = os.pread(file.fileno(), tarfile.BLOCKSIZE, member.offset_data - tarfile.BLOCKSIZE)
+        if head[257:262] == b"ustar" and head[262:263] != b"\0" and head[345:].strip(b"\0"):
+            raise ShardCorruptError(
+                f"{name} must not be an incremental archive of GNU tar. Write the archive without --listed-incremental"
+            )
+        yield member_name, key, column, member.offset_data + member.size, archive.offset
+
+
+def _offsets(members: Iterable[Found], name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the offsets of an archive's samples, and of the end of the last one. `members`: those of samples. Raises
+    ShardCorruptError."""
+    begins = array("q")
+    keys: set[str] = set()
+    last, columns, end = "", set[str](), 0
+    for member_name, key, column, data_end, member_end in members:
+        if data_end > size:
+            raise ShardCorruptError(f"{name} is truncated within {member_name}. Fetch or write the archive again")
+        if key != last:
+            if key in keys:
+                raise ShardCorruptError(
+                    f"{name}: a sample's members must follow each other, got {member_name} after other samples. Write "
+                    "the archive again, for example with tar --sort=name"
+                )
+            keys.add(key)
+            begins.append(end if begins else 0)
+            last, columns = key, set()
+        if column in columns:
+            raise ShardCorruptError(
+                f"{name}: a sample must have each column once, got {member_name} again. Write the archive without it"
+            )
+        columns.add(column)
+        end = member_end
+    return np.array([*begins, end], np.int64)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.formats.records.record_file import RecordFile, opened, store_offsets
+from penstock.data.formats.records.record_file import RecordFile, RecordPart, opened, record_shard
 from penstock.data.formats.shards import ReadOptions, Shard
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -53,7 +53,7 @@ class TFRecordReader(RecordFile):
     """Reader of a TFRecord file, see formats.shards.ShardReader. A sample is the dict of an Example's features (see
     `example_of`), or {"record": bytes}."""
 
-    def __init__(self, shard: Shard, data: Path, offsets: Path) -> None:
+    def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
         super().__init__(shard, data, offsets)
         self._is_example = shard.settings["records"] == "example"
         _crc32c()
@@ -83,13 +83,12 @@ def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
     return TFRecordReader(shard, *paths)
 
 
-def index_tfrecord(path: Path, name: str) -> Shard:
-    """Write the file of a TFRecord file's offsets beside it, and return its shard. The records count as Examples if the
-    first record is one. `name`: path of the file in the dataset's folder. Raises DatasetError, ShardCorruptError."""
+def index_tfrecord(path: Path, name: str, out: Path) -> Shard:
+    """Write the file of a TFRecord file's offsets, and return its shard, see `IndexableFormat.index_file`. The records
+    count as Examples if the first record is one. Raises DatasetError, ShardCorruptError."""
     size, offsets, first = _scanned(path, name)
     kind = "example" if is_example(first) else "bytes"
-    stored = store_offsets(path, name, size, offsets)
-    return Shard("tfrecord", len(offsets) - 1, stored, settings={"records": kind})
+    return record_shard("tfrecord", out, name, size, offsets, {"records": kind})
 
 
 def _scanned(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]], bytes]:

@@ -78,7 +78,7 @@ class PieceParts:
         for number in self._streaming:
             dataset = self.pieces.streaming(number)
             assert dataset is not None
-            units = wanted[owner == number] - self._first_parts[number]
+            units = dataset.read_units(wanted[owner == number] - self._first_parts[number])
             dataset.keep_open(units)
             dataset.fetch_ahead(units)
 

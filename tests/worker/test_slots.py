@@ -1,8 +1,9 @@
-"""A slot's worker when a target worker becomes ready, and when that one is dismissed."""
+"""A slot on a worker whose coordinator is slow or away: a migration, and a runner above its memory limit."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +13,32 @@ from coroutines import in_loop
 from penstock.proto.errors import LaneLostError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.worker.slots import memory_watch
 from penstock.worker.slots.loader_findings import LoaderFindings
 from penstock.worker.slots.slot import Slot
 from penstock.worker.slots.slot_interfaces import DaemonCounters
 from penstock.worker.slots.snapshots import StoredSnapshot
 
+
+def slot_of(coordinator: Any, changed: Callable[[], None] = lambda: None) -> Slot:
+    host: Any = SimpleNamespace(
+        name="w",
+        coordinator=coordinator,
+        slot_changed=changed,
+        counters=DaemonCounters(),
+        embedded=False,
+        findings=lambda _: LoaderFindings(),
+    )
+    return Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
+
+
+# ---- migration
+
+
 DEADLINE_S = 60.0
 
 
-class Coordinator:
+class Keeping:
     """Keeps what it is sent, as soon as it may."""
 
     def __init__(self) -> None:
@@ -37,15 +55,8 @@ class Coordinator:
 @in_loop
 async def test_target_worker_gets_the_newest_when_ready() -> None:
     """Give the second target worker new restart points, too: the first one's are old by then."""
-    coordinator, changed = Coordinator(), asyncio.Event()
-    host: Any = SimpleNamespace(
-        name="w",
-        coordinator=coordinator,
-        slot_changed=changed.set,
-        counters=DaemonCounters(),
-        findings=lambda _: LoaderFindings(),
-    )
-    slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
+    coordinator, changed = Keeping(), asyncio.Event()
+    slot = slot_of(coordinator, changed.set)
 
     def told(*, prepare_migration: bool) -> None:
         changed.clear()
@@ -81,7 +92,7 @@ async def test_target_worker_gets_the_newest_when_ready() -> None:
 async def test_snapshot_of_an_ended_run_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     """The run may end while its snapshot is on its way, which is no news for anybody."""
 
-    class Ended(Coordinator):
+    class Ended(Keeping):
         async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> pb.PutSnapshotReply:
             raise errors.pop()
 
@@ -90,10 +101,7 @@ async def test_snapshot_of_an_ended_run_is_dropped(caplog: pytest.LogCaptureFixt
         UnknownRunError("the coordinator has no run"),
         LaneLostError("lost"),
     ]
-    host: Any = SimpleNamespace(
-        name="w", coordinator=Ended(), counters=DaemonCounters(), findings=lambda _: LoaderFindings()
-    )
-    slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
+    slot = slot_of(Ended())
     points = [StoredSnapshot(0, total, total, total, False, total, b"state", verified=True) for total in (1, 2, 3)]
     for point in points:
         await slot.durable.make(point)
@@ -101,3 +109,68 @@ async def test_snapshot_of_an_ended_run_is_dropped(caplog: pytest.LogCaptureFixt
     why = "a snapshot could not be sent to the coordinator, so a recovery replays from an older one: lost"
     assert [record.getMessage() for record in caplog.records] == [f"job/0 box 0 slot 0: {why}"]
     slot.progress_page.close()
+
+
+# ---- memory
+
+
+DEADLINE_S = 60.0
+LIMIT = 100
+
+
+class Away:
+    """A coordinator that answers no snapshot until it may."""
+
+    def __init__(self) -> None:
+        self.back, self.puts = asyncio.Event(), 0
+
+    async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> pb.PutSnapshotReply:
+        self.puts += 1
+        await self.back.wait()
+        return pb.PutSnapshotReply()
+
+
+def watched(coordinator: Away) -> Slot:
+    """A slot whose runner is ready and has begun, with one snapshot that is not durable."""
+    slot = slot_of(coordinator)
+    child: Any = SimpleNamespace(pid=1, kill=lambda: None)
+    slot._child = child
+    slot.store.add(StoredSnapshot(0, 1, 1, 1, True, 1, b"state", verified=True), 0)
+    slot.ready.set()
+    slot.begun.set()
+    return slot
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_runner_is_watched_while_snapshot_waits(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        coordinator = Away()
+        looks = 0
+
+        def looked_at(pid: int, limit: int) -> tuple[int, float]:
+            nonlocal looks
+            looks += 1
+            if looks == 5 and not grows:
+                loop.call_soon_threadsafe(coordinator.back.set)
+            return (LIMIT + (looks - 1) * 50 if grows else LIMIT + looks), 0.0
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(memory_watch, "MEMORY_S", 0.01)
+        monkeypatch.setattr(memory_watch, "_looked_at", looked_at)
+        slot = watched(coordinator)
+        await asyncio.wait_for(memory_watch.MemoryWatch(slot, slot.verifier, slot.durable).run(1, LIMIT), DEADLINE_S)
+        assert coordinator.puts == 1
+        assert slot.phase == pb.FAILED
+        assert slot.error is not None
+        if grows:
+            assert "was killed at batch" in slot.error.message
+            assert not slot.recycle
+        else:
+            assert "was replaced at batch" in slot.error.message
+            assert slot.recycle
+            assert slot.outgrown  # so it was with the first look
+        for task in slot._tasks:
+            task.cancel()
+        slot.progress_page.close()
+
+    asyncio.run(body())

@@ -1,0 +1,169 @@
+"""The daemon's heartbeats: intervals and quotas of replies, its lease while it is busy, sizes of reports."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine
+from functools import partial
+from queue import Queue
+from typing import Any
+
+import pytest
+from waiting import until
+
+from penstock.proto.errors import CoordinatorUnavailableError
+from penstock.proto.rpc.bounds.polling import HOLD_S
+from penstock.proto.rpc.channel import REQUEST_MAX
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.worker.daemon.daemon import Daemon
+from penstock.worker.daemon.heartbeats import HANGS_S, LATE, REPORTS_MAX, Heartbeats, fitted
+from penstock.worker.daemon.worker_settings import DaemonSettings
+from penstock.worker.slots.slot_interfaces import SnapshotQuota
+
+# ---- replies
+
+
+def with_daemon(body: Any) -> None:
+    async def run() -> None:
+        daemon = Daemon(DaemonSettings("127.0.0.1:1", "token", 1, ["streams"]))
+        made: list[pb.HeartbeatReply] = []
+        daemon._apply = made.append  # type: ignore[method-assign, assignment]
+        try:
+            result = body(daemon, made)
+            if isinstance(result, Coroutine):
+                await result
+        finally:
+            await daemon.coordinator.close()
+
+    asyncio.run(run())
+
+
+def reply(version: int, **fields: Any) -> pb.HeartbeatReply:
+    return pb.HeartbeatReply(version=version, heartbeat_s=5, lease_s=15, **fields)
+
+
+def test_heartbeat_hold_is_that_of_the_last_reply() -> None:
+    def body(daemon: Daemon, _: list[pb.HeartbeatReply]) -> None:
+        assert daemon._hold_s == HOLD_S
+        daemon._take(reply(7, snapshot_every_s=25, snapshot_bytes_per_s=3000))
+        request = daemon._heartbeat(daemon._hold_s)
+        assert (request.hold_s, request.lease_s, request.seen_version) == (5, 15, 7)
+        assert daemon.snapshot_quota == SnapshotQuota(25, 3000)
+
+    with_daemon(body)
+
+
+def test_unanswered_request_is_asked_for_again() -> None:
+    async def body(daemon: Daemon, made: list[pb.HeartbeatReply]) -> None:
+        daemon._take(reply(8))
+        daemon._answered.add("r")
+        await daemon._answer(pb.StateRequest(request="r"))  # of a slot that is not here
+        assert daemon._answered == set()
+        assert daemon._heartbeat(1.0).seen_version == 0
+
+    with_daemon(body)
+
+
+@pytest.mark.parametrize(("size", "pause_s"), [(0, 25), (1000, 25), (76_000, 76_000 / 3000), (10**6, 10**6 / 3000)])
+def test_pause_keeps_snapshots_within_the_quota(size: int, pause_s: float) -> None:
+    assert SnapshotQuota(25, 3000).pause_s(size) == pytest.approx(pause_s)
+
+
+# ---- a busy daemon
+
+
+LEASE_S = 0.4
+DEADLINE_S = 60.0
+
+
+class Coordinator:
+    def __init__(self) -> None:
+        self.heard, self.closed, self.calls = threading.Semaphore(0), threading.Event(), 0
+
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
+        self.calls += 1
+        if self.calls == 1:
+            raise CoordinatorUnavailableError("it is away")
+        assert not request.slots
+        self.heard.release()
+        return pb.HeartbeatReply()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_busy_event_loop_keeps_its_lease() -> None:
+    coordinator = Coordinator()
+    heart = Heartbeats(lambda: coordinator, lambda: pb.HeartbeatRequest(worker="w"), lambda: LEASE_S)
+    heart.start()
+    for _ in range(3):  # nobody tells it of any answer
+        assert coordinator.heard.acquire(timeout=DEADLINE_S)
+    heart.stop()
+    assert coordinator.closed.wait(DEADLINE_S)
+    assert heart.heartbeats >= 2
+
+
+def answered(heart: Heartbeats, coordinator: Coordinator) -> bool:
+    """Answer the event loop; return whether the thread has closed its connection."""
+    heart.note_answer()
+    return coordinator.closed.is_set()
+
+
+def test_connection_is_closed_once_the_loop_is_back() -> None:
+    made: Queue[Coordinator] = Queue()
+
+    def connect() -> Coordinator:
+        made.put(coordinator := Coordinator())
+        return coordinator
+
+    heart = Heartbeats(connect, pb.HeartbeatRequest, lambda: LEASE_S)
+    heart.start()
+    for _ in range(2):
+        coordinator = made.get(timeout=DEADLINE_S)
+        assert coordinator.heard.acquire(timeout=DEADLINE_S), "the call after the one in vain uses the same connection"
+        assert made.empty()
+        assert not coordinator.closed.is_set()
+        until(partial(answered, heart, coordinator), DEADLINE_S)
+    heart.stop()
+
+
+def test_thread_beats_for_a_late_loop_that_runs() -> None:
+    heart = Heartbeats(Coordinator, pb.HeartbeatRequest, lambda: 3.0)
+    heart.note_answer()
+    now = time.monotonic()
+    assert not heart.is_due(now, 3.0), "it was heard just now"
+    assert heart.is_due(now + 3.0 * LATE + 1, 3.0)
+    assert not heart.is_due(now + 3.0 * LATE + 1, 0.0), "no lease is known"
+    assert not heart.is_due(now + HANGS_S + 1, 3.0), "the loop hangs: others are to take over"
+
+
+# ---- reports, whose sizes user code decides
+
+
+def report(slot: int, size: int) -> pb.SlotReport:
+    one = pb.SlotReport(run="job/0", slot=slot, generation=2**63, phase=pb.FAILED, doing="d" * size, stack="é" * size)
+    one.error.name, one.error.message, one.error.remote_traceback = "InputFnError", "m" * size, "é" * size
+    one.capabilities.advances_state = one.capabilities.not_used = "t" * (size // 8)
+    return one
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 5 << 20), (100, 32 << 10), (4096, 8 << 10)])
+def test_reports_fit_into_a_heartbeat(count: int, size: int) -> None:
+    reports = fitted([report(slot, size) for slot in range(count)])
+    assert sum(one.ByteSize() for one in reports) <= REPORTS_MAX < REQUEST_MAX
+    assert [one.slot for one in reports] == [*range(count)]
+    assert {one.error.name for one in reports} == {"InputFnError"}
+
+
+def test_small_reports_stay_as_they_are() -> None:
+    reports = [report(slot, 1000) for slot in range(300)]
+    assert fitted(reports) is reports
+
+
+def test_one_long_report_leaves_the_others() -> None:
+    small = [report(slot, 100) for slot in range(9)]
+    short = fitted([*small, report(9, 1 << 20)])
+    assert short[:9] == small
+    assert "bytes left out" in short[9].error.message

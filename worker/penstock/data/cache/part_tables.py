@@ -1,0 +1,56 @@
+"""Tables of files whose parts are fetched one by one: footers, headers, offsets. A table is fetched and read once for
+all parts that are read at about the same time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.formats.format_table import FORMATS
+from penstock.data.formats.shards import Shard
+from penstock.proto.errors import DatasetError, ShardCorruptError
+
+__all__ = ["PartTables"]
+
+MOST = 64
+"""Largest number of tables that stay in memory."""
+
+
+class PartTables:
+    """Tables of a dataset's files, by file. Safe for threads; empty in a copy."""
+
+    def __init__(self) -> None:
+        # There is no lock, which a forked child would inherit: two threads that fetch the same table do no harm.
+        self._known: dict[tuple[int, str], Any] = {}
+
+    def __reduce__(self) -> tuple[Callable[[], PartTables], tuple[()]]:
+        return PartTables, ()
+
+    def of(self, stream: int, cache: ShardCache, file: Shard, source: str) -> Any:
+        """Return the table of a file. `stream`: number of the stream; `source`: address of the file, for errors. Raises
+        as `ShardCache.hold` does, and ShardCorruptError if the table does not match the index."""
+        key = stream, file.name
+        table = self._known.get(key)
+        if table is None:
+            by_part = FORMATS[file.format].by_part
+            assert by_part is not None
+            with cache.hold(by_part.table(file)) as held:
+                path = held.paths[0]
+                try:
+                    table = by_part.read(file, path)
+                except ShardCorruptError as error:
+                    raise ShardCorruptError(f"{source}: {error.message}") from error
+                except DatasetError:
+                    raise
+                except Exception as error:
+                    raise ShardCorruptError(
+                        f"{source}: the copy of the file's table, {path}, cannot be read: {error}. Remove the copy to "
+                        "fetch the table again; if that does not help, index the file again"
+                    ) from error
+            self._known[key] = table
+            if len(self._known) > MOST:
+                with contextlib.suppress(KeyError, RuntimeError):  # another thread removed it first
+                    del self._known[next(iter(self._known))]
+        return table

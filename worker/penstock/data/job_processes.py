@@ -1,0 +1,135 @@
+"""Processes of a program of this package that share the jobs of one task, such as the parts of a conversion.
+
+    python -m PROGRAM PLAN JOBS OUTPUT PARENT
+
+PLAN: descriptor of a file with the task. JOBS: descriptor of a file with the numbers of the jobs, which all processes
+read from one common position. OUTPUT: descriptor of a pipe for reports, one JSON object per line. PARENT: id of the
+parent process; when it ends, these processes end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from penstock.proto import errors
+from penstock.proto.errors import DatasetError, PenstockError
+from penstock.runtime.process.line_reader import LinePipe
+from penstock.runtime.process.spawn import Spawned, module, spawn
+from penstock.runtime.process.watch import wait_for_any, wait_for_parent_end
+
+__all__ = ["JOB", "do_jobs", "in_processes", "memory_file", "serve_jobs"]
+
+JOB = struct.Struct("<Q")
+"""Layout of a job's number in the file from which processes take jobs."""
+END_S = 60.0
+"""Seconds to wait for processes to end by themselves."""
+
+Work = Callable[[int], dict[str, Any]]
+"""Function that does the job with a number, and returns its report. Raises PenstockError."""
+Begun = Callable[[bytes], AbstractContextManager[Work]]
+
+
+def in_processes(program: str, plan: bytes, jobs: Sequence[int], count: int) -> Iterator[dict[str, Any]]:
+    """Do jobs in processes; yield the report of each when it is done. Raises the error of the first job that fails,
+    after the other processes have finished the jobs that they have begun.
+
+    Args:
+        program: name of a module that calls `serve_jobs`.
+        plan: the task, for `serve_jobs`.
+        jobs: numbers of the jobs.
+        count: number of processes.
+    """
+    with contextlib.ExitStack() as stack:
+        plan_file, jobs_file = (memory_file(stack, text) for text in (plan, b"".join(map(JOB.pack, jobs))))
+        children: dict[LinePipe, Spawned] = {}
+        for _ in range(count):
+            pipe = LinePipe()
+            command = module(program, *map(str, (plan_file, jobs_file, pipe.theirs.fileno(), os.getpid())))
+            children[pipe] = child = spawn(command, fds=(plan_file, jobs_file, pipe.theirs), session=False)
+            stack.callback(child.close)
+            stack.callback(child.end, END_S)
+            stack.callback(pipe.close)
+        failed: Exception | None = None
+        while children:
+            for fd in wait_for_any([pipe.fileno() for pipe in children]):
+                pipe = next(each for each in children if each.fileno() == fd)
+                for line in pipe.read():
+                    said = json.loads(line)
+                    if "error" in said:
+                        failed = failed or _error_of(said)
+                        os.lseek(jobs_file, 0, os.SEEK_END)  # no process begins another job
+                    else:
+                        yield said
+                if pipe.ended:
+                    status = children.pop(pipe).result()
+                    if status and failed is None:
+                        failed = DatasetError(
+                            f"a process of {program} must end with status 0, got {status}. Run the command again, with "
+                            "fewer processes if memory was short; what is finished is kept"
+                        )
+                        os.lseek(jobs_file, 0, os.SEEK_END)
+        if failed is not None:
+            raise failed
+
+
+def serve_jobs(begun: Begun) -> int:
+    """Do jobs in this process, as the command line says, until none is left; return the exit status. `begun`: function
+    from the plan to a context whose value does a job."""
+    *descriptors, parent = map(int, sys.argv[1:])
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    return do_jobs(begun, *descriptors)
+
+
+def do_jobs(begun: Begun, plan: int, jobs: int, output: int) -> int:
+    """Do jobs until none is left; return the exit status. `begun`: as in `serve_jobs`; other arguments as on the
+    command line."""
+
+    def say(report: dict[str, Any]) -> None:
+        left = json.dumps(report).encode() + b"\n"
+        while left:
+            left = left[os.write(output, left) :]
+
+    try:
+        with begun(os.pread(plan, os.fstat(plan).st_size, 0)) as work:
+            while job := os.read(jobs, JOB.size):
+                (number,) = JOB.unpack(job)
+                say(work(number))
+    except PenstockError as error:
+        say({"error": type(error).__name__, "message": error.message})
+        return 1
+    return 0
+
+
+def _end_with(parent: int) -> None:
+    wait_for_parent_end(parent)
+    os._exit(1)
+
+
+def memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
+    """Return the descriptor of a file in memory with this content, positioned at its beginning. Processes that share
+    the descriptor share its position, so each record is read once."""
+    made = os.memfd_create("penstock-jobs", os.MFD_CLOEXEC)
+    try:
+        with open(made, "wb", closefd=False) as file:
+            file.write(content)
+        # Open the file anew, because the kernel locks the shared position during a read only for files that open()
+        # opened. Through the descriptor from memfd_create, two processes may read the same record.
+        fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(made)
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _error_of(said: Mapping[str, Any]) -> PenstockError:
+    kind = getattr(errors, str(said["error"]), DatasetError)
+    made: PenstockError = kind(said["message"])
+    return made

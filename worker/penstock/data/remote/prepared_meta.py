@@ -1,0 +1,48 @@
+"""Copies, in the cache of a remote folder that Energon prepared, of the files that say how it is divided.
+
+The copies show which splits the folder has, without a request to the remote, and whether the index is older than they.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from penstock.data.formats.records.energon_folder import META, META_FILES, SPLITS, is_prepared
+from penstock.data.remote.folders import RemoteFolder
+from penstock.proto.errors import ShardUnavailableError
+from penstock.runtime.files.atomic_files import write_whole
+
+__all__ = ["fetch_meta"]
+
+MARK = b"split_parts"
+"""Text in each file of splits, which a web server's page for a missing file does not have."""
+
+
+def fetch_meta(remote: RemoteFolder, folder: Path, *, deadline_s: float) -> bool:
+    """Copy the files of a remote folder's META into a local folder. Returns False if Energon has not prepared the
+    remote folder. Raises ShardUnavailableError if the remote does not answer."""
+    found: dict[str, bytes] = {}
+    for name in META_FILES:
+        with contextlib.suppress(_Missing):
+            found[name] = _read(remote, f"{META}/{name}", deadline_s)
+        if name == SPLITS[-1] and not any(MARK in found.get(each, b"") for each in SPLITS):
+            return False
+    (folder / META).mkdir(parents=True, exist_ok=True)
+    for name in reversed(META_FILES):  # the files of splits, which is_prepared looks for, come last
+        if name in found:
+            write_whole(folder / META / name, found[name])
+    return is_prepared(folder)
+
+
+class _Missing(Exception):
+    """The remote has no such file."""
+
+
+def _read(remote: RemoteFolder, name: str, deadline_s: float) -> bytes:
+    try:
+        return remote.read(name, deadline_s=deadline_s)
+    except ShardUnavailableError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise _Missing from error
+        raise

@@ -1,0 +1,1 @@
+"""Mixtures from the files with which jobs of other libraries describe theirs."""

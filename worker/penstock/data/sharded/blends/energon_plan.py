@@ -1,0 +1,220 @@
+"""Plan of a blend, from the metadataset files of Megatron Energon: which folders it reads, and with which shares.
+
+    splits:                                        splits:
+      train:                                         train:
+        datasets:                 version 1            blend:              version 2
+        - {weight: 5, path: ./coco}                    - {weight: 5, path: ./coco}
+                                                     val:
+                                                       path: ./coco
+
+A split is a folder (`path`), or a list of them: `blend` and `datasets` give each a weight, `blend_epochized` the number
+of times that an epoch has each of its samples, `concat` neither. A path is relative to the file that names it. It leads
+to a folder that Energon prepared, or to another such file, whose members take its place: weights and repetitions are
+multiplied, and of subflavors with the same name the outer one counts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import posixpath
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, Literal
+
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+
+__all__ = ["BlendMember", "BlendPlan", "read_plan"]
+
+DEEPEST = 16
+"""Largest number of files that name each other."""
+_KINDS: Mapping[str, Kind] = {
+    "datasets": "blend",
+    "blend": "blend",
+    "blend_epochized": "blend_epochized",
+    "concat": "concat",
+}
+_CLASSES = ("Metadataset", "MetadatasetV2")
+_REFUSED = {
+    "join": "samples of several folders cannot be joined. Write the joined samples to archives of their own",
+    "joiner": "samples of several folders cannot be joined. Write the joined samples to archives of their own",
+    "subset": "a part of a folder cannot be chosen. List the archives of the part as a split in its split.yaml",
+    "aux": "files beside the archives cannot be read. Write them into the archives",
+    "dataset_config": "the index of a folder is made from dataset.yaml. Rename the file",
+    "split_config": "the index of a folder is made from split.yaml. Rename the file",
+}
+"""Fields that would change the samples, and why they are refused."""
+_DEFAULTS = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
+
+Kind = Literal["blend", "blend_epochized", "concat"]
+Read = Callable[[str], bytes]
+"""Function that returns the content of a file. Raises DatasetError."""
+
+
+@dataclass(frozen=True)
+class BlendMember:
+    """Split of a prepared folder that a blend reads."""
+
+    path: str
+    """Folder, or its URL."""
+    split: str
+    subflavors: Mapping[str, Any]
+    weight: Fraction = Fraction(1)
+    """Share of the samples, in any unit; of a blend."""
+    repetitions: int = 1
+    """Number of times that an epoch has each sample; of an epochized blend."""
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class BlendPlan:
+    """Members of a split of a blend."""
+
+    kind: Kind
+    """"blend": members have weights; "blend_epochized": they have repetitions; "concat": they have neither."""
+    members: tuple[BlendMember, ...]
+    flavored: bool
+    """True if any member has subflavors."""
+
+
+def read_plan(path: str, split: str, read: Read) -> BlendPlan:
+    """Return the plan of a split of a metadataset file. Raises DatasetError for a file that cannot be read or has what
+    cannot be the same here, InvalidArgumentError for an unknown split."""
+    kind, members = _Reader(read).split(path, split, {}, 0)
+    if not members:
+        raise DatasetError(f"{path}: the split {split!r} must have at least one dataset, got none. Name one")
+    return BlendPlan(kind, tuple(members), any(member.subflavors for member in members))
+
+
+class _Reader:
+    def __init__(self, read: Read) -> None:
+        self._read = read
+
+    def split(self, path: str, split: str, outer: Mapping[str, Any], depth: int) -> tuple[Kind, list[BlendMember]]:
+        """Return the kind and the members of a split. `outer`: subflavors that the file's own members get."""
+        if depth > DEEPEST:
+            raise DatasetError(f"{path}: at most {DEEPEST} files may name each other. Remove the cycle")
+        splits = self._splits(path)
+        if split not in splits:
+            raise InvalidArgumentError(f"{path}: split must be one of {', '.join(map(str, splits))}, got {split!r}")
+        content = splits[split]
+        if not isinstance(content, dict):
+            raise DatasetError(f"{path}: the split {split!r} must be a mapping, got {content!r:.200}. Correct it")
+        listed = [key for key in _KINDS if key in content]
+        if "path" in content and not listed:
+            return self._member(path, content, split, outer, depth)
+        self._refuse(path, content)
+        if len(listed) != 1 or len(content) > 1:
+            raise DatasetError(
+                f"{path}: the split {split!r} must have path, or one of {', '.join(_KINDS)}, got "
+                f"{', '.join(map(str, content)) or 'nothing'}. Correct the file"
+            )
+        entries, kind = content[listed[0]], _KINDS[listed[0]]
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise DatasetError(
+                f"{path}: {listed[0]} must be a list of mappings, got {entries!r:.200}. Correct the file"
+            )
+        return kind, self._joined(path, kind, entries, split, outer, depth)
+
+    def _joined(
+        self, path: str, kind: Kind, entries: list[dict[str, Any]], split: str, outer: Mapping[str, Any], depth: int
+    ) -> list[BlendMember]:
+        """Return the members of all entries of a list, with their weights and repetitions in it."""
+        weights = [_number(path, entry, "weight") for entry in entries]
+        total = sum(weights)
+        if kind == "blend" and not total:
+            raise DatasetError(f"{path}: at least one weight must be above 0, got {len(weights)} of 0. Correct them")
+        members: list[BlendMember] = []
+        for entry, weight in zip(entries, weights, strict=True):
+            inner, found = self._member(path, entry, split, outer, depth)
+            if inner not in (kind, "concat"):
+                raise DatasetError(
+                    f"{path}: {entry['path']} must not be a {inner} within a {kind}, because weights and repetitions "
+                    "do not combine; Energon refuses it, too. Use one of them in both files"
+                )
+            if kind == "blend":
+                found = [replace(one, weight=one.weight * weight / total) for one in found]
+            if kind == "blend_epochized":
+                times = _repetitions(path, entry)
+                found = [replace(one, repetitions=one.repetitions * times) for one in found]
+            members += found
+        return members
+
+    def _member(
+        self, path: str, entry: dict[str, Any], split: str, outer: Mapping[str, Any], depth: int
+    ) -> tuple[Kind, list[BlendMember]]:
+        self._refuse(path, entry)
+        target = entry.get("path")
+        if not isinstance(target, str) or not target:
+            raise DatasetError(f"{path}: path must be a text, got {target!r:.200}. Name a folder or a file")
+        own = entry.get("subflavors") or {}
+        if not isinstance(own, dict):
+            raise DatasetError(f"{path}: subflavors must be a mapping, got {own!r:.200}. Correct the file")
+        if entry.get("subflavor") is not None:  # of old files
+            own = {"__subflavor__": entry["subflavor"], **own}
+        where, part, flavors = _beside(path, target), str(entry.get("split_part") or split), {**own, **outer}
+        if where.endswith((".yaml", ".yml")):
+            return self.split(where, part, flavors, depth + 1)
+        if where.endswith((".jsonl", ".json")):
+            raise DatasetError(
+                f"{path}: {target} must be a folder of archives, got a file of lines. Index its folder with "
+                "index_folder, and give it to the Mixture as a source of its own"
+            )
+        return "concat", [BlendMember(where, part, flavors)]
+
+    def _splits(self, path: str) -> dict[str, Any]:
+        try:
+            yaml = importlib.import_module("yaml")
+        except ImportError as error:
+            raise DatasetError(f"{path} needs the package pyyaml. Run pip install pyyaml") from error
+        try:
+            content = yaml.safe_load(self._read(path).decode())
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            raise DatasetError(f"{path} cannot be read: {error}. Correct the file") from error
+        found = content.get("splits") if isinstance(content, dict) else None
+        if not isinstance(found, dict) or content.get("__class__", _CLASSES[0]) not in _CLASSES:
+            raise DatasetError(f"{path} must be a metadataset of Energon, with splits, got {content!r:.200}")
+        return {str(name): value for name, value in found.items()}
+
+    def _refuse(self, path: str, entry: Mapping[str, Any]) -> None:
+        """Raise DatasetError for a field with which the samples or their order could not be the same."""
+        for field, why in _REFUSED.items():
+            if entry.get(field) not in (None, _DEFAULTS.get(field)):
+                raise DatasetError(f"{path}: {field} must be left out, because {why}")
+        over = entry.get("shuffle_over_epochs_multiplier", 1)
+        if type(over) is not int or over < 1:
+            raise DatasetError(
+                f"{path}: shuffle_over_epochs_multiplier must be at least 1, got {over!r}, because an epoch has each "
+                "sample once, in an order that is shuffled for all members or for none. Leave it out, or give "
+                "energon_blend the argument shuffle=False"
+            )
+
+
+def _beside(path: str, target: str) -> str:
+    """Return a path that is relative to the file `path`; an absolute one, or a URL, is returned as it is."""
+    if "://" in target or target.startswith("/"):
+        return target
+    scheme, mark, rest = path.rpartition("://")
+    return scheme + mark + posixpath.normpath(posixpath.join(posixpath.dirname(rest), target))
+
+
+def _number(path: str, entry: Mapping[str, Any], field: str) -> Fraction:
+    value = entry.get(field, 1)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise DatasetError(f"{path}: {field} must be a number of at least 0, got {value!r}. Correct the file")
+    return Fraction(str(value))
+
+
+def _repetitions(path: str, entry: Mapping[str, Any]) -> int:
+    times = _number(path, entry, "repetitions")
+    if times.denominator != 1 or not times:
+        raise DatasetError(
+            f"{path}: repetitions must be a whole number of at least 1, got {entry['repetitions']}, because an epoch "
+            "would have another part of the folder each time. Use whole numbers; or a blend, with weights of "
+            "repetitions x samples"
+        )
+    return int(times)
