@@ -141,7 +141,7 @@ class StreamingLoader(PositionLoader):
                 rate is measured, the shards of the next two batches are fetched. None: 60, or without limit if
                 predownload is given; inf: without limit. `prefetch_bytes` of StreamingDataset limits the bytes, too.
             fetch_threads: threads that read and decode samples ahead; 0: samples are read when they are needed. Threads
-                help where decoding releases the GIL (clips, and JPEG files with `images="array"`; not PNG files). A
+                help where decoding releases the GIL for long: clips, large JPEG files with `images="array"`. A
                 subclass's `__getitem__` must be thread-safe, and `reseed` does not apply to it, nor to clips.
             reseed: True: seed the global generators of python, numpy and torch from seed, epoch and position before
                 each sample is read, so that random augmentation depends on nothing else; also before the collate
