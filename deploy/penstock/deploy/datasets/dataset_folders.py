@@ -55,8 +55,9 @@ def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: 
 
 def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
     """Print what is in a dataset, with its first samples."""
-    found: dict[str, Any] = _counts(folder, _shards(folder))
-    with _opened(folder) as dataset:
+    shards = _shards(folder)
+    found: dict[str, Any] = _counts(folder, shards)
+    with _opened(folder, shards) as dataset:
         first = [dataset[number] for number in range(min(max(samples, 1), len(dataset)))]
     found["columns"] = {name: _kind(value) for name, value in (first[0] if first else {}).items()}
     found["first_samples"] = [{name: _shown(value) for name, value in sample.items()} for sample in first[:samples]]
@@ -75,7 +76,7 @@ def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as
     from penstock.data.fetch_plan import Fetches, PlannedRun, planned
 
     shards = _shards(folder)
-    with _opened(folder) as dataset:
+    with _opened(folder, shards) as dataset:
         loader = StreamingLoader(dataset, global_batch_size=batch, rank=(0, boxes), **order)
         settings = PlannedRun(batch, boxes, predownload=loader.predownload, **run)
         nodes = planned(settings, loader.order, Fetches.of(shards))
@@ -107,7 +108,7 @@ def show_verification(folder: Path, as_json: bool) -> int:
     algorithms = sorted(set.intersection(*(set(file.hashes) for file in stored))) if stored else []
     damaged: list[dict[str, str]] = []
     number = 0
-    with _opened(folder, validate_hash=algorithms[0] if algorithms else None) as dataset:
+    with _opened(folder, shards, validate_hash=algorithms[0] if algorithms else None) as dataset:
         for shard in shards:
             end = number + shard.samples
             try:
@@ -123,22 +124,22 @@ def show_verification(folder: Path, as_json: bool) -> int:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path, **options: Any) -> Iterator[StreamingDataset]:
+def _opened(folder: Path, shards: Sequence[Shard], **options: Any) -> Iterator[StreamingDataset]:
     """Open a dataset without writing into its folder: what it stores itself, such as decompressed shards, goes into a
     temporary folder."""
     from penstock.data import StreamingDataset  # imports torch
 
     with tempfile.TemporaryDirectory() as scratch:
-        dataset = StreamingDataset(str(folder.absolute()), scratch, split=_split_of(folder), **options)
+        dataset = StreamingDataset(str(folder.absolute()), scratch, split=_split_of(shards), **options)
         try:
             yield dataset
         finally:
             dataset.close()
 
 
-def _split_of(folder: Path) -> str | None:
-    """Return the value of `split` that stands for all samples of a folder: "*" if its index lists splits."""
-    return "*" if any("splits" in shard.settings for shard in _shards(folder)) else None
+def _split_of(shards: Sequence[Shard]) -> str | None:
+    """Return the value of `split` that stands for all samples of a dataset: "*" if its index lists splits."""
+    return "*" if any("splits" in shard.settings for shard in shards) else None
 
 
 def _shards(folder: Path) -> list[Shard]:

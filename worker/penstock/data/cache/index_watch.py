@@ -34,7 +34,7 @@ __all__ = ["IndexWatch", "RemoteIndex", "check_index", "digest_of", "is_index_of
 
 VERSION_TIMEOUT_S = 10.0
 """Seconds to wait for the remote's answer about its index's version."""
-LARGEST_PAGE = 64 << 20
+LARGEST_PAGE = 4 << 20
 """Size of an index, in bytes, up to which its copy is parsed before it is believed to be one."""
 
 
