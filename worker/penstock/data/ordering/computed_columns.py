@@ -26,7 +26,7 @@ class Consecutive:
     def __getitem__(self, at: Ints) -> Ints:
         return at + self.first
 
-    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> Ints:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Ints:
         return np.arange(self.first, self.first + self.count)
 
 
@@ -42,5 +42,5 @@ class Zeros:
     def __getitem__(self, at: Ints) -> Ints:
         return np.zeros_like(at)
 
-    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> Ints:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Ints:
         return np.zeros(self.count, np.int64)
