@@ -168,7 +168,13 @@ def test_parts_of_remote_files_are_the_same(own: Made, tmp_path: Path, monkeypat
         assert [server.requests[name] for name in names] == [asked.count(name) for name in names], "read as a whole"
         assert sum(server.requests[name] for name in names) <= 2, "more than a sample and its header was fetched"
         assert [plainly(dataset[at]) for at in range(len(dataset))] == [plainly(sample) for sample in own.samples]
-        order = {"batch_size": BATCH, "shuffle": True, "shuffle_block": 16, "seed": SEED, "collate_fn": list}
+        order: dict[str, Any] = {
+            "batch_size": BATCH,
+            "shuffle": True,
+            "shuffle_block": 16,
+            "seed": SEED,
+            "collate_fn": list,
+        }
         whole = [plainly(batch) for batch in StreamingLoader(StreamingDataset(local=own.folder), **order)]
         for fresh in ("cache", "other"):
             remote = StreamingDataset(server.url, tmp_path / fresh)

@@ -88,6 +88,14 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
     assert not journal.exists()
 
 
+def test_folder_without_samples_is_refused(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("\n")
+    with pytest.raises(DatasetError, match="must have at least one sample, but its 2 files of json_lines have none"):
+        index_folder(tmp_path)
+    assert not (tmp_path / "index.json").exists()
+
+
 def test_hidden_files_are_left_out(tmp_path: Path) -> None:
     for name in ("a/x.ndjson", "_temporary/x.jsonl", ".hidden/x.jsonl", "a/.x.jsonl", "_tmp.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -220,7 +228,7 @@ def test_error_in_a_process_is_raised(tmp_path: Path) -> None:
 def test_killed_processes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in range(30):
         write(tmp_path / f"{part:02}.jsonl", range(3))
-    plain, indexed = index_each.in_processes, index_each.indexed
+    plain, indexed = job_processes.in_processes, index_each.indexed
 
     def dying(*given: Any) -> Any:
         for count, said in enumerate(plain(*given)):
@@ -229,7 +237,7 @@ def test_killed_processes_are_continued(tmp_path: Path, monkeypatch: pytest.Monk
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def killed() -> None:
-        index_each.in_processes = dying
+        monkeypatch.setattr(index_each, "in_processes", dying)
         index_folder(tmp_path)
 
     child = Child(killed)

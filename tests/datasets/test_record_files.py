@@ -56,6 +56,7 @@ def test_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
         ("", "the first line must have the columns' names"),
         ('a,b\n"1,2\n', "line 2 must be CSV in UTF-8"),
         ("a,b\n1,\xff\n", "line 2 must be CSV in UTF-8"),
+        ("a,b\r1,2\r", "line 1 must end with a line feed, got a carriage return alone"),
     ],
 )
 def test_bad_rows_are_named_when_indexed(tmp_path: Path, text: str, says: str) -> None:

@@ -118,6 +118,11 @@ def _index_local(root: Path, format: str | None, out: Path, ranges: bool) -> lis
     _refuse_packed(root, files, name)
     out.mkdir(parents=True, exist_ok=True)
     shards = INDEXABLE[name].join(root, index_each(root, named, name, out))
+    if not any(shard.samples for shard in shards):
+        raise DatasetError(
+            f"{root} must have at least one sample, but its {len(shards)} files of {name} have none. Wait until their "
+            "writer has ended, or give another folder"
+        )
     shards = shards if ranges else [replace(shard, spans=(), ranges=()) for shard in shards]
     notes = prepared_note(root) if name == "webdataset" else {}
     warn_of_loader(notes, str(root))

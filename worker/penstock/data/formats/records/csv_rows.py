@@ -26,6 +26,10 @@ LONGEST_VALUE = 1 << 30
 """Largest number of characters in a value. The default of the module csv is 131,072."""
 
 
+LONE_RETURN = "new-line character seen in unquoted field"
+"""Text of the module csv's error for a carriage return without a line feed."""
+
+
 class CSVRowsReader(RecordFile):
     """Reader of a CSV file."""
 
@@ -137,6 +141,11 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
                 )
             offsets.append(consumed)
     except (csv.Error, UnicodeDecodeError) as error:
+        if LONE_RETURN in str(error):
+            raise ShardCorruptError(
+                f"{name}: line {line} must end with a line feed, got a carriage return alone, as in files of old Macs. "
+                "Convert the file: tr '\\r' '\\n'"
+            ) from error
         raise ShardCorruptError(f"{name}: line {line} must be CSV in UTF-8: {error}. Correct the file") from error
     finally:
         source.close()  # and the file in it: an error keeps the generator alive
