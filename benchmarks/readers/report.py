@@ -1,4 +1,5 @@
-"""Report of benchmarks/readers as Markdown: samples per second, and the ratio of ours to theirs with its spread."""
+"""Report of benchmarks/readers as Markdown: samples per second, the ratio of ours to theirs with its spread, and the
+ratio of the samples for a second of processor time, which other programs on the machine change less."""
 
 from __future__ import annotations
 
@@ -8,18 +9,23 @@ from typing import Any
 
 from benchmarks.readers.pairs import ORDERS
 from benchmarks.report import conditions, table
-from benchmarks.streaming_report import OURS, Records, median, rate
+from benchmarks.streaming_report import OURS, Find, Records, median, rate
 
-__all__ = ["BEGIN", "END", "markdown", "ratios"]
+__all__ = ["BEGIN", "END", "markdown", "per_processor_second", "ratios"]
 
 BEGIN = "<!-- readers: begin (written by benchmarks/readers --write) -->"
 END = "<!-- readers: end -->"
 
 
-def ratios(ours: Records, theirs: Records) -> list[float]:
+def ratios(ours: Records, theirs: Records, find: Find = rate) -> list[float]:
     """Return the ratio of each of our turns to theirs before it, in ascending order."""
     pairs = zip(ours, theirs, strict=True)
-    return sorted(rate(own) / rate(other) for own, other in pairs if own is not None and other is not None)
+    return sorted(find(own) / find(other) for own, other in pairs if own is not None and other is not None)
+
+
+def per_processor_second(record: dict[str, Any]) -> float:
+    """Return the samples for each second of processor time of the reader's process, its threads included."""
+    return float(record["samples"] / record["processor_s"])
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -31,7 +37,7 @@ def markdown(results: dict[str, Any]) -> str:
             for kind, found in kinds.items()
             if order in found
         ]
-        head = ("", "Penstock", "theirs", "ratio", "(from - to)")
+        head = ("", "Penstock", "theirs", "ratio", "(from - to)", "for a processor second")
         parts.append(f"**An epoch {order}: samples/s**\n\n{table(head, rows)}")
     return "\n\n".join(parts)
 
@@ -41,8 +47,10 @@ def _cells(by_reader: Mapping[str, Records], peer: str) -> list[str]:
     cells = ["-" if (found := median(records, rate)) is None else f"{found:,.0f}" for records in (ours, theirs)]
     compared = ratios(ours, theirs)
     if not compared:
-        return [*cells, "-", "-"]
-    return [*cells, f"{statistics.median(compared):.2f}x", f"{compared[0]:.2f} - {compared[-1]:.2f}"]
+        return [*cells, "-", "-", "-"]
+    work = statistics.median(ratios(ours, theirs, per_processor_second))
+    spread = f"{compared[0]:.2f} - {compared[-1]:.2f}"
+    return [*cells, f"{statistics.median(compared):.2f}x", spread, f"{work:.2f}x"]
 
 
 def _setting(results: dict[str, Any]) -> str:

@@ -216,12 +216,15 @@ async def test_other_protocol_is_refused_with_remedy(
 
 
 @in_loop
-async def test_health_needs_no_token() -> None:
+async def test_health_needs_no_token_and_has_no_watch() -> None:
     async with serving() as (served, _), connect_aio(served.address) as bare:
         stub = health_pb2_grpc.HealthStub(bare)
         for service in ("", SERVICE):
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=service))
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Watch(health_pb2.HealthCheckRequest(), timeout=20).read()
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         await served.health.enter_graceful_shutdown()
         reply = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))
         assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -25,11 +25,13 @@ from penstock.proto.v1 import records_pb2
 class Stage:
     """A run of two boxes after three steps, and its orders."""
 
-    def __init__(self, world: FakeCluster) -> None:
+    def __init__(self, world: FakeCluster, workers: int = 1) -> None:
         self.world = world
         self.worker: FakeWorker = world.worker("w")
+        more = [world.worker(f"w{number}") for number in range(1, workers)]
         self.boxes = [world.open(box, num_boxes=2) for box in range(2)]
-        self.worker.ready()
+        for worker in (self.worker, *more):
+            worker.ready()
         for box in self.boxes:
             box.deliver(3)
         self.orders = MixtureOrders(world.registry.cluster, world.registry.state_queries)
@@ -38,10 +40,10 @@ class Stage:
         return pb.ChangeMixtureRequest(run="job", key=key, from_step=step, retired=["a"], deadline_s=5)
 
     def proposed(self, step: int = 6, key: str = "k") -> Proposal:
-        trial = self.orders.trial(self.request(step, key))
-        assert trial.trial.steps == step - 1
+        trials = self.orders.trials(self.request(step, key))
+        assert [trial.trial.steps for trial in trials] == [step - 1]
         plan = pb.MixturePlan(change=records_pb2.MixtureChange(position=8 * (step - 1)))
-        return self.orders.proposed(self.request(step, key), trial, plan)
+        return self.orders.proposed(self.request(step, key), trials, [plan])
 
     def answer(self, box: FakeBox, taken: int) -> None:
         """Let a box report the fence that it sees."""
@@ -161,7 +163,50 @@ def test_change_is_refused_at_its_last_moment(
 def test_one_change_is_decided_at_a_time(stage: Stage) -> None:
     stage.orders.fence(stage.proposed())
     with pytest.raises(OverloadedError, match="another change of the mixture of run job/0 is being decided"):
-        stage.orders.trial(stage.request(key="other"))
+        stage.orders.trials(stage.request(key="other"))
+
+
+def test_change_during_a_trial_refuses_its_plan(stage: Stage) -> None:
+    """The plan's weights are those of a run without the other change."""
+    trials = stage.orders.trials(stage.request(key="other"))
+    stage.orders.make(stage.proposed())
+    with pytest.raises(OverloadedError, match="another change of the mixture of run job/0 was made meanwhile"):
+        stage.orders.proposed(stage.request(key="other"), trials, [pb.MixturePlan()])
+
+
+def test_each_worker_tries_added_sources() -> None:
+    """Other changes are tried by one: it has the sources already."""
+    stage = Stage(FakeCluster(), workers=2)
+    request = stage.request()
+    assert len(stage.orders.trials(request)) == 1
+    request.added.add(source="c", function="data:c")
+    trials = stage.orders.trials(request)
+    attempt = stage.world.registry.cluster.open_attempts()[0]
+    where = [attempt.boxes[trial.box].slots[trial.slot or 0].worker for trial in trials]
+    assert sorted(where) == ["w", "w1"]
+    assert len({trial.key for trial in trials}) == 2
+    plans = [pb.MixturePlan(order="one"), pb.MixturePlan(order="other")]
+    with pytest.raises(InvalidArgumentError, match="the added sources must be the same on all workers, but differ"):
+        stage.orders.proposed(request, trials, plans)
+
+
+def test_epoch_that_ends_during_a_trial_refuses(stage: Stage) -> None:
+    """The plan's position is in the epoch before."""
+    trials = stage.orders.trials(stage.request())
+    for box in stage.boxes:
+        box.abandon_epoch()
+        box.deliver(1)
+    with pytest.raises(StateUnavailableError, match="an epoch of run job/0 ended while the change was decided"):
+        stage.orders.proposed(stage.request(), trials, [pb.MixturePlan()])
+    later = stage.orders.trials(stage.request())[0].trial
+    assert (later.steps, later.epochs) == (2, 1)
+
+
+def test_fence_ends_before_the_loops_fail(stage: Stage) -> None:
+    assert stage.orders.patience(stage.proposed()) == 20
+    (attempt,) = stage.world.registry.cluster.open_attempts()
+    attempt.boxes[1].opening.loader.options.timeout_s = 5
+    assert stage.orders.patience(stage.proposed()) == 2.5
 
 
 def test_snapshots_of_older_runners_are_dropped(stage: Stage) -> None:

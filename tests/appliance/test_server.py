@@ -11,8 +11,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import interpreters
 import pytest
+from cluster import Daemon
 
 from penstock.proto.errors import CoordinatorUnavailableError, SupersededError
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -36,21 +39,30 @@ def line_from(fd: int) -> str:
 class Coordinator:
     """python -m penstock.appliance."""
 
-    def __init__(self, *arguments: str, token: str = TOKEN, listen: str = "127.0.0.1:0") -> None:
+    def __init__(self, *arguments: str, token: str = TOKEN, listen: str = "127.0.0.1:0", own: bool = False) -> None:
+        """`own`: not forked, but with an interpreter of its own."""
         reading, writing = os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.appliance", "--listen", listen, "--ready-fd", str(writing), *arguments],
-            pass_fds=[writing],
-            env={**os.environ, "PENSTOCK_TOKEN": token},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        module, arguments = "penstock.appliance", ("--listen", listen, *arguments)
+        environment = {**os.environ, "PENSTOCK_TOKEN": token}
+        self.process: Daemon
+        if own:
+            command = [sys.executable, "-m", module, *arguments, "--ready-fd", str(writing)]
+            self.process = subprocess.Popen(command, pass_fds=[writing], env=environment, stderr=subprocess.PIPE)
+        else:
+            name = f"{module}.__main__"
+            self.process = interpreters.start(
+                name, arguments, environment, imports=[], torch=False, ready=writing, stderr=subprocess.PIPE
+            )
         os.close(writing)
         self.address = line_from(reading).strip()
         os.close(reading)
 
     def client(self) -> CoordinatorClient:
         return CoordinatorClient(self.address, TOKEN)
+
+    def said(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read().decode()
 
     def kill(self, how: int = signal.SIGKILL) -> int:
         self.process.send_signal(how)
@@ -72,7 +84,7 @@ def started() -> Iterator[list[Coordinator]]:
         coordinator.close()
 
 
-def start(started: list[Coordinator], *arguments: str, **options: str) -> Coordinator:
+def start(started: list[Coordinator], *arguments: str, **options: Any) -> Coordinator:
     started.append(Coordinator(*arguments, **options))
     return started[-1]
 
@@ -84,11 +96,12 @@ def opening(**fields: object) -> pb.OpenRunRequest:
     return request
 
 
-def test_it_is_up_within_half_a_second_or_so(started: list[Coordinator]) -> None:
+def test_start_is_quick_and_hides_the_token(started: list[Coordinator]) -> None:
     """Processor time, since other tests share the machine: 0.25 s, of which gRPC's import is the most."""
-    pid = start(started).process.pid
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    process = Path(f"/proc/{start(started, token='a-very-secret-token', own=True).process.pid}")
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
     assert (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") < 0.6
+    assert b"a-very-secret" not in (process / "cmdline").read_bytes()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
@@ -197,8 +210,7 @@ def test_start_error_is_one_line_and_exit_2(arguments: list[str], token: str, wo
     coordinator = Coordinator(*arguments, token=token)
     assert coordinator.address == ""
     assert coordinator.process.wait(DEADLINE_S) == 2
-    assert coordinator.process.stderr is not None
-    said = coordinator.process.stderr.read()
+    said = coordinator.said()
     assert said.startswith("penstock coordinator: ")
     assert words in said
     assert said.count("\n") == 1
@@ -212,8 +224,7 @@ def test_taken_port_and_directory_are_named(started: list[Coordinator], tmp_path
         (start(started, "--state-dir", str(tmp_path)), f"{tmp_path} is in use by another coordinator (process "),
     ):
         assert second.process.wait(DEADLINE_S) == 2
-        assert second.process.stderr is not None
-        said = second.process.stderr.read()
+        said = second.said()
         assert words in said
         assert said.count("\n") == 1
 
@@ -224,8 +235,3 @@ def test_a_coordinator_needs_no_torch() -> None:
         "print([name for name in ('torch', 'numpy', 'typer', 'pydantic') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
-
-
-def test_the_token_is_in_no_argument(started: list[Coordinator]) -> None:
-    coordinator = start(started, token="a-very-secret-token")
-    assert b"a-very-secret" not in Path(f"/proc/{coordinator.process.pid}/cmdline").read_bytes()

@@ -115,23 +115,40 @@ def test_who_is_waited_for_is_named(world: FakeCluster) -> None:
     assert "box 1 has closed and its workers were freed" in failure(query).message
 
 
-def test_lost_box_fails_the_state_at_once(world: FakeCluster) -> None:
+def test_lost_box_is_waited_for(world: FakeCluster) -> None:
+    """A training process that was stopped for 11 s ended a job whose processes all lived: a save failed meanwhile."""
     boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
     worker = world.worker("w")
     worker.ready()
     for box in boxes:
         box.deliver(3)
-    waiting = ask(boxes[0], 2)
-    assert not waiting.done
+    queries = [ask(boxes[0], 2)]
+    assert not queries[0].done
     world.run_for(11, [boxes[0], worker])
-    for query in (waiting, ask(boxes[0], 3)):
-        assert isinstance(failure(query), StateUnavailableError)
-        assert "the training process of box 1 has stopped reporting" in failure(query).message
+    queries.append(ask(boxes[0], 3))
+    for query in queries:
+        assert "box 1 (its training process has stopped reporting" in query.waits_for()
     boxes[1].watch()
     worker.ready()
-    again = ask(boxes[0], 3)
     respond(worker)
-    assert again.result is not None
+    assert all(query.result is not None for query in queries)
+
+
+def test_run_whose_boxes_are_lost_has_no_state(world: FakeCluster) -> None:
+    boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
+    worker = world.worker("w")
+    worker.ready()
+    for box in boxes:
+        box.deliver(3)
+    world.run_for(11, [boxes[0], worker])
+    waiting = ask(boxes[0], 2)
+    respond(worker)
+    assert not waiting.done
+    world.run_for(11, [worker])
+    late = world.registry.begin_state(pb.FetchStateRequest(run="job/0", deadline_s=30, newest=True))
+    for query in (waiting, late):
+        assert isinstance(failure(query), StateUnavailableError)
+        assert "its training processes have stopped reporting" in failure(query).message
 
 
 def test_closed_box_answers_with_final_state(world: FakeCluster) -> None:

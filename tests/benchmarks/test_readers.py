@@ -31,7 +31,9 @@ class Answering:
         self.asked.append(f"{request['do']} {name}")
         if request["do"] == "check":
             return {"samples": 5, "checksum": self._checksums[name]}
-        return {"samples": self._rates[name].pop(0), "seconds": 1.0} if request["do"] == "rate" else {}
+        if request["do"] != "rate":
+            return {}
+        return {"samples": self._rates[name].pop(0), "seconds": 1.0, "processor_s": 2.0 if name == OURS else 1.0}
 
 
 def compared(folder: Path, ours: int = 1) -> tuple[dict[str, Any], list[str]]:
@@ -68,8 +70,8 @@ def test_report_has_ratio_and_spread(tmp_path: Path) -> None:
     pairs = {PAIR.name: {"1 KiB": {**found, "peer": PAIR.peer}}}
     results = {"rounds": 2, "versions": {"a": "1"}, "pairs": pairs, "missing": {}, "failures": []}
     text = markdown({**results, **setting, "noise": noise, "command": "", "date": "", "commit": "", "took_s": 1.0})
-    assert f"| {PAIR.name}, 1 KiB | 250 | 100 | 2.50x | 2.00 - 3.00 |" in text
-    assert f"| {PAIR.name}, 1 KiB | 250 | 250 | 1.75x | 0.50 - 3.00 |" in text
+    assert f"| {PAIR.name}, 1 KiB | 250 | 100 | 2.50x | 2.00 - 3.00 | 1.25x |" in text
+    assert f"| {PAIR.name}, 1 KiB | 250 | 250 | 1.75x | 0.50 - 3.00 | 0.88x |" in text
     assert "read by both readers in 1 of 1 comparisons" in text
 
 

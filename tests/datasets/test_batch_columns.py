@@ -314,6 +314,18 @@ def test_damage_is_named_as_by_rows(kind: str, tmp_path: Path) -> None:
     assert found[0][0] is ShardCorruptError
 
 
+def test_a_closed_reader_gives_no_columns(tmp_path: Path) -> None:
+    """Not even of what it has kept in memory, as by row."""
+    arrow(tmp_path, table_of(["int64"], 9), 9)
+    path = tmp_path / "b.arrow"
+    reader = arrow_file.ArrowReader(arrow_file.index_arrow(path, path.name), path)
+    rows = np.array([0, 2, 4])
+    assert [reader.get_columns(rows) == {"int64": [3 - 2**62, 5 - 2**62, 7 - 2**62]} for _ in range(3)] == [True] * 3
+    reader.close()
+    with pytest.raises(ValueError, match="closed"):
+        reader.get_columns(rows)
+
+
 def test_small_buffers_of_arrow_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers and offsets are read once for a record batch that is read often; texts never."""
     read: list[int] = []

@@ -146,7 +146,7 @@ def test_links_below_a_cache_are_not_followed(server: ShardServer, tmp_path: Pat
     assert len([*victim.iterdir()]) == 1
 
 
-@pytest.mark.parametrize("name", ["shards", "fetching", "prefetched", ""])
+@pytest.mark.parametrize("name", ["shards", "fetching", "prefetched", "readers", ""])
 def test_state_folder_swapped_for_a_link(server: ShardServer, tmp_path: Path, name: str) -> None:
     """A member of the group can do that at any time, and has its own idea of where our files lie."""
     shards = make_shards(server.folder, 3, 1000)

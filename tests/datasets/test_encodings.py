@@ -296,6 +296,7 @@ def test_missing_pillow_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
     from penstock.data.formats.media import images
 
     images._pil.cache_clear()
+    images._library.cache_clear()
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(DatasetError, match=r"pillow\. Run pip install 'penstock\[streaming\]'"):
         encoding_of("png").decode(b"", 0, 0)

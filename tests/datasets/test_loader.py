@@ -220,10 +220,10 @@ class Recording(StreamingDataset):
 
     asked: frozenset[int] = frozenset()
 
-    def fetch_ahead(self, shards: Ints, *, needed: int = 0) -> int:
-        assert set(shards.tolist()) <= set(range(10))
-        self.asked |= frozenset(shards.tolist())
-        return super().fetch_ahead(shards, needed=needed)
+    def fetch_ahead(self, units: Ints, *, needed: int = 0, group: str = "") -> int:
+        assert set(units.tolist()) <= set(range(10))
+        self.asked |= frozenset(units.tolist())
+        return super().fetch_ahead(units, needed=needed, group=group)
 
     def __getitem__(self, index: SupportsIndex) -> Any:
         assert int(index) // 10 in self.asked

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -15,6 +17,8 @@ from shard_server import ShardServer
 from waiting import until
 
 from penstock.data import LogicalShards, MDSWriter, Stream, StreamingDataset, StreamingLoader, index_parquet
+from penstock.data.cache.cache_state import CacheState
+from penstock.data.cache.prefetch import HostReaders
 from penstock.data.formats.parquet import parquet_ranges
 from penstock.data.loading import streaming_loader
 from penstock.data.loading.upcoming_shards import ReadingRate, UpcomingShards
@@ -110,6 +114,58 @@ def test_streams_share_one_budget(server: ShardServer, opened: Any) -> None:
         settle(server, dataset)
         assert dataset.fetch_stats().ahead_bytes <= 12 << 10
         assert all(cache.stats().fetched_shards > 0 for cache in dataset._caches)
+
+
+def settled_bytes(server: ShardServer, dataset: StreamingDataset, rank: tuple[int, int]) -> int:
+    """Return how many bytes are ahead of need after the first batch of a box."""
+    next(iter(StreamingLoader(dataset, batch_size=BATCH, prefetch_seconds=FOREVER, rank=rank)))
+    settle(server, dataset)
+    return dataset.fetch_stats().ahead_bytes
+
+
+@pytest.mark.parametrize("boxes", [(0, 1), (1, 1)], ids=["two boxes", "one box"])
+def test_boxes_of_a_host_share_one_budget(server: ShardServer, tmp_path: Path, boxes: tuple[int, int]) -> None:
+    """Two boxes get a half each, and a box gets the rest when the other one ends. Workers of one box need the same."""
+    with ExitStack() as stack:
+        one, other = [
+            stack.enter_context(closing(StreamingDataset(f"{server.url}/data", tmp_path / "c", prefetch_bytes="24kb")))
+            for _ in boxes
+        ]
+        assert 18 << 10 < settled_bytes(server, one, (boxes[0], 2)) <= 24 << 10
+        most = 24 << 10 if boxes[0] == boxes[1] else 12 << 10
+        assert most * 3 // 4 < settled_bytes(server, other, (boxes[1], 2)) <= most
+        assert most * 3 // 4 < settled_bytes(server, one, (boxes[0], 2)) <= most
+        other.close()
+        assert 18 << 10 < settled_bytes(server, one, (boxes[0], 2)) <= 24 << 10
+
+
+HELD = """
+import sys, time
+from pathlib import Path
+from penstock.data.cache.cache_state import CacheState
+from penstock.data.cache.prefetch import HostReaders
+
+readers = HostReaders(CacheState(Path(sys.argv[1]), None, 30.0))
+print(readers.groups("other"), flush=True)
+time.sleep(600)
+"""
+
+
+def test_killed_process_does_not_count(tmp_path: Path) -> None:
+    own = HostReaders(CacheState(tmp_path, None, 30.0))
+    assert own.groups("own") == 1
+    with subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "2\n"
+            assert own.groups("own") == 2
+        finally:
+            process.kill()
+    assert own.groups("own") == 1
+    folder = tmp_path / ".penstock" / "readers"
+    assert len(list(folder.iterdir())) == 1
+    own.close()
+    assert not list(folder.iterdir())
 
 
 def test_decoding_fetches_no_more(server: ShardServer, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ class Started:
         """Send the signal to it and everything in its group, as a terminal would; its exit code."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, number)
-        return self.process.wait(DEADLINE_S)
+        return int(self.process.wait(DEADLINE_S))
 
 
 @dataclass

@@ -37,6 +37,7 @@ NAMES = {
     "penstock.client.testing": {"FakeAppliance", "Fault", "InputError", "LostWorker", "SlowBatch"},
     "penstock.worker": {"collate", "current_assignment", "empty", "get_streaming_batch_size"},
     "penstock.data": {
+        "AudioClip",
         "Balance",
         "CSVWriter",
         "Chunked",
@@ -65,6 +66,7 @@ NAMES = {
         "StreamingLoader",
         "SyntheticDataset",
         "TSVWriter",
+        "VideoClip",
         "WindowShuffled",
         "XSVWriter",
         "Converted",
@@ -188,6 +190,8 @@ KEYWORDS = {
     "penstock.data:ShardLoader": (
         "source batch_size global_batch_size seed partitions block tail keys rank collate_fn unbatched"
     ),
+    "penstock.data:AudioClip": "samples sample_rate channels",
+    "penstock.data:VideoClip": "frames transforms",
     "penstock.data:MapLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip order_file "
         "fetch_threads fetch_processes reseed keys rank collate_fn"
@@ -195,7 +199,7 @@ KEYWORDS = {
     "penstock.data:Stream": "remote local split proportion repeat choose storage_options columns",
     "penstock.data:StreamingDataset": (
         "remote local split streams cache_limit validate_hash keep_zip timeout_s download_threads prefetch_bytes "
-        "allow_unsafe_types images columns decoded_limit storage_options"
+        "allow_unsafe_types images clips columns decoded_limit storage_options"
     ),
     "penstock.data:StreamingLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block shuffle_memory partitions interleave "

@@ -94,7 +94,7 @@ nodes = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(nodes, st.binary(max_size=64))
 def test_forged_trees_raise_nothing_else(node: object, blobs: bytes) -> None:
     for read in (decode_state, state_as_json):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from hostile_coordinator import SECRET, Hostile, assignment, key_of, serving
+from waiting import PATIENCE
 
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, Consumer, connect_local
 from penstock.proto.lane.frames import BATCH, CLOSE, ERROR, Ack, Frame
@@ -57,7 +58,7 @@ def worker(start_once: Any) -> Iterator[pb.RegisterWorkerRequest]:
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    assert up.wait(30)
+    assert up.wait(PATIENCE * 30)
     yield hostile.worker
     loop.call_soon_threadsafe(over.set)
     thread.join()

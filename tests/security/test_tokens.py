@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from tests.security.conftest import SECRETS, Starter
 
 from penstock.proto.errors import (
@@ -516,18 +515,5 @@ def test_request_is_not_read_before_the_token(address: str) -> None:
                     timeout=20, metadata=metadata
                 )
                 assert await call.code() is code
-
-    asyncio.run(run())
-
-
-def test_health_needs_no_token_and_has_no_watch(address: str) -> None:
-    async def run() -> None:
-        async with connect_aio(address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
-            assert reply.status == health_pb2.HealthCheckResponse.SERVING
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Watch(health_pb2.HealthCheckRequest(), timeout=20).read()
-            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
     asyncio.run(run())

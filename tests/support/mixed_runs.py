@@ -13,7 +13,7 @@ from typing import Any
 import mixed
 from cluster import TOKEN, Cluster
 
-from penstock.client import DataExecutor, DataLoader
+from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -21,6 +21,8 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["Training", "alone", "order", "ordered", "training"]
 
 DEADLINE_S = 60.0
+HELD_S = 10 * DEADLINE_S
+"""Longest time in seconds for which a test holds the boxes while it does something else."""
 _orders = itertools.count()
 
 
@@ -29,9 +31,13 @@ def numbers_of(batch: Any) -> list[int]:
     return found
 
 
-def alone(steps: int, schedule: Mapping[int, Mapping[str, float]], *, more: bool = False) -> list[list[int]]:
+def alone(
+    steps: int, schedule: Mapping[int, Mapping[str, float]], *, more: bool = False, epoch: int = 0
+) -> list[list[int]]:
     """Global batches of a run that had the schedule from its beginning, from one loader in this process."""
-    return [numbers_of(batch) for batch in islice(mixed.train(schedule, more=more), steps)]
+    loader = mixed.train(schedule, more=more)
+    loader.set_epoch(epoch)
+    return [numbers_of(batch) for batch in islice(loader, steps)]
 
 
 def order(job: str, step: int, weights: dict[str, str] | None = None, **more: Any) -> pb.ChangeMixtureRequest:
@@ -82,7 +88,7 @@ class Training:
         with self._moved:
             self.rows[box][step] = numbers_of(batch)
             self._moved.notify_all()
-            assert self._moved.wait_for(lambda: step < self._allowed or step >= self.steps, DEADLINE_S)
+            assert self._moved.wait_for(lambda: step < self._allowed or step >= self.steps, HELD_S)
 
     def begin(self) -> None:
         with self._moved:
@@ -97,11 +103,20 @@ class Training:
         return found
 
 
+def _epoch_left(made: Training, loader: DataLoader, appliance: Appliance, box: int, step: int) -> None:
+    """Take an epoch up to a step, and leave it."""
+    executor = DataExecutor(loader, appliance=appliance)
+    for batch in executor:
+        made.took(box, executor.step, batch)
+        if executor.step == step:
+            break
+
+
 @contextmanager
 def training(
     cluster: Cluster, job: str, boxes: int, workers: int, steps: int, state: Any = None, **settings: Any
 ) -> Iterator[Training]:
-    """A job that has begun, and goes on to its end after the block."""
+    """A job that has begun, and goes on to its end after the block. `leaves`: step after which it leaves the epoch."""
     made = Training(boxes, steps, settings.get("pace_s", 0))
 
     def one(box: int) -> None:
@@ -109,8 +124,10 @@ def training(
         if state is not None:
             loader.load_state_dict(state)
         with cluster.box(job, box=box, num_boxes=boxes, num_workers_per_box=workers) as appliance:
-            executor = DataExecutor(loader, num_steps=steps, appliance=appliance)
             made.begin()
+            if leaves := settings.get("leaves"):
+                _epoch_left(made, loader, appliance, box, leaves)
+            executor = DataExecutor(loader, num_steps=steps - (leaves or 0), appliance=appliance)
             for batch in executor:
                 made.took(box, executor.step, batch)
             if box == 0:

@@ -92,6 +92,23 @@ def test_runners_killed_before_and_after(cluster: Cluster, keys: bool) -> None:
     assert after.global_batches == expected[40:]
 
 
+@pytest.mark.filterwarnings("ignore:.*was recovered", "ignore:.*left its epoch")
+def test_change_in_a_second_epoch(cluster: Cluster) -> None:
+    """At a position that the first epoch went beyond, whose states lack the change."""
+    job, before = "second", runners()
+    with training(cluster, job, 1, 2, 30, leaves=12) as run:
+        run.go(14)
+        kill_runners(before)
+        assert ordered(cluster, order(job, 18, WEIGHTS)).change.position == 5 * 8
+        kill_runners(before)
+        run.go(22)
+    assert run.global_batches == [*alone(12, {0: BEFORE}), *alone(18, {0: BEFORE, 5: AFTER}, epoch=1)]
+    assert run.counts == Counter("web" if number < 1000 else "code" for rows in run.global_batches for number in rows)
+    with training(cluster, f"{job}-resumed", 2, 1, 6, run.state) as after:
+        after.go(2)
+    assert after.global_batches == alone(24, {0: BEFORE, 5: AFTER}, epoch=1)[18:]
+
+
 def test_launch_after_the_change_has_it(cluster: Cluster) -> None:
     """The run is opened again with the state of a step before the change, which was saved before the order."""
     with training(cluster, "again", 1, 2, 6) as first:

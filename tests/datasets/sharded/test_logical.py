@@ -160,9 +160,9 @@ class Recording(StreamingDataset):
         self.asked: list[list[int]] = []
         self.touched: list[int] = []
 
-    def fetch_ahead(self, shards: Ints, *, needed: int = 0) -> int:
-        self.asked.append(shards.tolist())
-        return super().fetch_ahead(shards, needed=needed)
+    def fetch_ahead(self, units: Ints, *, needed: int = 0, group: str = "") -> int:
+        self.asked.append(units.tolist())
+        return super().fetch_ahead(units, needed=needed, group=group)
 
     def __getitem__(self, index: Any) -> Any:
         self.touched.append(int(index) // 10)

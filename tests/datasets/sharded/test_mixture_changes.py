@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from all_workers import AllWorkers
+import torch
+from all_workers import AllWorkers, saved
 from given_shards import Given
 from tests.datasets.sharded.test_mixture_schedules import mixed
 
 from penstock.data import Counts, Mapped, Mixture, Packed, Ramp, Schedule, ShardLoader
 from penstock.data.sharded.mixture_changes import MixtureChange
-from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
+from penstock.proto.errors import InvalidArgumentError, ReplayMismatchError, StateCorruptError, StateMismatchError
 
 ROWS = 8
 STEP = 6
@@ -28,8 +29,9 @@ def loader(weights: Any, by: Any = "samples", more: int = 0, **options: Any) -> 
     return ShardLoader(Mapped(mixture, list), **(usual | options))
 
 
-def change(step: int, parts: dict[str, int], *added: str, required: bool = False) -> dict[str, Any]:
-    made = MixtureChange(str(step), (step - 1) * ROWS, parts, {name: f"sources:{name}" for name in added}, required)
+def change(step: int, parts: dict[str, int], *added: str, required: bool = False, epoch: int = 0) -> dict[str, Any]:
+    functions = {name: f"sources:{name}" for name in added}
+    made = MixtureChange(str(step), (step - 1) * ROWS, parts, functions, required, epoch)
     return {**made.plain(), "required": required}
 
 
@@ -88,7 +90,7 @@ def test_state_from_before_the_order_goes_on(by: Any, more: dict[str, Any]) -> N
             )
             beyond = done > 0 and worker + 3 * (done - 1) + 1 >= STEP
             if beyond:
-                with pytest.raises(StateMismatchError, match="made with the weights from before"):
+                with pytest.raises(ReplayMismatchError, match="made with the weights from before"):
                     new.workers[worker].load_state_dict(state)
                 continue
             new.workers[worker].load_state_dict(state)
@@ -160,6 +162,58 @@ def test_added_source_is_known_to_later_changes() -> None:
     assert got == AllWorkers(lambda: loader(expected, more=1), (1, 1)).take(15)
 
 
+def test_epochs_before_a_change_lack_it() -> None:
+    """The loop left epoch 0 beyond the position that the change has in epoch 1. A runner that comes from epoch 0 makes
+    its batches as they were, counts included, and then those of epoch 1 with the change."""
+    asked = [change(STEP, {"a": 1, "b": 3}, required=True, epoch=1)]
+    code, planned = loader([2, 1], keys="key"), loader(Schedule({0: [2, 1], 40: [1, 3]}), keys="key")
+    epoch = iter(code)
+    before = _some(epoch, 9)
+    _some(iter(planned), 9)
+    beyond, expected = code.state_dict(), _some(iter(planned), 12)
+    made = ordered(asked, keys="key", counts=Counts())
+    assert [_rows(batch) for batch in _some(iter(made), 9)] == [_rows(batch) for batch in before]
+    again = ordered(asked, keys="key")
+    again.load_state_dict(saved(beyond))
+    assert _rows(next(iter(again))) == _rows(next(epoch))
+    for each in (made, again):
+        batches = _some(iter(each), 12)
+        assert [_rows(batch) for batch in batches] == [_rows(batch) for batch in expected]
+        for batch in (*before, *batches):
+            assert [each.restore_sample(key) for key in batch["key"]] == batch["batch"]
+    assert made.tally is not None
+    rows = [row[0] for batch in (*before, *expected) for row in batch["batch"]]
+    assert {group[0]: row[0] for group, row in made.tally.rows.items()} == {"a": rows.count(0), "b": rows.count(1)}
+
+
+def test_state_of_a_later_epoch_keeps_its_changes() -> None:
+    """A state lists a change of its epoch, and a runner without the run's record goes on with it elsewhere."""
+    made = ordered([change(STEP, {"a": 1, "b": 3}, epoch=1), change(3, {"b": 1}, epoch=2)])
+    _some(iter(made), 2)
+    epoch = iter(made)
+    _some(epoch, 8)
+    elsewhere = loader([2, 1])
+    elsewhere.load_state_dict(saved(made.state_dict()))
+    assert _some(iter(elsewhere), 5) == _some(epoch, 5)
+    assert {row[0] for batch in _some(iter(elsewhere), 9)[2:] for row in batch} == {1}
+
+
+def test_code_that_caught_up_keeps_drops() -> None:
+    """The code has the weights of a change that had dropped an earlier one for later; the other stays dropped."""
+    changes = [change(20, {"a": 1}), change(7, {"a": 1, "b": 1})]
+    run = AllWorkers(lambda: ordered(changes), (1, 2))
+    got = run.take(9)
+    caught = Schedule({0: [2, 1], 48: [1, 1]})
+    for made in (lambda: loader(caught), lambda: _given(loader(caught), changes)):
+        again = AllWorkers(made, (2, 1), run)
+        assert got + again.take(30) == AllWorkers(lambda: loader(caught), (1, 1)).take(39)
+
+
+def _given(made: ShardLoader, changes: list[dict[str, Any]]) -> ShardLoader:
+    made.change_mixture(changes, load)
+    return made
+
+
 def test_change_of_another_history_is_left_out() -> None:
     """The run's record has a change, but its job goes on from a state of a run that went its own way past it."""
     run = AllWorkers(lambda: loader([2, 1]), (1, 1))
@@ -174,13 +228,43 @@ def test_plan_names_the_position_and_weights(steps: int) -> None:
     run.take(steps)
     asked = {"a": "0.25", "b": "0.5", "c": "0.25"}
     state = run.state() if steps else None
-    position, parts, was, now = ordered([]).plan_change(STEP - 1 - steps, state, asked, {"c": "sources:c"}, [])
-    assert (position, parts) == (40, {"a": 1, "b": 2, "c": 1})
+    _, position, parts, was, now = ordered([]).plan_change(STEP - 1 - steps, 0, state, asked, {"c": "sources:c"}, [])
+    assert (position, parts) == ((0, 40), {"a": 1, "b": 2, "c": 1})
     assert (was, now) == ({"a": 2 / 3, "b": 1 / 3}, {"a": 0.25, "b": 0.5, "c": 0.25})
 
 
+def test_plan_of_a_later_epoch_counts_from_it() -> None:
+    """The changes that only the state lists are in force there, too."""
+    run = AllWorkers(lambda: ordered(CHANGES[:1]), (1, 2))
+    run.take(9)
+    _, begins, parts, was, _ = ordered([]).plan_change(7, 2, run.state(), {}, {}, ["a"])
+    assert (begins, parts, was) == ((2, 56), {"a": 0, "b": 1}, {"a": 0.25, "b": 0.75})
+
+
+def test_added_source_must_pass_the_layers() -> None:
+    """A sample of it goes through the layers above the mixture, and into a batch with one of another source."""
+
+    def refuse(sample: Any) -> list[Any]:
+        if sample[0] == 2:
+            raise ValueError("a sample of c")
+        return list(sample)
+
+    def together(samples: list[Any]) -> Any:
+        return torch.tensor(samples)
+
+    for stack, collate in ((lambda: Mapped(_mixture(), refuse), list), (_mixture, together)):
+        made = ShardLoader(stack(), global_batch_size=ROWS, partitions=2, collate_fn=collate)
+        made.change_mixture([], lambda name: Given([[[2, 0]]] * 4) if name == "short" else load(name))
+        with pytest.raises(ValueError, match=r"a sample of c|expected sequence of length"):
+            made.plan_change(3, 0, None, {"a": "1", "b": "1", "c": "1"}, {"c": "short"}, [])
+
+
+def _mixture() -> Mixture:
+    return Mixture({"a": source(0), "b": source(1)}, [2, 1])
+
+
 def test_retired_source_needs_no_weights() -> None:
-    _, parts, _, now = ordered([]).plan_change(2, None, {}, {}, ["a"])
+    _, _, parts, _, now = ordered([]).plan_change(2, 0, None, {}, {}, ["a"])
     assert (parts, now) == ({"a": 0, "b": 1}, {"a": 0.0, "b": 1.0})
 
 
@@ -192,6 +276,8 @@ def test_retired_source_needs_no_weights() -> None:
         ({"a": "nan", "b": "2"}, {}, [], r"weights\[0\] must be a finite number, got 'nan'"),
         ({"a": "1e400", "b": "0"}, {}, ["x"], r"must be one of a, b, got 'x'"),
         ({"a": "0", "b": "0"}, {}, [], r"at least one weight must be above 0"),
+        ({"a": "1e400", "b": "1"}, {}, [], r"at least 1/65,536 of the sum of all weights, more than 1e\+308, got 1"),
+        ({"a": "1e999999999", "b": "1"}, {}, [], r"must have an exponent from -400 to 400, got '1e999999999'"),
         ({"a": "1"}, {}, [], r"got none for b: give its weight, or --retire it"),
         ({"a": "1", "b": "1"}, {}, ["b"], r"got 'b' in both"),
         ({}, {}, ["x"], r"must be one of a, b, got 'x'"),
@@ -204,7 +290,12 @@ def test_impossible_plans_are_refused(weights: Any, added: Any, retired: Any, sa
     made = loader([2, 1])
     made.change_mixture([], lambda name: Given([[1]]) if name == "sources:few" else load(name))
     with pytest.raises(InvalidArgumentError, match=says):
-        made.plan_change(3, None, weights, added, retired)
+        made.plan_change(3, 0, None, weights, added, retired)
+
+
+def test_position_must_be_in_range() -> None:
+    with pytest.raises(InvalidArgumentError, match="--from-step must lie before sample"):
+        loader([2, 1]).plan_change(1 << 60, 0, None, {}, {}, ["a"])
 
 
 @pytest.mark.parametrize(
@@ -219,7 +310,7 @@ def test_impossible_plans_are_refused(weights: Any, added: Any, retired: Any, sa
 def test_mixture_without_positions_is_refused(stack: Any) -> None:
     made = ShardLoader(stack(), batch_size=2, collate_fn=list)
     with pytest.raises(InvalidArgumentError, match="the uppermost source must be a Mixture"):
-        made.plan_change(3, None, {"a": "1"}, {}, [])
+        made.plan_change(3, 0, None, {"a": "1"}, {}, [])
     with pytest.raises(InvalidArgumentError, match="the uppermost source must be a Mixture"):
         made.change_mixture(CHANGES, load)
 

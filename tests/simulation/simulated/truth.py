@@ -431,10 +431,12 @@ class Truth:
 
     def _may_fail(self, plan: RunPlan, error: PenstockError, held_up: set[int]) -> bool:
         """Return whether a state may be refused when no fault happens any more."""
+        if self._is_unheard(plan.name, error.message):
+            return True
         match error:
             case StateUnavailableError():
                 window = plan.retention < max(box.steps for box in plan.boxes)
-                return window or "has closed" in error.message or self._is_unheard(plan.name, error.message)
+                return window or "has closed" in error.message
             case DeadlineError():
                 slots = {int(number) for number in re.findall(r"box (\d+) slot \d+ on worker", error.message)}
                 return self._all_through(plan, error.message) or (bool(slots) and slots <= held_up)
@@ -443,9 +445,9 @@ class Truth:
         return isinstance(error, SupersededError | UnknownRunError)
 
     def _is_unheard(self, run: str, refusal: str) -> bool:
-        """Return whether a box counts as lost because its last report came before the last fault. A report that was
-        lost then keeps the box silent until the call's deadline, which is later than the end of the box's lease."""
-        number = re.search(r"training process of box (\d+) has stopped reporting", refusal)
+        """Return whether the state lacks a box that the coordinator has not heard since the last fault: its process has
+        ended, and the call that closed it was lost."""
+        number = re.search(r"box (\d+) \(its training process has stopped reporting", refusal)
         attempt = None if self.registry is None else self.registry.cluster.runs[run].current
         if number is None or attempt is None:
             return False

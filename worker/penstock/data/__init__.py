@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.data.converting.convert import Converted, convert_dataset
     from penstock.data.formats.lance.lance_rows import LanceRows
+    from penstock.data.formats.media.clips import AudioClip, VideoClip
     from penstock.data.formats.megatron.token_documents import MegatronDocuments
     from penstock.data.loading.counting import Counts
     from penstock.data.loading.map_loader import MapLoader
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from penstock.data.writing.writers import MDSWriter
 
 __all__ = [
+    "AudioClip",
     "Balance",
     "CSVWriter",
     "Chunked",
@@ -69,6 +71,7 @@ __all__ = [
     "StreamingLoader",
     "SyntheticDataset",
     "TSVWriter",
+    "VideoClip",
     "WindowShuffled",
     "XSVWriter",
     "collate_packed",
@@ -80,6 +83,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AudioClip": "formats.media.clips",
     "Balance": "ordering.balancing.balanced_order",
     "CSVWriter": "writing.text_writers",
     "Chunked": "sharded.layers.documents",
@@ -110,6 +114,7 @@ _MODULES = {
     "StreamingLoader": "loading.streaming_loader",
     "SyntheticDataset": "synthetic_dataset",
     "TSVWriter": "writing.text_writers",
+    "VideoClip": "formats.media.clips",
     "WindowShuffled": "sharded.layers.windows",
     "XSVWriter": "writing.text_writers",
     "collate_packed": "sharded.layers.packed_rows",

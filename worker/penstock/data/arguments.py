@@ -11,7 +11,17 @@ from typing import overload
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["at_least_one", "byte_count", "one_of", "real_number", "sample_count", "seconds_count", "truth", "whole"]
+__all__ = [
+    "at_least_one",
+    "byte_count",
+    "column_names",
+    "one_of",
+    "real_number",
+    "sample_count",
+    "seconds_count",
+    "truth",
+    "whole",
+]
 
 _BYTES = {"kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40, "pb": 1 << 50, "b": 1}
 _SAMPLES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -93,3 +103,14 @@ def one_of(name: str, value: str, known: Sequence[str]) -> None:
     """Raise InvalidArgumentError unless `value` is one of `known`."""
     if value not in known:
         raise InvalidArgumentError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def column_names(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the names of the columns to read; None: all."""
+    if columns is None:
+        return None
+    if isinstance(columns, str) or not columns or not all(isinstance(name, str) for name in columns):
+        raise InvalidArgumentError(f"{where}columns must be a list of at least one column's name, got {columns!r}")
+    if len(set(columns)) != len(columns):
+        raise InvalidArgumentError(f"{where}columns must be unique, got {', '.join(columns)}")
+    return tuple(columns)

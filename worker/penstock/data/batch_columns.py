@@ -67,13 +67,13 @@ def makes_all_samples(dataset: Any) -> bool:
 
 
 def as_python_numbers(values: Array) -> Values:
-    """Return numbers in the dtype of the tensor that default_collate makes of the same numbers as Python's int, float
-    or bool. Numbers that are too large for it come as a list."""
+    """Return integers or floats in the dtype of the tensor that default_collate makes of the same numbers as Python's
+    int or float. Numbers that are too large for it come as a list."""
     if values.dtype.kind == "f":
         return values.astype(np.float64)
-    if values.dtype == np.uint64 and len(values) and values.max() > LARGEST_INT:
+    if values.dtype == np.uint64 and values.max() > LARGEST_INT:
         return list(values.tolist())  # torch refuses them with its own error
-    return values.astype(np.bool_ if values.dtype == np.bool_ else np.int64)
+    return values.astype(np.int64)
 
 
 def stacked_slices(values: Array, begins: Ints, size: int) -> Array:

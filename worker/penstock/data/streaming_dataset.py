@@ -19,21 +19,22 @@ from typing import Any, Literal, Self, SupportsIndex
 import numpy as np
 import torch.utils.data
 
-from penstock.data.arguments import byte_count
+from penstock.data.arguments import byte_count, column_names
 from penstock.data.batch_columns import Columns, ColumnSource, by_number, joined
 from penstock.data.cache.block_footers import BlockFooters
 from penstock.data.cache.dataset_versions import Version, check_version, open_version
 from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
-from penstock.data.cache.prefetch import FetchStats
+from penstock.data.cache.prefetch import FetchStats, process_group
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.format_table import reads_by_column
 from penstock.data.formats.index import file_notes
 from penstock.data.formats.mds import columns_of
+from penstock.data.formats.media.clips import AudioClip, VideoClip, check_clips
 from penstock.data.formats.parquet.parquet_ranges import block_shard
-from penstock.data.formats.readers import open_block, open_shard
+from penstock.data.formats.readers import check_columns, open_block, open_shard
 from penstock.data.formats.records.energon_folder import select_split
 from penstock.data.formats.shards import BlockReader, ReadOptions, Shard, ShardReader, columns_of_rows, rows_of
 from penstock.data.indexes.open_index import ColumnsPlace, open_index
@@ -91,6 +92,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         cache_group: str | int | None = None,
         allow_unsafe_types: bool = False,
         images: Literal["pil", "array"] = "pil",
+        clips: Mapping[str, VideoClip | AudioClip] | None = None,
         columns: Sequence[str] | None = None,
         decoded_limit: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -108,9 +110,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             keep_zip: True: keep compressed files in the cache beside the decompressed ones.
             timeout_s: seconds to wait for a shard.
             download_threads: number of shards that a stream fetches at a time.
-            prefetch_bytes: largest number of bytes, or a text such as "4gb", of shards that this process fetches before
-                their samples are needed, over all streams together: those that are needed first. What the present batch
-                needs is fetched in any case. None: no limit but cache_limit and the loader's `prefetch_seconds`.
+            prefetch_bytes: largest number of bytes, or a text such as "4gb", of shards that are fetched before their
+                samples are needed, over all streams together: those that are needed first. The boxes of a host that use
+                the same cache folder share it evenly. What the present batch needs is fetched in any case. None: no
+                limit but cache_limit and the loader's `prefetch_seconds`.
             cache_group: name or ID of a Unix group whose members share the cache folders. None: folders that another
                 user made or can write to are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
@@ -119,6 +122,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 shape (height, width, channels), or (height, width) for one channel, with the dtype and values of
                 `numpy.asarray(image)`. They are decoded when a sample is read: in parallel if the loader has
                 `fetch_threads`.
+            clips: frames or samples to decode of columns of encoded videos and sounds, by the column's name; None: such
+                columns stay bytes. Needs penstock[media].
             columns: names of the columns that samples have; None: all. Of Parquet files no other column is read. The
                 order of samples, and so a saved state, does not depend on the columns.
             decoded_limit: largest number of bytes, or a text such as "1gb", of decoded row groups that this process
@@ -156,13 +161,17 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         """Name of each stream: the last part of its address. Streams with the same name get their numbers too."""
         if images not in ("pil", "array"):
             raise InvalidArgumentError(f'images must be "pil" or "array", got {images!r}')
+        decoded = check_clips(clips)
+        self.draws = self.is_overridden or any(clip.draws for clip in decoded.values())
+        """True if code of the user, which may draw random numbers, is called for each sample."""
         self._options = [
             ReadOptions(
                 allow_unsafe_types,
                 images,
-                _columns(
+                column_names(
                     f"stream {number}: " if streams else "", columns if stream.columns is None else stream.columns
                 ),
+                clips=decoded,
             )
             for number, stream in enumerate(self.streams)
         ]
@@ -221,7 +230,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             for cache, (index, _, digest), table in zip(self._caches, read, self._tables, strict=True)
         ]
         for own, (_, _, name), options in zip(self._tables, remotes, self._options, strict=True):
-            _check_columns(own, options.columns, name)
+            check_columns(own, options.columns, name)
             if own and own[0].format == "mds":
                 try:
                     # raises an error now instead of after a shard was fetched
@@ -374,11 +383,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             error.add_note(f"raised by {what}")
             raise
 
-    def fetch_ahead(self, units: Ints, *, needed: int = 0) -> int:
+    def fetch_ahead(self, units: Ints, *, needed: int = 0, group: str = "") -> int:
         """Fetch the shards of these units (see `layouts`) in the background, in this order, as far as `prefetch_bytes`
         last. The list replaces the one of the call before. `needed`: number of the first units that are fetched in any
-        case. Returns the number of units that are admitted."""
-        count = self._admitted(units, needed)
+        case; `group`: name of the processes that fetch the same. Returns the number of units that are admitted."""
+        count = self._admitted(units, needed, group or process_group())
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         self._ahead = dict.fromkeys(self._opened_for(units[:count]))
         for number in self._ahead:
@@ -390,12 +399,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             self._decoder.want(ready, more=True)
         return count
 
-    def _admitted(self, units: Ints, needed: int) -> int:
-        """Return how many of these units fit into the budget of bytes of all streams. What is open already needs none
-        of it, nor do the first `needed` units."""
+    def _admitted(self, units: Ints, needed: int, group: str) -> int:
+        """Return how many of these units fit into the group's part of the budget of bytes of all streams. What is open
+        already needs none of it, nor do the first `needed` units."""
         if self.prefetch_bytes is None:
             return len(units)
-        free = self.prefetch_bytes
+        free = self.prefetch_bytes // max(cache.reading_groups(group) for cache in self._caches)
         seen = set(self._opened_for(units[:needed]))
         for count in range(needed, len(units)):
             for number in self._opened_for(units[count : count + 1]):
@@ -582,22 +591,3 @@ def _selected(table: ShardTable, stream: Stream, name: str) -> ShardTable:
     """Return the table of the split that a stream asks for."""
     shards = select_split(table, stream.split, local_source(stream), name, has_splits=table.facts.splits)
     return table if shards is table else ListedShards(shards)
-
-
-def _columns(where: str, columns: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the names of the columns to read; None: all."""
-    if columns is None:
-        return None
-    if isinstance(columns, str) or not columns or not all(isinstance(name, str) for name in columns):
-        raise InvalidArgumentError(f"{where}columns must be a list of at least one column's name, got {columns!r}")
-    if len(set(columns)) != len(columns):
-        raise InvalidArgumentError(f"{where}columns must be unique, got {', '.join(columns)}")
-    return tuple(columns)
-
-
-def _check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
-    """Raise InvalidArgumentError for a column that the index shows to be missing. All shards have the same columns."""
-    known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
-    missing = [name for name in columns or () if known is not None and name not in known]
-    if missing and known is not None:
-        raise InvalidArgumentError(f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}")

@@ -92,7 +92,9 @@ class StateQueries:
 
     def are_open(self, run: str) -> bool:
         """Return whether a state of the run is being fetched."""
-        return any(query.run == run and not query.done for query in self._open.values())
+        return any(
+            query.run == run and not query.done and not isinstance(query, MixtureTrial) for query in self._open.values()
+        )
 
     def _ask(self, query: StateQuery, deadline: float) -> StateQuery:
         if query.serial not in self._open:

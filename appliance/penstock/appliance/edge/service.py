@@ -313,8 +313,8 @@ class Service(CoordinatorServicer):
                         await event.wait()
                 except TimeoutError as error:
                     raise DeadlineError(
-                        f"the state of run {query.run} at step {query.step} was not complete after "
-                        f"{deadline_s:g} s; waited for {query.waits_for()}. Retry, or allow more time"
+                        f"the {query.title} was not complete after {deadline_s:g} s; waited for {query.waits_for()}. "
+                        "Retry, or allow more time"
                     ) from error
         if query.failure is not None:
             raise error_of(detail_of(query.failure))  # a copy, because several callers raise it

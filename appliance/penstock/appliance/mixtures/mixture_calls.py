@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -21,9 +22,11 @@ __all__ = ["MixtureCalls"]
 
 LOOK_S = 0.2
 """Seconds between two looks at what a change waits for, beside those after each report of a box."""
-FENCE_S = 20.0
-"""Longest time in seconds for which the boxes may wait at a fence."""
 
+TRIALS_AT_ONCE = 16
+"""Largest number of workers that try an order at the same time."""
+
+T = TypeVar("T")
 _Complete = Callable[[StateQuery, int, float, float], Awaitable[BoxState]]
 
 
@@ -51,14 +54,15 @@ class MixtureCalls:
             return made
         loop = asyncio.get_running_loop()
         until = loop.time() + request.deadline_s
-        trial = self._orders.trial(request)
-        plan = await self._tried(trial, until, request.deadline_s)
+        trials = self._orders.trials(request)
+        turns = asyncio.Semaphore(TRIALS_AT_ONCE)
+        plans = await _all(self._tried(trial, turns, until, request.deadline_s) for trial in trials)
         made = self._orders.repeated(request)
         if made is not None:  # by the same call, which was sent twice
             return made
-        proposal = self._orders.proposed(request, trial, plan)
+        proposal = self._orders.proposed(request, trials, plans)
         if not request.dry_run:
-            await self._make(proposal, min(until, loop.time() + FENCE_S))
+            await self._make(proposal, min(until, loop.time() + self._orders.patience(proposal)))
         return pb.ChangeMixtureReply(
             run=proposal.run.name,
             change=proposal.change,
@@ -67,14 +71,17 @@ class MixtureCalls:
             batches=proposal.batches,
         )
 
-    async def _tried(self, trial: MixtureTrial, until: float, deadline_s: float) -> pb.MixturePlan:
+    async def _tried(
+        self, trial: MixtureTrial, turns: asyncio.Semaphore, until: float, deadline_s: float
+    ) -> pb.MixturePlan:
         registry = self._registry
-        registry.state_queries.begin_trial(trial, registry.cluster.events.now + deadline_s)
-        try:
-            registry.settle()
-            state = await self._complete(trial, 0, until, deadline_s)
-        finally:
-            registry.end_state(trial)
+        async with turns:
+            registry.state_queries.begin_trial(trial, registry.cluster.events.now + deadline_s)
+            try:
+                registry.settle()
+                state = await self._complete(trial, 0, until, deadline_s)
+            finally:
+                registry.end_state(trial)
         try:
             return pb.MixturePlan.FromString(state.records[0][1])
         except DecodeError as error:
@@ -104,3 +111,12 @@ class MixtureCalls:
             registry.settle()
         finally:
             orders.withdraw(proposal)
+
+
+async def _all(waits: Iterable[Awaitable[T]]) -> list[T]:
+    """Return all results, after all waits have ended. Raises the first error."""
+    results = await asyncio.gather(*waits, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

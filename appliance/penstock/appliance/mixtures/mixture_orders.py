@@ -15,6 +15,7 @@ coordinator has it. So a change is made on all boxes, or on none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.appliance.core.cluster_state import ClusterState
@@ -39,8 +40,13 @@ SOURCES_MAX = 256
 """Largest number of sources that an order may name."""
 TEXT_MAX = 200
 """Largest number of characters of a name or weight in an order."""
+FENCE_S = 20.0
+"""Longest time in seconds for which the boxes may wait at a fence."""
 CHANGES_SIZE = 64 << 10
 """Largest number of bytes of all changes of a run. Each assignment of a slot contains them."""
+
+
+_ENDED = "ended while the change was decided: order the change again"
 
 
 @dataclass
@@ -73,28 +79,56 @@ class MixtureOrders:
         made = next((change for change in run.mixture_changes if change.key == request.key), None)
         return None if made is None else pb.ChangeMixtureReply(run=run.name, change=made)
 
-    def trial(self, request: pb.ChangeMixtureRequest) -> MixtureTrial:
-        """Return the query for the trial of a new order. Raises an error if the change cannot be made."""
+    def trials(self, request: pb.ChangeMixtureRequest) -> list[MixtureTrial]:
+        """Return the queries for the trials of a new order: one, or with added sources one for each worker of the run.
+        Raises an error if the change cannot be made."""
         run = self._run(request.run)
         attempt = self._attempt(run)
         self._check_step(attempt, request.from_step)
         box = _furthest(attempt)
-        at = _position(box)
+        at, epochs = _position(box), _position(box).epoch - box.start.epoch
+        began = at.step - sum(at.delivered) if epochs else box.start.step
         trial = pb.MixtureTrial(weights=request.weights, added=request.added, retired=request.retired)
-        began = box.start.step
-        if at.epoch != box.start.epoch:
-            began, trial.in_later_epoch = at.step - sum(at.delivered), True
-        trial.steps = request.from_step - 1 - began
-        serial = self._cluster.next_version()
-        return MixtureTrial(run.name, attempt.number, 0, serial, box=box.number, blob=request.key, trial=trial)
+        trial.steps, trial.epochs = request.from_step - 1 - began, epochs
+        where = _slot_of_each_worker(attempt) if request.added else [(box.number, None)]
+        return [
+            MixtureTrial(
+                run.name,
+                attempt.number,
+                0,
+                self._cluster.next_version(),
+                box=number,
+                blob=f"{request.key} {index}",
+                trial=trial,
+                slot=slot,
+                epoch=at.epoch,
+                changes=len(run.mixture_changes),
+            )
+            for index, (number, slot) in enumerate(where)
+        ]
 
-    def proposed(self, request: pb.ChangeMixtureRequest, trial: MixtureTrial, plan: pb.MixturePlan) -> Proposal:
-        """Return the order with the result of its trial. Raises an error if it cannot be carried out any more."""
+    def proposed(
+        self, request: pb.ChangeMixtureRequest, trials: Sequence[MixtureTrial], plans: Sequence[pb.MixturePlan]
+    ) -> Proposal:
+        """Return the order with the results of its trials. Raises an error if it cannot be carried out any more, or if
+        workers differ."""
+        trial, plan = trials[0], plans[0]
+        for other, found in zip(trials, plans, strict=True):
+            if found != plan:
+                raise InvalidArgumentError(
+                    "the added sources must be the same on all workers, but differ between those of box "
+                    f"{trial.box} slot {trial.slot} and box {other.box} slot {other.slot}: give all workers the same "
+                    "code and data"
+                )
         run = self._run(request.run)
         attempt = self._attempt(run)
         if attempt.number != trial.attempt:
             raise SupersededError(f"attempt {trial.attempt} of run {run.name} ended meanwhile: order the change again")
         self._check_step(attempt, request.from_step)
+        if len(run.mixture_changes) != trial.changes:
+            raise OverloadedError(f"another change of the mixture of run {run.name} was made meanwhile: retry after it")
+        if _position(_furthest(attempt)).epoch != trial.epoch:
+            raise StateUnavailableError(f"an epoch of run {run.name} {_ENDED}")
         change = records_pb2.MixtureChange()
         change.CopyFrom(plan.change)
         change.key, change.step, change.attempt = request.key, request.from_step, attempt.number
@@ -106,9 +140,15 @@ class MixtureOrders:
             )
         slots = [slot for box in attempt.boxes.values() for slot in box.slots]
         queued = sum(slot.gauge.queued for slot in slots)
-        epoch = _position(_furthest(attempt)).epoch
         fence = str(self._cluster.next_version())
-        return Proposal(run, attempt, change, epoch, fence, list(plan.shares), len(slots), queued)
+        return Proposal(run, attempt, change, trial.epoch, fence, list(plan.shares), len(slots), queued)
+
+    @staticmethod
+    def patience(proposal: Proposal) -> float:
+        """Return the longest time in seconds for which the boxes may wait at the fence: half of the shortest deadline
+        of their training loops, which would fail otherwise."""
+        deadlines = [box.opening.loader.options.timeout_s for box in proposal.attempt.boxes.values()]
+        return min([FENCE_S, *(deadline / 2 for deadline in deadlines if deadline > 0)])
 
     def fence(self, proposal: Proposal) -> None:
         """Tell all boxes to wait before the step."""
@@ -130,9 +170,7 @@ class MixtureOrders:
         if taken >= change.step:
             raise _too_early(attempt, change.step, taken + 1)
         if any(_position(box).epoch != proposal.epoch for box in boxes):
-            raise StateUnavailableError(
-                f"an epoch of run {attempt.run} ended while the change was decided: order the change again"
-            )
+            raise StateUnavailableError(f"an epoch of run {attempt.run} {_ENDED}")
         missing = [str(box.number) for box in boxes if box.fence[0] != proposal.fence]
         if missing:
             return f"the answer of box {', '.join(missing[:8])}"
@@ -210,6 +248,15 @@ class MixtureOrders:
         reached = _furthest(attempt).step
         if step <= reached:
             raise _too_early(attempt, step, reached + 1)
+
+
+def _slot_of_each_worker(attempt: Attempt) -> list[tuple[int, int]]:
+    """Return the box and the number of one slot of each worker; all slots without a worker count as one."""
+    found: dict[str, tuple[int, int]] = {}
+    for box in attempt.boxes.values():
+        for slot in box.slots:
+            found.setdefault(slot.worker, (box.number, slot.key.slot))
+    return sorted(found.values())
 
 
 def _is_live(attempt: Attempt, number: int) -> bool:

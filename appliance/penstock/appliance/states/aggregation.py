@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.appliance.model.entities import Attempt
+from penstock.appliance.model.entities import Attempt, Box, Slot
 from penstock.appliance.states.state_query import BoxState, SlotStateRequest, StateQuery
 from penstock.proto.errors import StateUnavailableError
 from penstock.proto.rpc.channel import error_of
@@ -51,6 +51,10 @@ class Aggregation(StateQuery):
         """Return the request to a worker. `given`: arguments of AggregationTask."""
         return AggregationTask(*given)
 
+    def able(self, box: Box) -> list[Slot]:
+        """Return the slots that may do the task."""
+        return box.slots
+
     def is_next(self, slot_request: SlotStateRequest) -> bool:
         return True
 
@@ -64,7 +68,7 @@ class Aggregation(StateQuery):
                 f"the states of run {self.run} cannot be aggregated yet, because box {self.box}, whose worker does "
                 "this, has not opened the run: retry once the box has opened the run"
             )
-        ready = next((slot for slot in box.slots if slot.phase == pb.READY), None)
+        ready = next((slot for slot in self.able(box) if slot.phase == pb.READY), None)
         self._missing[number] = [] if ready is not None else [f"a worker of box {self.box}"]
         slot_requests: dict[str, SlotStateRequest] = {}
         if ready is not None:

@@ -1,7 +1,8 @@
 """Trial of a change of a mixture's weights on a worker, before the change is made.
 
 Only user code knows the sources of a mixture, so a helper process of one slot makes the loader, applies the change, and
-returns what the change is: its position in the order and the weights of all sources.
+returns what the change is: its position in the order and the weights of all sources. A source that is added may be
+missing on a worker, so each worker of the run tries it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.appliance.model.entities import Box, Slot
 from penstock.appliance.states.aggregation import Aggregation, AggregationTask
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -28,9 +30,22 @@ class MixtureTask(AggregationTask):
 
 @dataclass(eq=False)
 class MixtureTrial(Aggregation):
-    """Query for a trial: makes one request, to the first ready slot of the box. `blob`: key of the change."""
+    """Query for a trial: makes one request, to one slot of the box. `blob`: key of the trial."""
 
     trial: pb.MixtureTrial = field(default_factory=pb.MixtureTrial)
+    slot: int | None = None
+    """Number of the slot; None: the first one that is ready."""
+    epoch: int = 0
+    """Epoch of the boxes in which the change's step was expected."""
+    changes: int = 0
+    """Number of changes that the run had."""
+
+    @property
+    def title(self) -> str:
+        return f"trial of a change of the mixture of run {self.run}"
+
+    def able(self, box: Box) -> list[Slot]:
+        return box.slots if self.slot is None else [box.slots[self.slot]]
 
     def task(self, *given: Any) -> MixtureTask:
         fields: dict[str, Any] = {"trial": self.trial}

@@ -18,7 +18,9 @@ but one of them reports it first. So if a box abandoned an epoch, the query wait
 reported a position beyond that step. This wait ends, because the box's loop is not inside a collective that waits for
 the caller.
 
-If a slot is being recovered, the query waits until the slot's new worker is ready, and then asks that worker. A box
+If a slot is being recovered, the query waits until the slot's new worker is ready, and then asks that worker. If the
+training process of a box has stopped reporting, the query waits for it while another box of the run reports: a process
+that was only stopped comes back, and a save that failed at once would end a training whose processes all live. A box
 whose only epoch is over answers with its final state.
 
 The record of a box depends on this box alone. So boxes are collected in their order, with a limited number of slots at
@@ -268,6 +270,8 @@ class StateQuery:
         if self.done:
             return
         try:
+            if not attempt.any_live():  # the end of the last box decides about all that are waited for
+                box = None
             for number in list(self._open_requests) if box is None else [box] if box in self._open_requests else []:
                 self._refresh(attempt, number)
             self._begin_boxes(attempt)
@@ -320,11 +324,18 @@ class StateQuery:
         start = max(start, self._starts.get(number, start), key=lambda at: at.step)
         self._starts[number] = start
         if box.presence is BoxPresence.GONE:
-            raise StateUnavailableError(
-                f"the state of run {self.run} at step {self.step} is not available, because the training process of "
-                f"box {number} has stopped reporting and its workers were freed. Retry once the process reports again; "
-                "if the process is dead, resume from an earlier state"
+            if not attempt.any_live():
+                raise StateUnavailableError(
+                    f"the state of run {self.run} at step {self.step} is not available, because its training processes "
+                    f"have stopped reporting, that of box {number} too, and their workers were freed. Retry once they "
+                    "report again; if they are dead, resume from an earlier state"
+                )
+            missing.append(
+                f"box {number} (its training process has stopped reporting, and its workers were freed: if the process "
+                "is dead, start the job again)"
             )
+            self._ask(number, {})
+            return
         behind = attempt.behind(box, self.step)
         if behind is not None:
             other = attempt.left[behind]
@@ -425,9 +436,14 @@ class StateQuery:
             doubtful.append(f"box {box.number}")
         return start, position
 
+    @property
+    def title(self) -> str:
+        """Name of the query in messages."""
+        return f"state of run {self.run} at step {self.step}"
+
     def _of_slot(self, error: PenstockError, key: SlotKey, worker: str) -> PenstockError:
         on = f" on worker {worker}" if worker else ""
-        message = f"state of run {self.run} at step {self.step}: box {key.box} slot {key.slot}{on}: {error.message}"
+        message = f"{self.title}: box {key.box} slot {key.slot}{on}: {error.message}"
         return error_named(type(error).__name__, message, error.remote_traceback)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:

@@ -2304,14 +2304,14 @@ class MixtureTrial(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: _builtins.int
-    IN_LATER_EPOCH_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     ADDED_FIELD_NUMBER: _builtins.int
     RETIRED_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
-    """steps before the change: of the attempt, or of the epoch with `in_later_epoch`"""
-    in_later_epoch: _builtins.bool
-    """the epoch is not the one in which the attempt began"""
+    """steps before the change: of the attempt, or with `epochs` of the change's epoch"""
+    epochs: _builtins.int
+    """epochs between the one in which the attempt began and that of the change"""
     @_builtins.property
     def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___AskedWeight]: ...
     @_builtins.property
@@ -2322,14 +2322,14 @@ class MixtureTrial(_message.Message):
         self,
         *,
         steps: _builtins.int = ...,
-        in_later_epoch: _builtins.bool = ...,
+        epochs: _builtins.int = ...,
         weights: _abc.Iterable[Global___AskedWeight] | None = ...,
         added: _abc.Iterable[_records_pb2.AddedSource] | None = ...,
         retired: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "in_later_epoch", b"in_later_epoch", "retired", b"retired", "steps", b"steps", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "epochs", b"epochs", "retired", b"retired", "steps", b"steps", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2341,6 +2341,9 @@ class MixturePlan(_message.Message):
 
     CHANGE_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    order: _builtins.str
+    """digest of the order of samples with the change; the same on all workers"""
     @_builtins.property
     def change(self) -> _records_pb2.MixtureChange:
         """without key, step and attempt"""
@@ -2352,10 +2355,11 @@ class MixturePlan(_message.Message):
         *,
         change: _records_pb2.MixtureChange | None = ...,
         shares: _abc.Iterable[Global___MixtureShare] | None = ...,
+        order: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "shares", b"shares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "order", b"order", "shares", b"shares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

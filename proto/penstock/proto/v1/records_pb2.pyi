@@ -374,6 +374,7 @@ class MixtureChange(_message.Message):
     ADDED_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """identifies the change"""
     position: _builtins.int
@@ -382,6 +383,8 @@ class MixtureChange(_message.Message):
     """first step of the boxes with the new weights, when it was ordered"""
     attempt: _builtins.int
     """attempt in which it was ordered"""
+    epoch: _builtins.int
+    """first epoch of the loader that has the change; earlier ones do not"""
     @_builtins.property
     def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureWeight]:
         """of all sources"""
@@ -397,10 +400,11 @@ class MixtureChange(_message.Message):
         added: _abc.Iterable[Global___AddedSource] | None = ...,
         step: _builtins.int = ...,
         attempt: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "attempt", b"attempt", "key", b"key", "position", b"position", "step", b"step", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "attempt", b"attempt", "epoch", b"epoch", "key", b"key", "position", b"position", "step", b"step", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,7 @@
     FOLDER/.penstock/eviction           lock of the process that counts bytes and evicts
     FOLDER/.penstock/shards/KEY         lock shared by the shard's users; text: a ShardVersion, mtime: the last use
     FOLDER/.penstock/prefetched/KEY     lock shared by processes that prefetched the shard and have not used it yet
+    FOLDER/.penstock/readers/NAME       lock of a process that prefetches within a budget of bytes
     FOLDER/.penstock/fetching/KEY       lock of the process that fetches the shard; KEY!... are its temporary files
 
 flock has no timeout, so a process tries a lock repeatedly, at most 20 ms apart.
@@ -51,6 +52,7 @@ class CacheState:
         self.eviction = f"{STATE}/eviction"
         self.shards = f"{STATE}/shards"
         self.prefetched = f"{STATE}/prefetched"
+        self.readers = f"{STATE}/readers"
         self.fetching_folder = f"{STATE}/fetching"
         self.closing = threading.Event()
         """Event that is set when the cache closes. Every wait for a lock then raises ShardUnavailableError."""
@@ -63,7 +65,7 @@ class CacheState:
         try:
             self._make_folders()
             self._check_remote()
-            for state in (self.fetching_folder, self.prefetched):
+            for state in (self.fetching_folder, self.prefetched, self.readers):
                 self._sweep(state)
         except OSError as error:
             raise ShardUnavailableError(
@@ -90,7 +92,7 @@ class CacheState:
                 raise self._foreign(self.root, found)
         finally:
             os.close(root)
-        for state in (STATE, self.shards, self.prefetched, self.fetching_folder):
+        for state in (STATE, self.shards, self.prefetched, self.readers, self.fetching_folder):
             self._make_folder(state)
 
     def _make_folder(self, state: str) -> None:

@@ -3,11 +3,16 @@
 A shard that was prefetched and not used yet is marked by a lock of its own. The mark keeps other prefetching processes
 from evicting the shard; a reader that waits for space may evict it. A failed prefetch raises no error: the reader that
 needs the shard fetches it again, and gets the error then.
+
+The boxes (data-parallel ranks) of a host share a budget of bytes evenly. Each process that prefetches holds the lock of
+a file that names its box, so the boxes are counted by the locks that are held: a process that is killed does not count.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -19,7 +24,7 @@ from penstock.data.cache.file_locks import FileLock, take
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import PenstockError
 
-__all__ = ["FetchStats", "Prefetcher"]
+__all__ = ["FetchStats", "HostReaders", "Prefetcher", "process_group"]
 
 EVICTION_PAUSE_S = 0.25
 """Seconds between two attempts to prefetch when the cache is full. The cache is polled, because other processes do not
@@ -48,6 +53,64 @@ class FetchStats:
         return FetchStats(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
+def process_group(process: int | None = None) -> str:
+    """Return a name of a process, unique on this host also where containers share a cache. `process`: its ID; None: of
+    this process."""
+    return f"{os.stat('/proc/self/ns/pid').st_ino}-{process or os.getpid()}"
+
+
+class HostReaders:
+    """Processes of this host that prefetch into one cache's folder, in groups that need the same shards: the workers of
+    a box. Safe for threads. A forked child makes an object of its own."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
+        self._lock = threading.RLock()  # reentrant: garbage collection of a dataset closes this
+        self._own: FileLock | None = None
+        """Lock that says that this process prefetches."""
+
+    def groups(self, group: str) -> int:
+        """Count this process as one of `group`, and return the number of groups that have a living process; 1 if the
+        folder cannot be used, which the next fetch reports."""
+        with self._lock, contextlib.suppress(PenstockError, OSError):
+            self._state.prepare()
+            if self._own is None or not os.path.basename(self._own.name).startswith(f"{group}."):
+                self._leave()
+                name = f"{self._state.readers}/{group}.{os.getpid()}.{next(self._numbers)}"
+                self._own = self._state.wait(name, time.monotonic() + MARK_S, "", shared=False)
+            living = {group}
+            for name in os.listdir(os.path.join(self._state.root, self._state.readers)):
+                other = name.partition(".")[0]
+                if other not in living and self._lives(name):
+                    living.add(other)
+            return len(living)
+        return 1
+
+    def close(self) -> None:
+        """No longer count this process."""
+        with self._lock:
+            self._leave()
+
+    def _leave(self) -> None:
+        own, self._own = self._own, None
+        if own is not None:
+            with contextlib.suppress(OSError):  # the folder was removed
+                own.remove()
+            own.release()
+
+    def _lives(self, name: str) -> bool:
+        """Return True if the process that made a file lives. Otherwise remove the file."""
+        try:
+            left = take(self._state.root, f"{self._state.readers}/{name}", shared=True, create=False)
+        except OSError:  # removed just now
+            return False
+        if left is not None:
+            _drop(left)
+        return left is None
+
+
 class Prefetcher:
     """Threads of one process that prefetch shards. The threads start when the first list of shards is given."""
 
@@ -61,6 +124,7 @@ class Prefetcher:
                 fetch begins only then, so shards get space in the list's order.
         """
         self._state = state
+        self.readers = HostReaders(state)
         self._threads = threads
         self._fetch_shard = fetch
         self._changed = threading.Condition()
@@ -126,6 +190,7 @@ class Prefetcher:
                 worker.join(max(0.0, until - time.monotonic()))
         for lock in there.values():
             _drop(lock)
+        self.readers.close()
 
     def _work(self) -> None:
         while True:
@@ -179,7 +244,8 @@ class Prefetcher:
 
 
 def _drop(lock: FileLock) -> None:
-    """Release the mark of a prefetched shard. The last process that holds the mark removes its file."""
+    """Release a shared lock, such as the mark of a prefetched shard. The last process that holds it removes its
+    file."""
     lock.release()
     with contextlib.suppress(OSError):  # the file was removed already, or is no longer a lock
         last = take(lock.root, lock.name, shared=False, create=False)

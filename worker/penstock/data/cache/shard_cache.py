@@ -33,7 +33,7 @@ from penstock.data.cache.file_locks import FileLock
 from penstock.data.cache.prefetch import FetchStats, Prefetcher
 from penstock.data.cache.shard_versions import ShardVersion, file_stat, key_of
 from penstock.data.formats.descriptors import Descriptor
-from penstock.data.formats.index import INDEX, file_notes, first_notes
+from penstock.data.formats.index import INDEX, file_notes, first_notes, remedy_without_index
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
 from penstock.data.remote.transfer import is_full, unwritable
@@ -54,8 +54,6 @@ YIELD_S = 5.0
 LOOK_S = 0.1
 """Seconds that a reader waits, before it exceeds the cache's limit, for processes that lock a shard only to check it. A
 locked shard cannot be evicted."""
-INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".tfrecord", ".arrow", ".idx"}
-"""Endings of files in a folder that `index_folder` can index."""
 LARGEST_PAGE = 64 << 20
 """Size of an index, in bytes, up to which its copy is parsed before it is believed to be one."""
 CONFIRM_S = 10.0
@@ -219,7 +217,8 @@ class ShardCache:
             try:
                 return Descriptor(self.index_path)
             except FileNotFoundError as error:
-                what = f"{self._in_place} must be a dataset's folder, but has no {self._index_name}. {self._remedy()}"
+                what = f"{self._in_place} must be a dataset's folder, but has no {self._index_name}"
+                what = f"{what}. {remedy_without_index(self._in_place)}"
                 raise ShardUnavailableError(what) from error
             except NotADirectoryError as error:
                 what = f"{self._in_place} must be a dataset's folder, got a file. Give the folder that has the file"
@@ -251,14 +250,6 @@ class ShardCache:
             return file_notes(self.index())
         remote, until = self.remote, time.monotonic() + self.timeout_s
         return first_notes(lambda size: remote.read(self._index_name, deadline_s=until - time.monotonic(), first=size))
-
-    def _remedy(self) -> str:
-        """Return the remedy that the error for a folder without an index gives. Looks only one folder down: there may
-        be millions of files."""
-        for pattern in ("*.*", "*/*.*"):
-            if any(path.suffix.lower() in INDEXABLE_ENDINGS for path in Path(self._in_place).glob(pattern)):
-                return f"Call index_folder({self._in_place!r}) to index the files in it"
-        return "Give the folder to which the dataset was written"
 
     def _check_index(self, file: Descriptor) -> None:
         """Raise DatasetError if a file is not an index, but a login page or a proxy's answer, for example. Such data
@@ -555,6 +546,10 @@ class ShardCache:
         self._prefetcher.want(
             [(key_of(shard.name), shard) for shard in shards if not self._found_in_place(shard)], held
         )
+
+    def reading_groups(self, group: str) -> int:
+        """Return the number of groups of this host that prefetch into the folder, see HostReaders."""
+        return 1 if self.in_place else self._prefetcher.readers.groups(group)
 
     def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
         """Fetch a shard before a reader needs it. Returns False if the cache has no space."""

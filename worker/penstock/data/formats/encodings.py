@@ -263,7 +263,7 @@ def _images(one: Encoding, encode: images.Encode) -> Encoding:
 
 _PIL = _image(images.decode_raw, images.encode_raw, decode_file=images.raw_to_png)
 _JPEG = _image(images.decode_jpeg, images.encode_jpeg, images.decode_jpeg_array)
-_PNG = _image(images.decode_png, images.encode_png)
+_PNG = _image(images.decode_png, images.encode_png, images.decode_png_array)
 _JPEG_ARRAY = Encoding(
     None, images.decode_files, images.encode_files, images.decode_file_arrays, images.file_list_decoder(as_bytes)
 )

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.data.formats.compressed_files import parse_compression
@@ -35,12 +36,15 @@ __all__ = [
     "invalid_index",
     "join_indexes",
     "read_index",
+    "remedy_without_index",
     "shard_below",
     "shard_of",
     "version_index",
     "write_index",
 ]
 
+INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".tfrecord", ".arrow", ".idx"}
+"""Endings of files in a folder that `index_folder` can index."""
 INDEX = "index.json"
 VERSION_NOTE = "dataset_version"
 """Note of the number of the dataset's version that an index is of, see cache/dataset_versions.py."""
@@ -291,6 +295,15 @@ def _count(entry: dict[str, Any], key: str, field: str) -> int:
     if value > MAX_NUMBER:
         raise InvalidField(field, f"must be at most {MAX_NUMBER}, got more")
     return value
+
+
+def remedy_without_index(folder: str) -> str:
+    """Return the remedy that the error for a folder without an index gives. Looks only one folder down: there may be
+    millions of files."""
+    for pattern in ("*.*", "*/*.*"):
+        if any(path.suffix.lower() in INDEXABLE_ENDINGS for path in Path(folder).glob(pattern)):
+            return f"Call index_folder({folder!r}) to index the files in it"
+    return "Give the folder to which the dataset was written"
 
 
 def _entry(shard: Shard) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.formats.format_table import FORMATS
+from penstock.data.formats.media.clip_reader import ClipReader
 from penstock.data.formats.parquet.parquet_ranges import FileRange
 from penstock.data.formats.parquet.parquet_reader import ParquetReader
 from penstock.data.formats.shards import DEFAULT_OPTIONS, ColumnReader, ReadOptions, Shard, ShardReader, rows_of
-from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
-__all__ = ["open_block", "open_shard"]
+__all__ = ["check_columns", "open_block", "open_shard"]
 
 
 def open_shard(
@@ -32,7 +33,15 @@ def open_shard(
         raise ShardCorruptError(f"{source}: {error.message}" if source else error.message) from error
     if source:
         reader.name = source
-    return reader
+    return _with_clips(reader, options)
+
+
+def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
+    """Raise InvalidArgumentError for a column that the index shows to be missing. All shards have the same columns."""
+    known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
+    missing = [name for name in columns or () if known is not None and name not in known]
+    if missing and known is not None:
+        raise InvalidArgumentError(f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}")
 
 
 def open_block(
@@ -47,7 +56,11 @@ def open_block(
     except ShardCorruptError as error:
         raise ShardCorruptError(f"{source}: {error.message}") from error
     reader.name = source
-    return reader
+    return _with_clips(reader, options)
+
+
+def _with_clips(reader: ShardReader, options: ReadOptions) -> ShardReader:
+    return ClipReader(reader, options.clips) if options.clips else reader
 
 
 def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:

@@ -110,6 +110,8 @@ class ReadOptions:
     """Names of the columns that samples have; None: all."""
     encoded: bool = False
     """True if the values of MDS columns are bytes, as they are stored."""
+    clips: Mapping[str, Any] = field(default_factory=dict)
+    """What is decoded of columns of videos and sounds: VideoClip or AudioClip, by the column's name."""
 
 
 DEFAULT_OPTIONS = ReadOptions()

@@ -9,18 +9,22 @@ take twenty times as long, because it also seeds all devices.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from penstock.data.ordering.permutation import mix
+from penstock.proto.state.generators import capture_rng, restore_rng
 
-__all__ = ["Seeds", "seed_generators", "seeds_of"]
+__all__ = ["Seeds", "seed_generators", "seeded", "seeds_of"]
 
 _PYTHON, _OTHERS = 0, 1
 """Constants mixed into the keys, so that Python's generator and the others get different seeds."""
 
+T = TypeVar("T")
 Seeds = tuple[int, int]
 """Pair of seeds: one for Python's generator, one for numpy's and torch's."""
 
@@ -38,3 +42,14 @@ def seed_generators(seeds: Seeds) -> None:
     random.seed(for_python)
     np.random.seed(for_others & 0xFFFFFFFF)
     torch.default_generator.manual_seed(for_others >> 32)
+
+
+def seeded(make: Callable[[], T], key: int, *position: int) -> T:
+    """Call `make` with the random generators seeded for a position, so that the result does not depend on earlier
+    draws. Their earlier state is restored afterwards."""
+    before = capture_rng()
+    try:
+        seed_generators(seeds_of(key, np.array([position[0]]), *position[1:])[0])
+        return make()
+    finally:
+        restore_rng(before)

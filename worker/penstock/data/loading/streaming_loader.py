@@ -147,7 +147,8 @@ class StreamingLoader(PositionLoader):
                 each sample is read, so that random augmentation depends on nothing else; also before the collate
                 function is called, from the position of the batch's first row. After a batch the generators get back
                 their earlier state. None: seed them only for user code: for samples if the dataset's class overrides
-                `__getitem__`, for batches if `collate_fn` is given. No other code draws random numbers.
+                `__getitem__` or its `clips` have functions or transforms, for batches if `collate_fn` is given. No
+                other code draws random numbers.
             keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
                 read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
             counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
@@ -376,7 +377,8 @@ class StreamingLoader(PositionLoader):
             # The shards of this batch may be in the list of an earlier batch, which another worker has made.
             own = np.unique(self._shards.shards_of(plan.ids))
             ahead_of_need = self._upcoming.shards[window.begin : window.end]
-            count = self.dataset.fetch_ahead(np.concatenate([own, ahead_of_need]), needed=len(own) + window.needed)
+            units, needed = np.concatenate([own, ahead_of_need]), len(own) + window.needed
+            count = self.dataset.fetch_ahead(units, needed=needed, group=self._identity.prefetch_group())
             self._upcoming.gave(window, count - len(own))
 
     def _list(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> UpcomingShards:
@@ -459,7 +461,7 @@ def _reader(
         length,
         collate_fn,
         seed=seed,
-        reseed=dataset.is_overridden and not threads if reseed is None else reseed,
+        reseed=dataset.draws and not threads if reseed is None else reseed,
         reseed_collate=own_collate if reseed is None else reseed,
         many=dataset.get_many,
         counter=counter,

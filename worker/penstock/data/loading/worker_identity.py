@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch.utils.data
 
 from penstock.data.arguments import whole
+from penstock.data.cache.prefetch import process_group
 from penstock.data.ordering.partition import WorkerTurn
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.assignment import NEUTRAL, current_assignment
@@ -72,14 +73,31 @@ class WorkerIdentity:
         # The first process of a slot makes the slot's first batch, also if the slot is not the first one.
         return WorkerTurn(number + self.workers * info.id, self.workers * info.num_workers)
 
+    def prefetch_group(self) -> str:
+        """Return a name of the processes that make the batches of this box, and so need the same shards: those that
+        this process's parent started, or the process alone."""
+        info = torch.utils.data.get_worker_info()
+        alone = self.standalone and (info is None or info.dataset is None)
+        return f"{process_group(None if alone else os.getppid())}-{self.box}"
+
     def alone(self, turn: WorkerTurn) -> bool:
         """Return True if this process alone makes the batches of its box, so that it alone counts the epochs."""
         return self.standalone and turn.of == 1
 
 
-def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: int) -> int:
+def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: int, *, unbatched: bool = False) -> int:
     """Return the number of rows in the batches of all boxes together. Raises InvalidArgumentError unless exactly one of
-    `batch_size` and `global_batch_size` is given, and each box gets a row."""
+    `batch_size` and `global_batch_size` is given, and each box gets a row.
+
+    unbatched: True if the samples are batches, of which each box gets one; then none of the two may be given.
+    """
+    if unbatched and batch_size is None and global_batch_size is None:
+        return boxes
+    if unbatched:
+        raise InvalidArgumentError(
+            "batch_size and global_batch_size must be None with unbatched=True, because the source's samples are "
+            "the batches. Leave them out"
+        )
     batch_size, global_batch_size = whole("batch_size", batch_size), whole("global_batch_size", global_batch_size)
     if (batch_size is None) == (global_batch_size is None):
         raise InvalidArgumentError(

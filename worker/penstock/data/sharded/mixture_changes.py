@@ -16,8 +16,11 @@ from penstock.data.sharded.layers.layer import checked
 from penstock.data.sharded.layers.mapped import Mapped
 from penstock.data.sharded.layers.mixture import Mixture
 from penstock.data.sharded.layers.mixture_shares import parts_of
-from penstock.data.sharded.protocol import ShardedSource
-from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
+from penstock.data.sharded.protocol import ShardedSource, cursor_origin
+from penstock.data.sharded.shard_cursors import HeldSample
+from penstock.data.sharded.shard_keys import KeyStage, digest_of
+from penstock.data.sharded.shard_states import described
+from penstock.proto.errors import InvalidArgumentError, ReplayMismatchError, StateCorruptError, StateMismatchError
 from penstock.proto.state.envelope import damaged_state
 
 __all__ = [
@@ -25,13 +28,16 @@ __all__ = [
     "LoadSource",
     "MixtureChange",
     "changed",
+    "in_epoch",
     "listed",
     "merged",
     "mixture_of",
     "new_parts",
+    "new_position",
     "refuse_to_import",
     "shares_at",
-    "source_facts",
+    "stages_of",
+    "still_to_come",
     "try_sources",
 ]
 
@@ -56,10 +62,27 @@ class MixtureChange:
     """Name of each added source -> name of the function that returns it."""
     required: bool = False
     """True if the change was made in the present launch: a state beyond it must list it."""
+    epoch: int = 0
+    """First epoch that has the change, from its position on. Earlier ones were delivered without it."""
+
+    @property
+    def begins(self) -> tuple[int, int]:
+        """Epoch and position from which on the weights are others."""
+        return self.epoch, self.position
+
+    def drops(self, earlier: MixtureChange) -> bool:
+        """Return True if this change, which was ordered after the earlier one, lets nothing of it remain."""
+        return self.epoch <= earlier.epoch and self.position <= earlier.position
 
     def plain(self) -> dict[str, Any]:
         """Return the change as an entry of a state."""
-        return {"key": self.key, "position": self.position, "parts": dict(self.parts), "added": dict(self.added)}
+        return {
+            "key": self.key,
+            "epoch": self.epoch,
+            "position": self.position,
+            "parts": dict(self.parts),
+            "added": dict(self.added),
+        }
 
     @classmethod
     def parsed(cls, entry: Mapping[str, Any]) -> MixtureChange:
@@ -71,9 +94,10 @@ class MixtureChange:
                 dict(entry["parts"]),
                 dict(entry["added"]),
                 entry.get("required", False) is True,
+                entry.get("epoch", 0),
             )
             texts = [change.key, *change.parts, *change.added, *change.added.values()]
-            numbers = [change.position, *change.parts.values()]
+            numbers = [change.epoch, change.position, *change.parts.values()]
             if not all(type(text) is str for text in texts):
                 raise TypeError(f"names must be texts, got {texts!r:.200}")
             if not all(type(number) is int and 0 <= number < NUMBER_LIMIT for number in numbers):
@@ -94,25 +118,44 @@ def listed(state: Mapping[str, Any]) -> list[MixtureChange]:
     return [MixtureChange.parsed(entry) for entry in entries]
 
 
-def merged(saved: Sequence[MixtureChange], assigned: Sequence[MixtureChange], position: int) -> list[MixtureChange]:
-    """Return the changes for a loader that loads a state: those that the state lists, then those of the run that come
-    after it. A change of an earlier launch that lies before the state and is not in it belongs to a part of the run's
-    history that was left: it does not count.
+def in_epoch(changes: Iterable[MixtureChange], epoch: int) -> list[MixtureChange]:
+    """Return the changes that an epoch has."""
+    return [change for change in changes if change.epoch <= epoch]
 
-    saved: the changes in the state. assigned: the changes of the run. position: first position that the state has not
-    reached.
 
-    Raises StateMismatchError for a state of the present launch that lies beyond a change and lacks it.
+def still_to_come(changes: Sequence[MixtureChange], reached: tuple[int, int]) -> list[MixtureChange]:
+    """Return the changes that begin where nothing was reached yet, without those that a later order dropped. `reached`:
+    see `merged`."""
+    return [
+        change
+        for number, change in enumerate(changes)
+        if change.begins >= reached and not any(later.drops(change) for later in changes[number + 1 :])
+    ]
+
+
+def merged(
+    saved: Sequence[MixtureChange], assigned: Sequence[MixtureChange], reached: tuple[int, int]
+) -> list[MixtureChange]:
+    """Return the changes for a loader that loads a state, in the order in which they were made: those that the state
+    lists, and those of the run that come after it. A change of an earlier launch that lies before the state and is not
+    in it belongs to a part of the run's history that was left: it does not count.
+
+    saved: the changes in the state. assigned: the changes of the run. reached: the state's epoch, and the first
+    position there that the state has not reached.
+
+    Raises ReplayMismatchError for a state of the present launch that lies beyond a change and lacks it: it does not
+    lead to the batches that the launch delivers.
     """
-    known = {change.key for change in saved}
-    more = [change for change in assigned if change.key not in known]
-    for change in more:
-        if change.required and change.position < position:
-            raise StateMismatchError(
-                f"the state lies beyond position {change.position}, from which on the weights of the mixture were "
-                "changed by `penstock mix`, but was made with the weights from before. Load another state"
+    listed_keys, own_keys = {change.key for change in saved}, {change.key for change in assigned}
+    for change in assigned:
+        if change.required and change.begins < reached and change.key not in listed_keys:
+            raise ReplayMismatchError(
+                f"the state lies beyond position {change.position} of epoch {change.epoch}, from which on the weights "
+                "of the mixture were changed by `penstock mix`, but was made with the weights from before. Load "
+                "another state"
             )
-    return [*saved, *(change for change in more if change.position >= position)]
+    before_the_run = [change for change in saved if change.key not in own_keys]
+    return [*before_the_run, *(one for one in assigned if one.key in listed_keys or one.begins >= reached)]
 
 
 def refuse_to_import(name: str) -> Any:
@@ -161,20 +204,42 @@ def shares_at(mixture: Mixture, position: int) -> dict[str, float]:
     return dict(zip(mixture.names, mixture.wanted(position), strict=True))
 
 
-def source_facts(source: ShardedSource) -> tuple[int, bool]:
-    """Return the number of sources of the mixture, and True if its weights change with the position."""
-    mixture = mixture_of(source)
-    return len(mixture.names), mixture.changes
+def stages_of(
+    code: ShardedSource, changes: Sequence[MixtureChange], load: LoadSource, order: Mapping[str, Any]
+) -> list[KeyStage]:
+    """Return the parts of an epoch's order between its changes, for restore keys.
+
+    code: source without the changes. order: description of the loader's order.
+    """
+    found = []
+    for position in sorted({0, *(change.position for change in changes)}):
+        source = changed(code, (change for change in changes if change.position <= position), load)
+        digest = digest_of({**order, "source": described(source)})
+        mixture = mixture_of(source) if changes else None
+        facts = (0, True) if mixture is None else (len(mixture.names), mixture.changes)
+        found.append(KeyStage(position, source, digest, *facts))
+    return found
 
 
-def try_sources(mixture: Mixture, names: Iterable[str], seed: int) -> None:
-    """Read a sample of each of these sources."""
+def try_sources(source: ShardedSource, names: Iterable[str], seed: int) -> list[HeldSample]:
+    """Return a sample of each of these sources of the mixture, which the layers above the mixture have made."""
+    mixture, found = mixture_of(source), []
     for name in names:
-        cursor = mixture.sources[mixture.names.index(name)].open(0, 0, seed)
+        cursor = _around(source, mixture.changed_from(0, {name: 1}, {})).open(0, 0, seed)
         try:
-            next(cursor)
+            found.append(HeldSample(next(cursor), None, cursor_origin(cursor)))
         finally:
             cursor.close()
+    return found
+
+
+def new_position(begin: int, steps: int, batch: int) -> int:
+    """Return the position of a change after a number of global batches. Raises InvalidArgumentError if it is too
+    far."""
+    position = begin + steps * batch
+    if position >= NUMBER_LIMIT:
+        raise InvalidArgumentError(f"--from-step must lie before sample {NUMBER_LIMIT}, got sample {position}")
+    return position
 
 
 def new_parts(

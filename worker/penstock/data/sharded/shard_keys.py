@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from penstock.data.sharded.protocol import SavedPosition
+from penstock.data.sharded.protocol import SavedPosition, ShardedSource
 from penstock.data.sharded.sources.opaque import without_snapshots
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError
 from penstock.proto.state.codec import decode_state, encode_state
@@ -43,8 +43,10 @@ class KeyStage:
 
     position: int
     """First position of the part."""
+    source: ShardedSource
+    """Source with the changes up to there."""
     order: str
-    """Digest of the order with the changes up to there."""
+    """Digest of the order with these changes."""
     sources: int
     """Number of sources of the mixture there."""
     pieces: bool

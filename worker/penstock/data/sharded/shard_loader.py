@@ -10,13 +10,12 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch.utils.data
 
 from penstock.data.arguments import at_least_one, whole
 from penstock.data.loading.collating import checked_collate, empty_batch, without_rows
 from penstock.data.loading.counting import Counts, LoaderCounts, skipped_rows
-from penstock.data.loading.keyed_random import seed_generators, seeds_of
+from penstock.data.loading.keyed_random import seeded
 from penstock.data.loading.restore_keys import checked_name, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.order_states import OrderProgress, Topology
@@ -27,13 +26,16 @@ from penstock.data.sharded.mixture_changes import (
     LoadSource,
     MixtureChange,
     changed,
+    in_epoch,
     listed,
     merged,
     mixture_of,
     new_parts,
+    new_position,
     refuse_to_import,
     shares_at,
-    source_facts,
+    stages_of,
+    still_to_come,
     try_sources,
 )
 from penstock.data.sharded.protocol import ShardedSource
@@ -53,7 +55,7 @@ from penstock.data.sharded.shard_states import (
 from penstock.data.sharded.worker_share import SharePlan, WorkerShare
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.proto.state.counts import Group, Row, Tally
-from penstock.proto.state.generators import capture_rng, derive_seed, restore_rng
+from penstock.proto.state.generators import derive_seed
 from penstock.worker.batch.building import collate
 
 __all__ = ["ShardLoader"]
@@ -140,14 +142,17 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._code = source
         """Source as the code made it, without changes of its mixture."""
         self._changes: list[MixtureChange] = []
-        """Changes of the mixture's weights that are in force; `_assigned`: those of the run."""
+        """Changes of the mixture's weights that the code does not have. `_present`: those of the present epoch.
+        `_history`: all that states list. `_assigned`: those of the run."""
+        self._present: list[MixtureChange] = []
+        self._history: list[MixtureChange] = []
         self._assigned: list[MixtureChange] = []
         self._load_source: LoadSource = refuse_to_import
         self._identity = identity = WorkerIdentity.now(rank)
         partitions, seed = at_least_one("partitions", partitions), whole("seed", seed)
         block = None if block is None else at_least_one("block", block)
-        self._batch = _batch(batch_size, global_batch_size, identity.boxes, unbatched)
-        self._partitions, self._block, self._asked_tail, self._asked_counts = partitions, block, tail, counts
+        self._batch = global_batch(batch_size, global_batch_size, identity.boxes, unbatched=unbatched)
+        self._partitions, self._block, self._asked_tail, self._counts = partitions, block, tail, LoaderCounts(counts)
         self._tail: Tail = APART if unbatched and tail == "emit" else tail
         self._collate = _only if unbatched else checked_collate(collate_fn)
         self._keys = checked_name(keys)
@@ -160,8 +165,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     def _read(self, source: ShardedSource) -> None:
         """Set the source, and begin at its first position."""
-        partitions, block, tail, counts = self._partitions, self._block, self._asked_tail, self._asked_counts
-        identity = self._identity
+        partitions, block, tail, identity = self._partitions, self._block, self._asked_tail, self._identity
         check_source(source, partitions, block, tail)
         self.source = source
         self._order: dict[str, Any] = {
@@ -173,7 +177,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             "tail": None if source.endless else tail,
         }
         self._fixed_order = FixedOrder(source, partitions, self._tail, block)
-        self._plan = SharePlan(self._fixed_order, self._seed, identity.box, self._stages(), self._keys is not None)
+        stages = stages_of(self._code, self._present, self._load_source, self._order)
+        self._plan = SharePlan(self._fixed_order, self._seed, identity.box, stages, self._keys is not None)
         self._begun = ShardedPosition(
             OrderProgress(0, 0, 0, self._topology()),
             endless_order=self._fixed_order.endless_order(block or self._batch),
@@ -184,10 +189,10 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._share: WorkerShare | None = None
         """Share of this worker in the epoch in progress. An iterator over another share has ended."""
         lengths = None if source.endless else source.lengths(0)
-        self._counts = LoaderCounts(counts, wanted_shares(source))
-        self._wants_change = counts is not None and changes_shares(source)
-        countable = counts is None  # with counts the samples between two states must be read
-        if not (countable and is_keyed(self._order["source"])) or (lengths is None and not source.endless):
+        self._counts.want(wanted_shares(source))
+        counts = self._counts.tally is not None  # the samples between two states must then be read
+        self._wants_change = counts and changes_shares(source)
+        if counts or not is_keyed(self._order["source"]) or (lengths is None and not source.endless):
             self.advance_state = None  # type: ignore[method-assign, assignment]
         if lengths is not None:
             self._plan.check_length(0, sum(map(int, lengths)), self._batch, identity.boxes)
@@ -256,11 +261,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             DatasetError: the shard ends before the sample.
         """
         found = SampleKey.of(key)
-        orders = [stage.order for stage in self._plan.stages]
-        if found.order not in orders:
+        stages = {stage.order: stage for stage in self._stages(found.epoch)}
+        if found.order not in stages:
             raise StateMismatchError(
                 "the restore key must come from a loader with the same source, seed, shards and partitions (digest "
-                f"{orders[-1]}), got digest {found.order}. Make the loader with the settings of that run"
+                f"{[*stages][-1]}), got digest {found.order}. Make the loader with the settings of that run"
             )
         if found.shard >= self.source.num_shards or (found.block is None) == self.source.endless:
             raise InvalidArgumentError(
@@ -271,7 +276,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         endless_order = None if found.block is None else self._fixed_order.endless_order(found.block)
         position_of = None if endless_order is None else endless_order.position_of(found.shard)
         epoch, seed = self._plan.opening(found.epoch)
-        cursor = self.source.open(found.shard, epoch, seed, found.saved, position_of)
+        cursor = stages[found.order].source.open(found.shard, epoch, seed, found.saved, position_of)
         try:
             cursor.skip(found.index - found.at)
             return next(cursor)
@@ -292,7 +297,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     def _listed(self) -> dict[str, Any]:
         """Return the entry of a state with the changes of the mixture's weights."""
-        return {CHANGES: [change.plain() for change in self._changes]} if self._changes else {}
+        return {CHANGES: [change.plain() for change in self._history]} if self._history else {}
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
@@ -357,14 +362,12 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     def _with_later_weights(self, state: Any) -> Mapping[str, Any]:
         return self._fixed_order.with_later_weights(state, self._order, self._identity.turn)
 
-    def _stages(self) -> list[KeyStage]:
-        """Return the parts of the order between the changes of weights, for restore keys."""
-        found = []
-        for position in sorted({0, *(change.position for change in self._changes)}):
-            source = changed(self._code, [one for one in self._changes if one.position <= position], self._load_source)
-            order = digest_of({**self._order, "source": described(source)})
-            found.append(KeyStage(position, order, *(source_facts(source) if self._changes else (0, True))))
-        return found
+    def _stages(self, epoch: int) -> Sequence[KeyStage]:
+        """Return the parts of an epoch's order between its changes of weights, for restore keys."""
+        changes = in_epoch(self._changes, epoch)
+        if changes == self._present:
+            return self._plan.stages
+        return stages_of(self._code, changes, self._load_source, self._order)
 
     # ---- weights that an operator changes in mid-run
 
@@ -376,55 +379,73 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         Raises InvalidArgumentError if they do not fit.
         """
         self._assigned, self._load_source = [MixtureChange.parsed(change) for change in changes], cache(load)
-        self._use(self._assigned)
+        self._history = self._assigned
+        self._use(self._assigned, 0)
 
     def plan_change(
         self,
         steps: int,
+        epochs: int,
         state: Mapping[str, Any] | None,
         weights: Mapping[str, Any],
         added: Mapping[str, str],
         retired: Sequence[str],
-    ) -> tuple[int, dict[str, int], dict[str, float], dict[str, float]]:
-        """Return a change's position, the weights of all sources as whole numbers, and the sources' shares before and
-        after it. The loader itself changes, and is used for nothing else afterwards.
+    ) -> tuple[str, tuple[int, int], dict[str, int], dict[str, float], dict[str, float]]:
+        """Return the digest of the order with a change, its epoch and position, the weights of all sources as whole
+        numbers, and the sources' shares before and after it. The loader itself changes, and is used for nothing else
+        afterwards.
 
-        steps: number of global batches before the change, from the epoch's beginning or, with a state, from the state.
-        state: aggregated state from which the run began. weights, added, retired: see `new_parts`.
+        steps: number of global batches before the change, from the state, or from the beginning of its epoch.
+        epochs: number of epochs that the run has begun since the state. state: aggregated state from which the run
+        began; None: it began anew. weights, added, retired: see `new_parts`.
 
         Raises InvalidArgumentError or StateMismatchError for an impossible change.
         """
         mixture_of(self.source)  # raises an error without one
-        begin = 0
+        epoch, begin = 0, 0
         if state is not None:
             self._check_order(state, strict=True)
-            begin = self._fixed_order.reached(state, self._identity.turn)
-        position, before = begin + steps * self._batch, mixture_of(self.source)
+            epoch, begin = self._fixed_order.reached(state, self._identity.turn)
+        if epochs:
+            epoch, begin = epoch + epochs, 0
+            self._use(self._changes, epoch)
+        position, before = new_position(begin, steps, self._batch), mixture_of(self.source)
         parts = new_parts(before, position, weights, added, retired)
-        at = replace(self._begun, progress=OrderProgress(0, position, 0, self._topology())).state(self._order)
-        self._use([*self._changes, MixtureChange("", position, parts, added)])
+        at = replace(self._begun, progress=OrderProgress(epoch, position, 0, self._topology())).state(self._order)
+        self._use([*self._changes, MixtureChange("", position, parts, added, epoch=epoch)], epoch)
         check_order(self._with_later_weights({**at, "others": {}}), self._order, strict=True)
-        try_sources(after := mixture_of(self.source), added, self._seed)
-        return position, parts, shares_at(before, position), shares_at(after, position)
+        beside = max(before.names, key=parts.__getitem__)
+        self._try_sources([*([beside] if added and parts[beside] else []), *added])
+        was, now = shares_at(before, position), shares_at(mixture_of(self.source), position)
+        return digest_of(self._order), (epoch, position), parts, was, now
 
-    def _use(self, changes: list[MixtureChange]) -> None:
-        """Make the loader anew with these changes, and no others."""
-        if changes != self._changes:
-            source, self._changes = changed(self._code, changes, self._load_source), changes
+    def _try_sources(self, names: Sequence[str]) -> None:
+        """Make a batch of a sample of each of these sources."""
+        samples = try_sources(self.source, names, self._seed)
+        if self._counts.counter is not None:
+            counted_samples(self._counts.counter, samples)
+        if samples and self._collate is not _only:
+            seeded(partial(self._collate, [held.sample for held in samples]), self._seed, 0)
+
+    def _use(self, changes: list[MixtureChange], epoch: int) -> None:
+        """Make the loader anew with these changes, and no others, at the beginning of an epoch."""
+        self._changes, present = changes, in_epoch(changes, epoch)
+        if present != self._present:
+            source, self._present = changed(self._code, present, self._load_source), present
             self._read(source)
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Apply the changes that a state lists, and those of the run that come after it. If the code itself has the
         weights of the changes before the state, only later changes are applied."""
-        position = self._fixed_order.reached(state, self._identity.turn) if self.source.endless else 0
-        changes = merged(listed(state), self._assigned, position)
-        later = [change for change in changes if change.position >= position]
+        reached = self._fixed_order.reached(state, self._identity.turn) if self.source.endless else (0, 0)
+        changes = self._history = merged(listed(state), self._assigned, reached)
+        later = still_to_come(changes, reached)
         if later != changes:
             with contextlib.suppress(InvalidArgumentError):  # they need sources that the code does not have
-                self._use(later)
+                self._use(later, reached[0])
                 if not differences(self._with_later_weights(state)["order"], self._order):
                     return
-        self._use(changes)
+        self._use(changes, reached[0])
 
     @property
     def tally(self) -> Tally | None:
@@ -474,9 +495,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._begun, self._at_position = position, True
 
     def _move_to_epoch(self, epoch: int) -> None:
-        self._move_to(
-            ShardedPosition(OrderProgress(epoch, 0, 0, self._topology()), endless_order=self._begun.endless_order)
-        )
+        endless_order = self._begun.endless_order
+        self._use(self._changes, epoch)
+        self._move_to(ShardedPosition(OrderProgress(epoch, 0, 0, self._topology()), endless_order=endless_order))
 
     def _begin(self) -> WorkerShare:
         """Open this worker's share of the epoch at the loader's position. The position is adapted to the topology
@@ -513,21 +534,10 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             make = partial(self._collate, values)
         else:
             make = partial(self._empty, self._share.template())
-        batch = make() if self._collate_key is None else self._keyed(make, self._collate_key, *self._share.first_row())
+        batch = make() if self._collate_key is None else seeded(make, self._collate_key, *self._share.first_row())
         if self._keys is None:
             return batch, counted
         return with_keys(batch, self._keys, [held.key or "" for held in samples]), counted
-
-    @staticmethod
-    def _keyed(make: Callable[[], Any], key: int, *position: int) -> Any:
-        """Call `make` with the random generators seeded for a position, so that the result does not depend on earlier
-        draws. Their earlier state is restored afterwards."""
-        before = capture_rng()
-        try:
-            seed_generators(seeds_of(key, np.array([position[0]]), *position[1:])[0])
-            return make()
-        finally:
-            restore_rng(before)
 
     def _empty(self, sample: Any) -> Any:
         return without_rows(sample) if self._collate is _only else empty_batch(self._collate, sample)
@@ -580,19 +590,6 @@ class _Epoch:
     def _done(self) -> None:
         assert self._share is not None
         self._share.done()
-
-
-def _batch(batch_size: int | None, global_batch_size: int | None, boxes: int, unbatched: bool) -> int:
-    """Return the number of rows in the batches of all boxes together. Raises InvalidArgumentError for invalid batch
-    sizes."""
-    if not unbatched:
-        return global_batch(whole("batch_size", batch_size), whole("global_batch_size", global_batch_size), boxes)
-    if batch_size is not None or global_batch_size is not None:
-        raise InvalidArgumentError(
-            "batch_size and global_batch_size must be None with unbatched=True, because the source's samples are "
-            "the batches. Leave them out"
-        )
-    return boxes
 
 
 def _only(samples: list[Any]) -> Any:

@@ -208,7 +208,7 @@ class FixedOrder:
             return state
         if was["shards"] != order["shards"] or was.get("partitions") != order["partitions"]:
             return state
-        position, endless_order = self.reached(state, turn), self.read(state).endless_order
+        (_, position), endless_order = self.reached(state, turn), self.read(state).endless_order
         assert endless_order is not None
         inner = int(endless_order.counts(position).max()) * self.source.num_shards
         try:
@@ -217,16 +217,17 @@ class FixedOrder:
             return state
         return {**state, "order": {**was, "source": source}}
 
-    def reached(self, state: Mapping[str, Any], turn: TurnOf) -> int:
-        """Return the first position of an endless source that no worker has reached. `turn`: returns the turn of the
-        worker whose state it is, if it is the state of a single worker, which counts only its own batches."""
+    def reached(self, state: Mapping[str, Any], turn: TurnOf) -> tuple[int, int]:
+        """Return the epoch of a state of an endless source, and the first position there that no worker has reached.
+        `turn`: returns the turn of the worker whose state it is, if it is the state of a single worker, which counts
+        only its own batches."""
         progress = self.read(state).progress
         if "others" not in state:
-            return _reached(progress, turn(progress.first))
-        found = [_after(progress, progress.done)]
+            return progress.epoch, _reached(progress, turn(progress.first))
+        found = [(progress.epoch, _after(progress, progress.done))]
         for number, other in others_of(state).items():
             own = self.read(other).progress
-            found.append(_reached(own, own.turn(int(number) if number.isdecimal() else 0)))
+            found.append((own.epoch, _reached(own, own.turn(int(number) if number.isdecimal() else 0))))
         return max(found)
 
     def _partition(self, position: ShardedPosition) -> Partition | None:

@@ -81,8 +81,7 @@ def run_task(channel: ControlChannel) -> None:
             source.build()
             if message.kind == "mixture":
                 trial = coordinator_pb2.MixtureTrial.FromString(values[0])
-                begins = len(values) > 1 and not trial.in_later_epoch
-                resume = cast(dict[str, Any], decode_state(values[1])) if begins else None
+                resume = cast(dict[str, Any], decode_state(values[1])) if len(values) > 1 else None
                 answer.send("done", source.plan_change(trial, resume))
                 return
             replay_digest = ReplayDigest(cover=cover_of(assignment.loader.options))

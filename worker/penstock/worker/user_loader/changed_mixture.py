@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.errors import InvalidArgumentError, PenstockError
 from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2, records_pb2
 from penstock.worker.processes.user_code import MAIN, check_allowed, load_input_fn
@@ -39,7 +39,7 @@ def apply_changes(loader: Any, assignment: records_pb2.WorkerAssignment) -> None
 
 def plan_change(loader: Any, trial: coordinator_pb2.MixtureTrial, resume: Mapping[str, Any] | None) -> bytes:
     """Try a change with a new loader, and return a serialised MixturePlan. `resume`: decoded state with which the
-    attempt began, if the change counts from there.
+    attempt began; None: it began anew.
 
     Raises InvalidArgumentError for an impossible change.
     """
@@ -51,9 +51,11 @@ def plan_change(loader: Any, trial: coordinator_pb2.MixtureTrial, resume: Mappin
         raise InvalidArgumentError("--weights must name each source once, got one of them again: leave one out")
     added = {one.source: one.function for one in trial.added}
     state = None if resume is None else resume["aggregated"]
-    position, parts, was, now = plan(trial.steps, state, weights, added, list(trial.retired))
-    found = coordinator_pb2.MixturePlan()
-    found.change.position = position
+    order, (epoch, position), parts, was, now = plan(
+        trial.steps, trial.epochs, state, weights, added, list(trial.retired)
+    )
+    found = coordinator_pb2.MixturePlan(order=order)
+    found.change.epoch, found.change.position = epoch, position
     found.change.added.extend(trial.added)
     found.change.weights.extend(records_pb2.MixtureWeight(source=name, parts=part) for name, part in parts.items())
     for name in parts:
@@ -65,6 +67,7 @@ def _plain(change: records_pb2.MixtureChange, attempt: int) -> dict[str, Any]:
     """Return a change as `change_mixture` takes it."""
     return {
         "key": change.key,
+        "epoch": change.epoch,
         "position": change.position,
         "parts": {weight.source: weight.parts for weight in change.weights},
         "added": {added.source: added.function for added in change.added},
@@ -75,7 +78,12 @@ def _plain(change: records_pb2.MixtureChange, attempt: int) -> dict[str, Any]:
 def _source(name: str, spec: records_pb2.LoaderSpec) -> Any:
     """Import the function of an added source, under the same list of allowed modules as input_fn, and call it."""
     allow = list(spec.allow) or [module_of(spec.input_fn).partition(".")[0]]
-    if module_of(name) != MAIN or not spec.main_path:
-        check_allowed(name, allow)
     own = records_pb2.LoaderSpec(input_fn=name, main_path=spec.main_path, sys_path=spec.sys_path, allow=allow)
-    return load_input_fn(own)()
+    try:
+        if module_of(name) != MAIN or not spec.main_path:
+            check_allowed(name, allow)
+        fn = load_input_fn(own)
+    except PenstockError as error:
+        message = f"the function {name!r} of an added source: {error.message}"
+        raise type(error)(message, remote_traceback=error.remote_traceback) from error
+    return fn()

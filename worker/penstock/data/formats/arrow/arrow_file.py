@@ -284,6 +284,8 @@ class ArrowReader:
 
     def get_columns(self, rows: Ints) -> Columns | None:
         """Return the columns of the samples with these numbers, see `formats.shards.columns_of_rows`."""
+        if self._file.file is None:
+            raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         parts: list[tuple[Ints, Columns]] = []
         if self._plans is None:
             for number, places in by_number(np.searchsorted(self._file.begins, rows, side="right") - 1):
@@ -326,7 +328,7 @@ class ArrowReader:
     def close(self) -> None:
         """Close the file. Values that were read stay valid."""
         self._file.file = None
-        self._whole = {}
+        self._whole, self._layouts = {}, {}
         MEMORY.remove_owner(self._owner)
 
     def load(self, block: int) -> None:

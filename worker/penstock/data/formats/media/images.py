@@ -28,6 +28,7 @@ __all__ = [
     "decode_jpeg",
     "decode_jpeg_array",
     "decode_png",
+    "decode_png_array",
     "decode_raw",
     "encode_files",
     "encode_jpeg",
@@ -93,20 +94,29 @@ def encode_raw(value: Any) -> bytes:
 
 def decode_jpeg(sample: bytes, begin: int, end: int) -> Any:
     """Return the image of a whole JPEG file. Only its head is read here; the pixels are decoded on first use."""
-    _pil()  # raises an error that names the package
-    return _jpegs().open_jpeg(sample[begin:end])
-
-
-@cache
-def _jpegs() -> Any:
-    """Return the module jpeg_images, which imports PIL."""
-    return importlib.import_module("penstock.data.formats.media.jpeg_images")
+    return _library("jpeg_images").open_image(sample[begin:end])
 
 
 def decode_jpeg_array(sample: bytes, begin: int, end: int) -> npt.NDArray[np.uint8]:
     """Return the pixels of a whole JPEG file, in a writable array, equal to `numpy.asarray` of its image."""
-    _pil()  # raises an error that names the package
-    return _jpegs().decode_array(sample[begin:end])  # type: ignore[no-any-return]
+    return _library("jpeg_images").decode_array(sample[begin:end])  # type: ignore[no-any-return]
+
+
+def decode_png(sample: bytes, begin: int, end: int) -> Any:
+    """Return the image of a whole PNG file, decoded like a JPEG's."""
+    return _library("png_images").open_image(sample[begin:end])
+
+
+def decode_png_array(sample: bytes, begin: int, end: int) -> npt.NDArray[Any]:
+    """Return the pixels of a whole PNG file, in a writable array, equal to `numpy.asarray` of its image."""
+    return _library("png_images").decode_array(sample[begin:end])  # type: ignore[no-any-return]
+
+
+@cache
+def _library(name: str) -> Any:
+    """Return a module of this package that imports PIL. Raises DatasetError if PIL is not installed."""
+    _pil()
+    return importlib.import_module(f"penstock.data.formats.media.{name}")
 
 
 def array_decoder(decode: Decode) -> Decode:
@@ -116,12 +126,6 @@ def array_decoder(decode: Decode) -> Decode:
         return np.array(decode(sample, begin, end))
 
     return decoder
-
-
-def decode_png(sample: bytes, begin: int, end: int) -> Any:
-    """Return the image of a whole PNG file, decoded like a JPEG's."""
-    # Without `formats`, PIL would try dozens of formats, and start a program for one of them.
-    return _pil().open(BytesIO(sample[begin:end]), formats=("PNG",))
 
 
 def encode_jpeg(value: Any) -> bytes:

@@ -70,7 +70,7 @@ bytes."""
 _IMAGES: dict[str, tuple[images.Decode, images.Decode]] = {
     "jpg": (images.decode_jpeg, images.decode_jpeg_array),
     "jpeg": (images.decode_jpeg, images.decode_jpeg_array),
-    "png": (images.decode_png, images.array_decoder(images.decode_png)),
+    "png": (images.decode_png, images.decode_png_array),
 }
 """(decoder to an image of Pillow, decoder to an array) of the bytes of an image."""
 

@@ -39,6 +39,11 @@ __all__ = ["MAX_PARTS", "MixtureShares", "parts_of", "shares_of", "table_of"]
 
 MAX_PARTS = 1 << 16
 """Largest sum of the whole numbers that weights are converted to."""
+MAX_EXPONENT = 400
+"""Largest exponent in the text of a weight; that of a float is at most 324. A text like 1e99999999 would take minutes
+and gigabytes."""
+MOST = 1e308
+"""Largest sum of weights that is printed; a float has few numbers above it."""
 POSITIONS = 1 << 12
 """Smallest number of positions in a table. With usual weights, a table of this size has enough periods for each
 position of the period to get each source by its share. Making a table takes 6 ms."""
@@ -76,20 +81,30 @@ def parts_of(weights: Sequence[Weight]) -> tuple[int, ...]:
     for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if weight and not part:
             raise InvalidArgumentError(
-                f"weights[{number}] must be at least 1/{MAX_PARTS:,} of the sum of all weights, {float(total):g}, got "
+                f"weights[{number}] must be at least 1/{MAX_PARTS:,} of the sum of all weights, {_text(total)}, got "
                 f"{weight}, with which its source would never be read. Make it larger, or 0"
             )
     return _reduced(tuple(parts))
 
 
 def _fraction(number: int, weight: Any) -> Fraction:
+    text = str(weight)
     try:
-        exact = Fraction(str(weight))
+        exponent = int(text.lower().partition("e")[2] or 0)
+        exact = Fraction(text if abs(exponent) <= MAX_EXPONENT else 0)
     except (ValueError, ZeroDivisionError):
         raise InvalidArgumentError(f"weights[{number}] must be a finite number, got {weight!r}") from None
+    if abs(exponent) > MAX_EXPONENT:
+        raise InvalidArgumentError(
+            f"weights[{number}] must have an exponent from -{MAX_EXPONENT} to {MAX_EXPONENT}, got {weight!r}"
+        )
     if exact < 0:
         raise InvalidArgumentError(f"weights[{number}] must be at least 0, got {weight}")
     return exact
+
+
+def _text(number: Fraction) -> str:
+    return f"{float(number):g}" if number < MOST else f"more than {MOST:g}"
 
 
 def _reduced(parts: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,134 @@
+"""Speed of decoding images beside Pillow: `python -m benchmarks.images`.
+
+Prints two tables. The first: processor time to decode a file of each kind and size to an array, and how many times as
+long Pillow takes for `numpy.asarray`; both take turns in one thread. The second: images per second that a
+StreamingLoader yields in batches of 32 with 0, 1, 2 and 4 fetch_threads, and how many times those of no thread; and
+the same images decoded a batch at a time by a pool of two threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from penstock.data import MDSWriter, StreamingDataset, StreamingLoader
+from penstock.data.formats.media.images import decode_jpeg_array, decode_png_array
+
+__all__ = ["main", "photo"]
+
+DECODERS = {"JPEG": decode_jpeg_array, "PNG": decode_png_array}
+KINDS = [("JPEG", "RGB"), ("JPEG", "L"), *(("PNG", mode) for mode in ("RGB", "RGBA", "L", "P", "I;16"))]
+SIZES = (64, 256, 1024)
+BATCH = 32
+THREADS = (0, 1, 2, 4)
+
+
+def photo(form: str, mode: str, size: int) -> bytes:
+    """Return a square image file: smooth shapes with a little noise, about as hard to compress as a photo."""
+    draw = np.random.default_rng(size)
+    coarse = draw.integers(0, 256, (size // 16 + 1, size // 16 + 1, 3), np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC), np.int16)
+    image = Image.fromarray(np.clip(smooth + draw.normal(0, 2, smooth.shape), 0, 255).astype(np.uint8))
+    if mode == "I;16":
+        image = Image.fromarray(np.asarray(image.convert("L"), np.uint16) * 257)
+    file = BytesIO()
+    (image if mode == "I;16" else image.convert(mode)).save(file, form)
+    return file.getvalue()
+
+
+def pillow(form: str, file: bytes) -> Any:
+    return np.asarray(Image.open(BytesIO(file), formats=(form,)))
+
+
+def _processor_us(work: Callable[[], object], repeats: int) -> float:
+    begun = time.thread_time()
+    for _ in range(repeats):
+        work()
+    return (time.thread_time() - begun) / repeats * 1e6
+
+
+def decoding(rounds: int) -> Iterator[tuple[str, ...]]:
+    for form, mode in KINDS:
+        for size in SIZES:
+            file, decode = photo(form, mode, size), DECODERS[form]
+            assert np.array_equal(decode(file, 0, len(file)), pillow(form, file))
+            repeats = max(2, (1 << 20) // size**2)
+            pairs = [
+                (
+                    _processor_us(lambda: decode(file, 0, len(file)), repeats),  # noqa: B023  # called at once
+                    _processor_us(lambda: pillow(form, file), repeats),  # noqa: B023
+                )
+                for _ in range(rounds)
+            ]
+            ratio = statistics.median(theirs / ours for ours, theirs in pairs)
+            yield f"{form} {mode}", f"{size}", f"{min(ours for ours, _ in pairs):.0f}", f"{ratio:.2f}"
+
+
+def _dataset(folder: Path, form: str, size: int, count: int) -> StreamingDataset:
+    file = photo(form, "RGB", size)
+    with MDSWriter(folder, {"image": "bytes"}) as shards:
+        for _ in range(count):
+            shards.write({"image": file})
+    index = folder / "index.json"
+    index.write_text(index.read_text().replace('"bytes"]', f'"{form.lower()}"]'))
+    return StreamingDataset(local=folder, images="array")
+
+
+def _rate(batches: Iterator[Any], count: int) -> float:
+    begun = time.perf_counter()
+    for _ in batches:
+        pass
+    return count / (time.perf_counter() - begun)
+
+
+def _pooled(files: list[bytes], decode: Callable[[bytes, int, int], Any], pool: ThreadPoolExecutor) -> Iterator[Any]:
+    for at in range(0, len(files), BATCH):
+        yield list(pool.map(lambda file: decode(file, 0, len(file)), files[at : at + BATCH]))
+
+
+def threads(rounds: int) -> Iterator[tuple[str, ...]]:
+    for form in DECODERS:
+        for size in SIZES[:2]:
+            count = BATCH * (64 if size == 64 else 8)
+            with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+                dataset, file = _dataset(Path(folder), form, size, count), photo(form, "RGB", size)
+                rates: list[list[float]] = []
+                for _ in range(rounds):
+                    loaders = [StreamingLoader(dataset, batch_size=BATCH, fetch_threads=number) for number in THREADS]
+                    rates.append([_rate(iter(loader), count) for loader in loaders])
+                    rates[-1].append(_rate(_pooled([file] * count, DECODERS[form], pool), count))
+                dataset.close()
+            ratios = [statistics.median(rate[at] / rate[0] for rate in rates) for at in range(len(THREADS) + 1)]
+            first = statistics.median(rate[0] for rate in rates)
+            yield f"{form} RGB", f"{size}", f"{first:.0f}", *(f"{ratio:.2f}" for ratio in ratios[1:])
+
+
+def _print(heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> None:
+    print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
+    for row in rows:
+        print("| " + " | ".join(row) + " |", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Decoding of images beside Pillow.")
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args(arguments).rounds
+    torch.set_num_threads(1)  # as in workers
+    _print(("image", "pixels", "us", "Pillow's time to ours"), decoding(rounds))
+    heads = ("1 thread", "2 threads", "4 threads", "pool of 2")
+    _print(("batches of 32", "pixels", "images/s, no thread", *heads), threads(rounds))
+
+
+if __name__ == "__main__":
+    main()

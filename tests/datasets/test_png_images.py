@@ -1,0 +1,244 @@
+"""PNG files decode to Pillow's pixels, images and errors, whichever library decodes them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile, PngImagePlugin
+from PIL.PngImagePlugin import PngImageFile
+
+from penstock.data import MDSWriter, StreamingDataset
+from penstock.data.formats.media import png_images
+from penstock.data.formats.media.images import decode_png, decode_png_array
+from penstock.proto.errors import ShardCorruptError
+
+CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+"""Samples of a pixel, by color type."""
+KINDS = [*((bits, 0) for bits in (1, 2, 4, 8, 16)), *((bits, 3) for bits in (1, 2, 4, 8))]
+KINDS += [(bits, color) for color in (2, 4, 6) for bits in (8, 16)]
+FAST = {(8, 0), (16, 0), (8, 2), (8, 3), (8, 6)}
+SIZES = [(1, 1), (17, 33), (64, 5), (3, 300)]
+ADAM7 = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)]
+"""(first column, first row, step of columns, step of rows) of each pass of an interlaced file."""
+
+
+def chunk(name: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + name + data + zlib.crc32(name + data).to_bytes(4, "big")
+
+
+def png(
+    bits: int = 8,
+    color: int = 2,
+    size: tuple[int, int] = (64, 48),
+    *,
+    interlace: bool = False,
+    before: bytes = b"",
+    after: bytes = b"",
+    piece: int = 1000,
+    seed: int = 1,
+) -> bytes:
+    """Return a PNG file of noise, with lines of all five filters. `before`, `after`: chunks around the pixels; `piece`:
+    bytes of each chunk of pixels."""
+    random, (width, height) = np.random.default_rng(seed), size
+    lines = []
+    for left, top, right, down in ADAM7 if interlace else [(0, 0, 1, 1)]:
+        columns, rows = -(-(width - left) // right), -(-(height - top) // down)
+        length = -(-columns * bits * CHANNELS[color] // 8)
+        for _ in range(rows if columns > 0 else 0):
+            lines.append(bytes([random.integers(0, 5)]) + random.integers(0, 256, length, np.uint8).tobytes())
+    data = zlib.compress(b"".join(lines), 1)
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, interlace))
+    palette = chunk(b"PLTE", random.integers(0, 256, 3 << bits, np.uint8).tobytes()) if color == 3 else b""
+    pixels = [chunk(b"IDAT", data[at : at + piece]) for at in range(0, len(data), piece)]
+    return b"".join([b"\x89PNG\r\n\x1a\n", head, palette, before, *pixels, after, chunk(b"IEND")])
+
+
+def ours(file: bytes) -> Any:
+    return decode_png(file, 0, len(file))
+
+
+def array(file: bytes) -> Any:
+    return decode_png_array(file, 0, len(file))
+
+
+def pillow(file: bytes) -> Any:
+    return Image.open(BytesIO(file))
+
+
+def assert_same(file: bytes) -> None:
+    expected = np.asarray(pillow(file))
+    for found in (np.asarray(ours(file)), array(file)):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert np.array_equal(found, expected)
+    assert array(file).flags.writeable
+    image, known = ours(file), pillow(file)
+    image.load(), known.load()
+    assert np.array_equal(np.asarray(image), expected)
+    assert ours(file) == pillow(file)
+    assert pillow(file) == ours(file)
+    assert (image.info, image.text, image.getpalette()) == (known.info, known.text, known.getpalette())
+
+
+@pytest.mark.parametrize("interlace", [False, True], ids=["", "interlaced"])
+@pytest.mark.parametrize(("bits", "color"), KINDS)
+def test_pixels_are_those_of_pillow(bits: int, color: int, interlace: bool) -> None:
+    for size in SIZES:
+        assert_same(png(bits, color, size, interlace=interlace))
+    assert (type(ours(png(bits, color))) is png_images.PngImage) == ((bits, color) in FAST)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+def test_files_of_pillow_are_read(mode: str) -> None:
+    noise = np.random.default_rng(1).integers(0, 256, (40, 30, 4), np.uint8)
+    image = Image.fromarray(noise).convert("L").convert("I;16") if mode == "I;16" else None
+    image = image or Image.fromarray(noise, "RGBA").convert("RGB" if mode == "P" else mode).convert(mode)
+    options: list[dict[str, Any]] = [{}, {"optimize": True}, {"dpi": (72, 72)}, {"compress_level": 0}]
+    options += [{"transparency": 3}, {"transparency": b"\0\x10\x20"}] if mode == "P" else []
+    options += [{"transparency": 7}] if mode in ("L", "I;16") else []
+    options += [{"transparency": (1, 2, 3)}] if mode == "RGB" else []
+    for each in options:
+        file = BytesIO()
+        image.save(file, "PNG", **each)
+        assert_same(file.getvalue())
+
+
+TEXT = chunk(b"tEXt", b"Title\0of it")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"before": chunk(b"gAMA", bytes(2)) + TEXT},
+        {"before": chunk(b"gAMA", (45455).to_bytes(4, "big")) + chunk(b"sRGB", b"\0")},
+        {"before": chunk(b"tRNS", b"\0\1\0\2\0\3")},
+        {"before": TEXT},
+        {"before": TEXT[:-1] + b"?"},
+        {"before": chunk(b"prVt", b"private")},
+        {"after": TEXT},
+        {"after": chunk(b"IDAT", b"more")},
+        {"piece": 1},
+    ],
+)
+def test_other_chunks_are_those_of_pillow(extra: dict[str, Any]) -> None:
+    file = png(size=(9, 9), **extra)
+    if outcome(pillow, file)[0] == "error":
+        assert outcome(array, file) == outcome(ours, file) == outcome(pillow, file)
+    else:
+        assert_same(file)
+
+
+def test_animation_gives_its_first_image() -> None:
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    file = BytesIO()
+    frames[0].save(file, "PNG", save_all=True, append_images=frames[1:])
+    assert_same(file.getvalue())
+    image = ours(file.getvalue())
+    image.seek(1)
+    assert image.getpixel((1, 1)) == (0, 0, 255)
+
+
+def _changed(image: Any) -> Any:
+    np.asarray(image)
+    image.putpixel((1, 1), (1, 2, 3))
+    return image
+
+
+def _turned(image: Any) -> Any:
+    return image.rotate(90)
+
+
+def _shrunk(image: Any) -> Any:
+    image.thumbnail((8, 8))
+    return image
+
+
+@pytest.mark.parametrize("use", [_changed, _shrunk, _turned, copy.copy, copy.deepcopy])
+def test_image_is_used_like_one_of_pillow(use: Callable[[Any], Any]) -> None:
+    assert np.array_equal(np.asarray(use(ours(png()))), np.asarray(use(pillow(png()))))
+
+
+def test_pickled_image_is_one_of_pillow() -> None:
+    image = pickle.loads(pickle.dumps(ours(png())))
+    assert type(image) is PngImageFile
+    assert image == pillow(png())
+
+
+def outcome(opened: Callable[[bytes], Any], file: bytes) -> tuple[str, str | bytes]:
+    try:
+        return "pixels", np.asarray(opened(file)).tobytes()
+    except Exception as error:
+        return "error", f"{type(error).__name__}: {error}".split("<")[0]  # not the address of a file object
+
+
+def damaged(whole: bytes, count: int) -> Iterator[bytes]:
+    random = np.random.default_rng(1)
+    for _ in range(count):
+        file = bytearray(whole[: random.integers(10, len(whole))] if random.random() < 0.3 else whole)
+        for at in random.integers(0, len(file), random.integers(0, 4)):
+            file[at] = random.integers(0, 256)
+        yield bytes(file)
+
+
+@pytest.mark.parametrize(("bits", "color"), sorted(FAST))
+@pytest.mark.filterwarnings("ignore")  # of Pillow, about animations
+def test_damaged_file_gives_the_result_of_pillow(bits: int, color: int) -> None:
+    found = set()
+    for file in damaged(png(bits, color, (24, 24), piece=300), 150):
+        expected = outcome(pillow, file)
+        assert outcome(ours, file) == expected
+        assert outcome(array, file) == expected
+        found.add(expected[0])
+    assert found == {"pixels", "error"}
+
+
+def test_checksum_of_zlib_is_not_compared() -> None:
+    """docs/formats.md says so. Pillow, which decodes where kornia-rs is not installed, refuses the file."""
+    whole = png(size=(4, 4))
+    begin, end = whole.index(b"IDAT") + 4, len(whole) - 16
+    file = whole[: begin - 8] + chunk(b"IDAT", whole[begin : end - 1] + b"?") + chunk(b"IEND")
+    assert outcome(pillow, file)[0] == "error"
+    assert np.array_equal(array(file), array(whole))
+
+
+def test_truncated_file_is_read_where_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = png()[:-200]
+    with pytest.raises(OSError, match="truncated"):
+        np.asarray(ours(half))
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    assert np.array_equal(np.asarray(ours(half)), np.asarray(pillow(half)))
+
+
+def test_huge_image_is_refused_as_by_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(Image.DecompressionBombError):
+        array(png())
+
+
+def test_damaged_array_names_its_sample(tmp_path: Path) -> None:
+    with MDSWriter(tmp_path / "bytes", {"png": "bytes"}) as shards:
+        shards.write({"png": png()[:-200]})
+    index = tmp_path / "bytes" / "index.json"
+    index.write_text(index.read_text().replace('"bytes"]', '"png"]'))
+    with pytest.raises(ShardCorruptError, match=r"shard.00000.mds.*sample 0, column 'png'"):
+        StreamingDataset(tmp_path / "bytes", images="array")[0]
+
+
+def test_pillow_does_not_decode_what_kornia_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load_read", None)
+    for bits, color in sorted(FAST):
+        assert np.asarray(ours(png(bits, color))).shape[:2] == array(png(bits, color)).shape[:2] == (48, 64)
+
+
+def test_pillow_decodes_without_kornia(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(png_images, "_kornia", lambda: None)
+    assert type(ours(png())) is PngImageFile
+    assert_same(png())

@@ -1,0 +1,238 @@
+"""Clips of videos and sounds: frames and samples at exact positions, decoded by torchcodec from the bytes of a column.
+
+torchcodec's own ranges of a sound are not exact: it rounds times, and it resamples a range without what precedes it. So
+a sound is decoded from its beginning, which torchcodec does anyway because it does not seek in sounds, and cut here. A
+clip then equals the same positions of the whole sound, to the bit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock.data.arguments import whole
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+
+if TYPE_CHECKING:  # processes that only convert datasets have no use for torch
+    import torch
+
+__all__ = ["AudioClip", "Clip", "InvalidPositions", "Opened", "Positions", "VideoClip", "check_clips", "chosen"]
+
+MARGIN_S = 0.5
+"""Seconds that are decoded behind the end of a clip: resampling looks ahead, and a sound may begin after time 0."""
+
+Positions = Sequence[int] | str | Callable[[Mapping[str, Any], int], Sequence[int]]
+"""Positions; or the name of a column of the sample that has them; or a function from (sample, number of frames or
+samples) to them."""
+
+
+class InvalidPositions(Exception):
+    """Error: positions that a file does not have, or that are not positions."""
+
+
+class Opened(Protocol):
+    """Video or sound that was opened."""
+
+    def __len__(self) -> int:
+        """Return the number of frames or samples."""
+
+    def read(self, positions: list[int]) -> torch.Tensor:
+        """Decode these positions. Raises InvalidPositions, or any exception for a damaged file."""
+
+
+class Clip(Protocol):
+    """What is decoded of a column."""
+
+    @property
+    def positions(self) -> Positions:
+        """Positions to decode."""
+
+    @property
+    def draws(self) -> bool:
+        """True if decoding may draw random numbers."""
+
+    def open(self, data: bytes) -> Opened:
+        """Open a file. Raises any exception for a damaged file."""
+
+
+@dataclass(frozen=True)
+class VideoClip:
+    """Frames of a video, for the argument `clips` of StreamingDataset. The column's value becomes a tensor of uint8
+    with shape (frames, 3, height, width), in RGB.
+
+    Example::
+
+        from torchcodec.transforms import CenterCrop, Resize
+
+        clip = VideoClip(range(0, 64, 4), transforms=[Resize((256, 340)), CenterCrop((224, 224))])
+        dataset = StreamingDataset("s3://bucket/videos", "/data/cache", clips={"mp4": clip})
+    """
+
+    frames: Positions
+    """Numbers of the frames, from 0, in the order in which they are shown; repeated and in any order. Or the name of a
+    column with them, or a function from (sample, number of frames) to them."""
+    transforms: Sequence[Any] = ()
+    """torchcodec's transforms (Resize, CenterCrop, RandomCrop), applied in this order while frames are decoded."""
+
+    @property
+    def positions(self) -> Positions:
+        return self.frames
+
+    @property
+    def draws(self) -> bool:
+        return callable(self.frames) or bool(self.transforms)
+
+    def open(self, data: bytes) -> Opened:
+        return _Video(_decoders().VideoDecoder(data, device="cpu", transforms=list(self.transforms) or None))
+
+
+@dataclass(frozen=True)
+class AudioClip:
+    """Samples of a sound, or of the sound of a video, for the argument `clips` of StreamingDataset. The column's value
+    becomes a tensor of float32 with shape (channels, samples) and values from -1 to 1.
+
+    Example::
+
+        clip = AudioClip((0, 16_000), sample_rate=16_000, channels=1)
+        dataset = StreamingDataset("s3://bucket/speech", "/data/cache", clips={"flac": clip})
+    """
+
+    samples: Positions
+    """(number of the first sample, number of the sample behind the last one), from 0, counted at `sample_rate`. Or the
+    name of a column with the two, or a function from (sample, number of samples) to them; to count the samples, all of
+    the sound is decoded."""
+    sample_rate: int | None = None
+    """Samples per second; None: those of the file."""
+    channels: int | None = None
+    """Number of channels; None: those of the file."""
+
+    def __post_init__(self) -> None:
+        for name in ("sample_rate", "channels"):
+            value = getattr(self, name)
+            if value is not None and (whole(name, value) or 0) < 1:
+                raise InvalidArgumentError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def positions(self) -> Positions:
+        return self.samples
+
+    @property
+    def draws(self) -> bool:
+        return callable(self.samples)
+
+    def open(self, data: bytes) -> Opened:
+        return _Sound(data, {"sample_rate": self.sample_rate, "num_channels": self.channels})
+
+
+class _Video:
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+
+    def __len__(self) -> int:
+        return len(self._decoder)
+
+    def read(self, positions: list[int]) -> torch.Tensor:
+        wrong = next((number for number in positions if not 0 <= number < len(self)), None)
+        if wrong is not None:
+            raise InvalidPositions(f"a frame's number must be at least 0 and below {len(self)}, got {wrong}")
+        frames: torch.Tensor = self._decoder.get_frames_at(positions).data
+        return frames
+
+
+class _Sound:
+    def __init__(self, data: bytes, settings: Mapping[str, int | None]) -> None:
+        self._data, self._settings = data, settings
+        self._decoder()  # raises an error for a damaged head
+
+    def _decoder(self) -> Any:
+        return _decoders().AudioDecoder(self._data, **self._settings)
+
+    def _whole(self) -> torch.Tensor:
+        samples: torch.Tensor = self._decoder().get_all_samples().data
+        return samples
+
+    def __len__(self) -> int:
+        return int(self._whole().shape[1])
+
+    def read(self, positions: list[int]) -> torch.Tensor:
+        if len(positions) != 2 or not 0 <= positions[0] < positions[1]:
+            raise InvalidPositions(
+                f"positions of samples must be two numbers >= 0, the first below the second, got {positions}"
+            )
+        begin, end = positions
+        decoder = self._decoder()
+        stop_s = end / (self._settings["sample_rate"] or decoder.metadata.sample_rate) + MARGIN_S
+        samples = decoder.get_samples_played_in_range(0.0, stop_s).data
+        if samples.shape[1] < end:
+            samples = self._whole()
+        if samples.shape[1] < end:
+            raise InvalidPositions(f"the sound must have at least {end} samples, got {samples.shape[1]}")
+        clip: torch.Tensor = samples[:, begin:end].clone()  # without the samples around it
+        return clip
+
+
+def chosen(positions: Positions, sample: Mapping[str, Any], opened: Opened) -> list[int]:
+    """Return the positions to decode of an opened file. Raises InvalidPositions, or what a user's function raises."""
+    if callable(positions):
+        found = positions(sample, len(opened))
+    elif not isinstance(positions, str):
+        found = positions
+    elif positions in sample:
+        found = sample[positions]
+    else:
+        raise InvalidPositions(
+            f"the column with its positions, {positions!r}, must be one of the sample's columns, got "
+            f"{', '.join(map(str, sample))}"
+        )
+    try:
+        numbers = [operator.index(number) for number in found]
+    except TypeError:
+        numbers = []
+    if not numbers:
+        raise InvalidPositions(f"its positions must be a list of at least one whole number, got {found!r:.100}")
+    return numbers
+
+
+def check_clips(clips: Mapping[str, Clip] | None) -> dict[str, Clip]:
+    """Return the argument `clips` of StreamingDataset. Raises InvalidArgumentError for an invalid one, and DatasetError
+    if torchcodec cannot be used."""
+    for name, clip in (clips or {}).items():
+        if not isinstance(name, str) or not isinstance(clip, VideoClip | AudioClip):
+            raise InvalidArgumentError(
+                f"clips must be a dict from columns to VideoClip or AudioClip, got {clip!r:.100} for {name!r}"
+            )
+    if clips:
+        _decoders()
+    return dict(clips or {})
+
+
+@cache
+def _decoders() -> Any:
+    """Return the module torchcodec.decoders. Raises DatasetError if it cannot be used."""
+    try:
+        library = importlib.import_module("torchcodec")
+        found = importlib.import_module("torchcodec.decoders")
+        has_ffmpeg = library.ffmpeg_major_version is not None
+    except ImportError as error:
+        raise DatasetError(
+            "clips of videos and sounds need the package torchcodec and FFmpeg's libraries. Run pip install "
+            "'penstock[media]', and install FFmpeg, for example by apt-get install ffmpeg"
+        ) from error
+    except (RuntimeError, OSError) as error:
+        raise _unloadable() from error
+    if not has_ffmpeg:
+        raise _unloadable()
+    return found
+
+
+def _unloadable() -> DatasetError:
+    return DatasetError(
+        f"torchcodec must find FFmpeg's libraries and fit torch {version('torch')}, but cannot be loaded. Install "
+        "FFmpeg, for example by apt-get install ffmpeg, and the release of torchcodec for this build of torch "
+        "(docs/formats.md#videos-and-sounds)"
+    )

@@ -1,0 +1,97 @@
+"""Images of Pillow whose pixels another library decodes, wherever they equal Pillow's.
+
+Pillow reads a file in pieces, line by line, into memory of its own, and copies the pixels twice to make an array; the
+fast decoders write into the array. Pillow decodes every file that a fast decoder refuses or warns about, so a damaged
+file gives Pillow's result or error.
+
+Import this module only where there are images: it imports Pillow.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageFile
+
+__all__ = ["FastImage", "Pixels", "fits"]
+
+Pixels = npt.NDArray[Any]
+
+
+def fits(height: int, width: int) -> bool:
+    """Return True if an image may be decoded without asking Pillow, which warns of or refuses an image above its limit
+    of pixels: a few bytes can claim gigabytes."""
+    return height * width <= (Image.MAX_IMAGE_PIXELS or 0) and not ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+class FastImage(ImageFile.ImageFile):
+    """Image of Pillow with a fast decoder: `numpy.asarray(image)` takes the decoder's pixels, without a copy. The
+    object equals the image that Pillow opens, and is pickled as a Pillow image. Subclasses also derive from the class
+    of Pillow's images of their format."""
+
+    plain: ClassVar[type[ImageFile.ImageFile]]
+    """Class of Pillow's images of this format."""
+    _file = b""
+    _decoded: Pixels | None = None
+
+    @classmethod
+    def of(cls, image: Any, file: bytes) -> Any:
+        """Make an image that Pillow has opened an image of this class. `file`: the whole file."""
+        image.__class__ = cls
+        image._file = file
+        return image
+
+    def _decode(self, file: bytes) -> Pixels | None:
+        """Return the pixels as `numpy.asarray` of Pillow's image has them; None if the decoder objects to the file."""
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """Bring the attributes to where Pillow's own decoding leaves them."""
+
+    def _pixels(self) -> Pixels | None:
+        """Return the pixels, if the image was neither loaded nor changed before; None if Pillow must decode the
+        image."""
+        if len(self.tile) != 1 or self.decoderconfig or ImageFile.LOAD_TRUNCATED_IMAGES:
+            return None
+        if self._decoded is None and self._file:
+            pixels = self._decode(self._file)
+            if pixels is not None and pixels.shape[:2] == (self.height, self.width):
+                self._decoded = pixels
+            self._file = b""
+        return self._decoded
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        pixels = self._pixels()
+        if pixels is None:
+            return super().__array_interface__
+        # Read-only, as Pillow's, because this image keeps the pixels.
+        return {
+            "version": 3,
+            "shape": pixels.shape,
+            "typestr": pixels.dtype.str,
+            "data": pixels.data.toreadonly(),
+        }
+
+    def load(self) -> Any:
+        pixels = self._pixels()
+        if pixels is not None:
+            self.im = Image.frombytes(self.mode, self.size, np.ascontiguousarray(pixels)).im
+            self.tile, self.readonly, self.fp, self._decoded = [], 0, None, None
+            self._finish()
+        return super().load()
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is self.plain:  # Pillow compares the classes first
+            fields = slice(5)  # info, mode, size, palette, pixels
+            return bool(self.__getstate__()[fields] == other.__getstate__()[fields])
+        return super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as Pillow's images
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.plain.__new__(self.plain)
+        plain.__setstate__(self.__getstate__())
+        return plain.__reduce_ex__(1)  # from protocol 2 on, pickle refuses to store another class than this one

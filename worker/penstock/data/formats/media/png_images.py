@@ -1,0 +1,140 @@
+"""Decoding of PNG files by kornia-rs, wherever its pixels equal Pillow's: with 8 bits a sample as L, P, RGB and RGBA,
+and with 16 bits as I;16, interlaced or not.
+
+Pillow decodes the rest: fewer bits, gray with alpha, colors of 16 bits, animations, and files with anything behind the
+pixels, because Pillow reads texts there. kornia-rs holds the GIL while it decodes: it takes less than half of Pillow's
+time on one core, and threads do not make it faster.
+
+Import this module only where there are PNG files: it imports Pillow.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import struct
+import zlib
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
+
+from penstock.data.formats.media.fast_images import FastImage, Pixels, fits
+
+__all__ = ["PngImage", "decode_array", "decode_pixels", "layout_of", "open_image"]
+
+_BEGIN = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR"
+_END = b"\0\0\0\0IEND\xaeB`\x82"
+"""The last chunk, with its checksum."""
+_HEAD = struct.Struct(">IIBBBBB")
+"""Width, height, bits, color type, compression, filter, interlace."""
+_CHUNK = struct.Struct(">I4s")
+_KINDS = {(8, 0): "mono", (16, 0): "mono", (8, 2): "rgb", (8, 3): "mono", (8, 6): "rgba"}
+"""kornia-rs's name of the mode, by bits and color type. Indexes into a palette are decoded as gray."""
+_HARMLESS = {b"gAMA": 4, b"pHYs": 9, b"sRGB": 1, b"cHRM": 32}
+"""Sizes of chunks that do not change the pixels, and in which Pillow finds no error."""
+
+
+@functools.cache
+def _kornia() -> Any:
+    """Return the module kornia_rs.io; None if it is not installed."""
+    try:
+        return importlib.import_module("kornia_rs").io
+    except ImportError:
+        return None
+
+
+class Layout(NamedTuple):
+    """What decides how a PNG file is decoded."""
+
+    height: int
+    width: int
+    bits: int
+    """Bits of a sample."""
+    kind: str
+    """kornia-rs's name of the mode."""
+    plain: bool
+    """True if Pillow certainly opens the file: all chunks but those of pixels are whole, and harmless."""
+
+
+def layout_of(file: bytes) -> Layout | None:
+    """Return the layout of a whole PNG file; None if Pillow must decode it."""
+    if not file.startswith(_BEGIN) or not file.endswith(_END):
+        return None
+    begin = len(_BEGIN)
+    width, height, bits, color, compression, filtering, interlace = _HEAD.unpack_from(file, begin)
+    kind = _KINDS.get((bits, color))
+    if kind is None or compression or filtering or interlace > 1:
+        return None
+    plain, last = True, len(file) - len(_END)
+    at, pixels = begin - 8, False
+    while at < last:
+        size, name = _CHUNK.unpack_from(file, at)
+        end = at + 12 + size
+        if end > last or name == b"acTL" or (pixels and name != b"IDAT"):
+            return None
+        if name == b"IDAT":
+            pixels = True
+        else:
+            harmless = _HARMLESS.get(name) == size or name == b"IHDR" or (name == b"PLTE" and color == 3)
+            whole = zlib.crc32(file[at + 4 : end - 4]) == int.from_bytes(file[end - 4 : end], "big")
+            plain = plain and harmless and whole
+        at = end
+    return Layout(height, width, bits, kind, plain) if pixels and at == last else None
+
+
+def open_image(file: bytes) -> Any:
+    """Return the image of a whole PNG file as an image of Pillow. The head of the file is read now, and the pixels are
+    decoded on first use. Raises PIL.UnidentifiedImageError."""
+    # Without `formats`, Pillow would try dozens of formats, and start a program for one of them.
+    image = Image.open(BytesIO(file), formats=("PNG",))
+    if type(image) is PngImageFile and _kornia() is not None and layout_of(file):
+        return PngImage.of(image, file)
+    return image
+
+
+def decode_array(file: bytes) -> npt.NDArray[Any]:
+    """Return the pixels of a whole PNG file, as `numpy.asarray(open_image(file))` gives them, in a writable array.
+
+    Raises PIL.UnidentifiedImageError, OSError, and PIL.Image.DecompressionBombError for more pixels than Pillow opens.
+    """
+    layout = layout_of(file) if _kornia() is not None else None
+    if layout is not None and layout.plain and fits(layout.height, layout.width):
+        pixels = decode_pixels(file, layout)
+        if pixels is not None:
+            return pixels
+    return np.array(open_image(file))
+
+
+def decode_pixels(file: bytes, layout: Layout) -> Pixels | None:
+    """Decode a whole PNG file with kornia-rs.
+
+    Returns an array of uint8 or uint16 with shape (height, width, channels), or (height, width) for one channel; None
+    if kornia-rs objects to anything in the file.
+    """
+    library = _kornia()
+    decode = library.decode_image_png_u8 if layout.bits == 8 else library.decode_image_png_u16
+    try:
+        pixels = decode(file, (layout.height, layout.width), layout.kind)
+    except Exception:  # it has no exceptions of its own
+        return None
+    return pixels[..., 0] if layout.kind == "mono" else pixels  # type: ignore[no-any-return]
+
+
+class PngImage(FastImage, PngImageFile):
+    """Pillow image that kornia-rs decodes."""
+
+    plain = PngImageFile
+
+    def _decode(self, file: bytes) -> Pixels | None:
+        layout = layout_of(file)
+        return None if layout is None else decode_pixels(file, layout)
+
+    def _finish(self) -> None:
+        if self.png is not None:
+            self._text = self.png.im_text
+            self.png.close()
+            self.png = None
