@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import json
 import pickle
 import struct
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 import pytest
+from prepared_folders import prepare, write_offsets_of_energon
 from shard_server import ShardServer
 
 from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.ranges import file_ranges
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
-
-FIELDS = "field_map: {caption: txt, first: 'json[l][0]', image: 'jpg,bin'}"
-SPLITS = "exclude: [d_2.tar]\nsplit_parts:\n  train: ['d_{0..2}.tar']\n  val: ['{v,w}.tar']\n  test: []\n"
-
-
-def prepare(root: Path, splits: str = SPLITS, dataset: str = FIELDS, counted: int = 2) -> Path:
-    for number, name in enumerate(("d_0", "d_1", "d_2", "v", "w")):
-        with tarfile.open(root / f"{name}.tar", "w") as archive:
-            for n in (2 * number, 2 * number + 1):
-                members = {"txt": b"%d" % n, "bin": b"b%d" % n, "json": json.dumps({"l": [n]}).encode()}
-                for ending, data in members.items():
-                    info = tarfile.TarInfo(f"{n}.{ending}")
-                    info.size = len(data)
-                    archive.addfile(info, io.BytesIO(data))
-    meta = root / ".nv-meta"
-    meta.mkdir()
-    (meta / "split.yaml").write_text(splits)
-    (meta / "dataset.yaml").write_text(dataset)
-    (meta / ".info.json").write_text(json.dumps({"shard_counts": {"d_0.tar": counted}}))
-    return root
 
 
 def test_split_and_fields_are_read(tmp_path: Path) -> None:
@@ -96,15 +74,6 @@ def test_an_index_older_than_its_splits_is_refused(tmp_path: Path) -> None:
 # ---- remote folders, and folders that cannot be written
 
 
-def write_offsets_of_energon(root: Path) -> None:
-    """Write NAME.tar.idx beside each archive, as `energon prepare` does."""
-    for path in root.glob("*.tar"):
-        with tarfile.open(path) as archive:
-            members = archive.getmembers()
-            begins = [member.offset for member in members if member.name.endswith(".txt")]
-            (root / f"{path.name}.idx").write_bytes(struct.pack(f"<{len(begins) + 1}Q", *begins, archive.offset))
-
-
 @pytest.fixture
 def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
     monkeypatch.setattr(file_ranges, "SPAN_BYTES", 1)
@@ -129,6 +98,11 @@ def test_remote_split_is_read_by_range(remote: ShardServer, tmp_path: Path) -> N
     assert train.fingerprint == local.fingerprint
     with pytest.raises(InvalidArgumentError, match="split must be one of train, val, got 'dev'"):
         StreamingDataset(remote.url, tmp_path / "cache", split="dev")
+
+
+def test_other_remote_files_are_refused(remote: ShardServer, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"Index a local copy, and upload its index\.json"):
+        index_folder(f"{remote.url}/below", "json_lines", out=tmp_path / "out")
 
 
 def test_uploaded_index_is_enough(remote: ShardServer, tmp_path: Path) -> None:

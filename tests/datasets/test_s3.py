@@ -15,9 +15,10 @@ from typing import Any
 import fsspec
 import pytest
 from forked import join_all
+from prepared_folders import prepare, write_offsets_of_energon
 from shard_folder import HASH, make_shards, raw_bytes
 
-from penstock.data import MDSWriter, StreamingDataset, merge_index
+from penstock.data import MDSWriter, StreamingDataset, index_folder, merge_index
 from penstock.data.cache.shard_cache import ShardCache
 from penstock.data.remote import folders, transfer
 from penstock.data.remote.folders import RemoteFolder
@@ -90,6 +91,19 @@ def test_a_dataset_is_written_into_a_bucket(bucket: Any, options: dict[str, Any]
         (tmp_path / "cache/.penstock/index.json").write_text("LastModified: before")  # S3 counts in seconds
         with pytest.raises(DatasetError, match="was written again since it was fetched into"):
             dataset[99]
+
+
+def test_a_prepared_folder_in_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "prepared").mkdir()
+    write_offsets_of_energon(prepare(tmp_path / "prepared"))
+    bucket.put(f"{tmp_path}/prepared/", f"{bucket.bucket}/prepared/", recursive=True)
+    address = f"s3://{bucket.bucket}/prepared"
+    index_folder(address, out=tmp_path / "cache", storage_options=options)
+    assert not bucket.exists(f"{bucket.bucket}/prepared/index.json")
+    index_folder(address, storage_options=options)
+    for cache in ("cache", "fresh"):
+        with closing(StreamingDataset(address, tmp_path / cache, split="val", storage_options=options)) as dataset:
+            assert [dataset[at]["first"] for at in range(4)] == [6, 7, 8, 9]
 
 
 def test_a_dataset_in_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:

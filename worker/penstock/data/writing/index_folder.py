@@ -79,6 +79,11 @@ def index_folder(
     remote = RemoteFolder(folder, storage_options)
     if remote.local is None:
         shards = index_prepared(remote, out, ranges=ranges, timeout_s=timeout_s) if format != PARQUET else None
+        if shards is None and format not in (None, PARQUET):
+            raise DatasetError(
+                f"{remote.url} must be a folder that Megatron Energon prepared, or a local one, to be indexed as "
+                f"{format}. Index a local copy, and upload its index.json and its files .penstock-index"
+            )
         if shards is None:
             return index_parquet(folder, storage_options=storage_options, out=out, ranges=ranges, timeout_s=timeout_s)
         return shards
