@@ -369,7 +369,7 @@ def test_a_worker_that_is_killed_is_a_fault(live: Live, browser: Any, top: Top) 
     assert "w1" not in shown(browser, "#workers tbody th")
     assert "alarm" in browser.execute_script("return document.querySelectorAll('#tiles div')[5].className")
     assert top.has("worker lost")
-    assert live.get("/api/status.json")["runs"][0]["recoveries"] == 2
+    until(lambda: live.get("/api/status.json")["runs"][0]["recoveries"] == 2)
     assert complaints(browser) == []
 
 

@@ -102,12 +102,11 @@ def plan_of(seed: int, seconds: float) -> Plan:
                 rng.choice([40, 100]),
             )
         )
-    faults, at_s, runner_kills = [], 0.5, 0
+    faults, at_s = [], 0.5
     while at_s < seconds:
         what = rng.choice(list(FAULTS))
         lasts_s = rng.uniform(0.3, FAULTS[what]) if FAULTS[what] else 0.0
         fault = Fault(at_s, what, rng.randrange(1000), lasts_s)
-        runner_kills += "kill a" in what
         faults.append(fault)
         at_s += rng.uniform(0.3, 3.0)
     daemons = rng.choice([2, 3])

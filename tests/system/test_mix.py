@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +148,49 @@ def test_loops_at_full_speed_are_fenced(cluster: Cluster) -> None:
     assert differs is None, f"step {differs + 1} differs with the changes {made}"
 
 
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+def test_coordinator_and_worker_killed_meanwhile(cluster: Cluster) -> None:
+    """An order whose coordinator dies is made or not made, and made once when it is repeated."""
+    cluster.add_worker(4, allow="mixed")
+    with training(cluster, "deaths", 2, 2, 60) as run:
+        schedule: dict[int, Any] = {0: BEFORE}
+        for round, at in enumerate((4, 14, 24, 34)):
+            run.go(at)
+            step, weights = at + 4, {"web": str(1 + round), "code": "3"}
+            asked = order("deaths", step, weights)
+            ordering = threading.Thread(target=_repeat, args=(cluster, asked))
+            ordering.start()
+            threading.Event().wait(0.02 * 4**round)  # at any moment of the order
+            cluster.coordinator.kill()
+            cluster.restart_coordinator()
+            if round % 2:
+                cluster.workers.pop(0).kill()
+                cluster.add_worker(4, allow="mixed")
+            ordering.join(60)
+            assert not ordering.is_alive()
+            schedule[step - 1] = {"web": 1 + round, "code": 3}
+        cluster.coordinator.kill()
+        cluster.restart_coordinator()
+        run.go(50)
+    expected = alone(70, schedule)
+    assert run.global_batches == expected[:60]
+    with training(cluster, "deaths-resumed", 1, 3, 10, run.state) as after:
+        after.go(5)
+    assert after.global_batches == expected[60:]
+
+
+def _repeat(cluster: Cluster, asked: Any) -> None:
+    """Order until it is made, as the command does."""
+
+    def made() -> bool:
+        try:
+            return bool(ordered(cluster, asked).change.key)
+        except PenstockError:  # the coordinator was away, or the boxes had not reported to the new one yet
+            return False
+
+    until(made, 60)
+
+
 @pytest.mark.parametrize(
     ("weights", "more", "says"),
     [
@@ -173,6 +215,7 @@ def test_refused_changes_move_nothing(cluster: Cluster, refusing: Any, weights: 
 
 @pytest.fixture(scope="module")
 def refusing(cluster: Cluster) -> Iterator[None]:
+    """A job that waits at its fifth step while tests use it; of these there may be none that takes a minute."""
     with training(cluster, "refusing", 2, 1, 20) as run:
         run.go(5)
         yield
@@ -189,48 +232,3 @@ def test_steps_and_runs_that_do_not_exist(cluster: Cluster) -> None:
     dry = ordered(cluster, order("refusing", 9, WEIGHTS, dry_run=True))
     assert (dry.change.position, dry.slots) == (64, 2)
     assert dry.batches > 0
-
-
-@pytest.mark.filterwarnings("ignore:.*was recovered")
-def test_coordinator_and_worker_killed_meanwhile(tmp_path: Path) -> None:
-    """An order whose coordinator dies is made or not made, and made once when it is repeated."""
-    with running(tmp_path) as cluster:
-        for _ in range(2):
-            cluster.add_worker(4, allow="mixed")
-        with training(cluster, "deaths", 2, 2, 60) as run:
-            schedule: dict[int, Any] = {0: BEFORE}
-            for round, at in enumerate((4, 14, 24, 34)):
-                run.go(at)
-                step, weights = at + 4, {"web": str(1 + round), "code": "3"}
-                asked = order("deaths", step, weights)
-                ordering = threading.Thread(target=_repeat, args=(cluster, asked))
-                ordering.start()
-                threading.Event().wait(0.02 * 4**round)  # at any moment of the order
-                cluster.coordinator.kill()
-                cluster.restart_coordinator()
-                if round % 2:
-                    cluster.workers.pop(0).kill()
-                    cluster.add_worker(4, allow="mixed")
-                ordering.join(60)
-                assert not ordering.is_alive()
-                schedule[step - 1] = {"web": 1 + round, "code": 3}
-            cluster.coordinator.kill()
-            cluster.restart_coordinator()
-            run.go(50)
-        expected = alone(70, schedule)
-        assert run.global_batches == expected[:60]
-        with training(cluster, "deaths-resumed", 1, 3, 10, run.state) as after:
-            after.go(5)
-        assert after.global_batches == expected[60:]
-
-
-def _repeat(cluster: Cluster, asked: Any) -> None:
-    """Order until it is made, as the command does."""
-
-    def made() -> bool:
-        try:
-            return bool(ordered(cluster, asked).change.key)
-        except PenstockError:  # the coordinator was away, or the boxes had not reported to the new one yet
-            return False
-
-    until(made, 60)

@@ -294,11 +294,13 @@ class History:
         await done.wait()
 
     async def _take_back(self, daemon: Daemon) -> None:
-        """The operator sees to it that it does not drain for ever."""
+        """The operator sees to it that it does not drain for ever, also not by an order from before that comes late."""
         await asyncio.sleep(1.0)
-        while daemon.process.alive and (daemon.drains or not await self._order(daemon.name, undo=True)):
+        heard = False
+        while daemon.process.alive:
+            if daemon.drains or not heard:
+                heard = await self._order(daemon.name, undo=True)
             await asyncio.sleep(0.5)
-            await self._order(daemon.name, undo=True)
 
     async def _order(self, worker: str, *, undo: bool) -> bool:
         """Send the order; return whether it was received."""

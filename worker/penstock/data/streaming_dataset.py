@@ -161,8 +161,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         if images not in ("pil", "array"):
             raise InvalidArgumentError(f'images must be "pil" or "array", got {images!r}')
         decoded = check_clips(clips)
-        self.draws = self.is_overridden or any(clip.draws for clip in decoded.values())
-        """True if code of the user, which may draw random numbers, is called for each sample."""
+        self.clips_draw = any(clip.draws for clip in decoded.values())
+        """True if decoding clips may draw random numbers."""
         self._options = [
             ReadOptions(
                 allow_unsafe_types,

@@ -141,13 +141,13 @@ class StreamingLoader(PositionLoader):
                 rate is measured, the shards of the next two batches are fetched. None: 60, or without limit if
                 predownload is given; inf: without limit. `prefetch_bytes` of StreamingDataset limits the bytes, too.
             fetch_threads: threads that read and decode samples ahead; 0: samples are read when they are needed. Threads
-                help where decoding releases the GIL (JPEG files with `images="array"`). A subclass's `__getitem__` must
-                be thread-safe, and `reseed` does not apply to it.
+                help where decoding releases the GIL for long: clips, large JPEG files with `images="array"`. A
+                subclass's `__getitem__` must be thread-safe, and `reseed` does not apply to it.
             reseed: True: seed the global generators of python, numpy and torch from seed, epoch and position before
                 each sample is read, so that random augmentation depends on nothing else; also before the collate
                 function is called, from the position of the batch's first row. After a batch the generators get back
                 their earlier state. None: seed them only for user code: for samples if the dataset's class overrides
-                `__getitem__` or its `clips` have functions or transforms, for batches if `collate_fn` is given. No
+                `__getitem__` or its `clips` may draw, for batches if `collate_fn` is given. No
                 other code draws random numbers.
             keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
                 read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
@@ -178,6 +178,11 @@ class StreamingLoader(PositionLoader):
             raise InvalidArgumentError(
                 f"dataset must be a StreamingDataset, got {type(dataset).__qualname__}. Use MapLoader for other "
                 "map-style datasets"
+            )
+        if fetch_threads and reseed is None and dataset.clips_draw:
+            raise InvalidArgumentError(
+                f"fetch_threads must be 0 with clips that may draw random numbers, got {fetch_threads}: threads "
+                "share the process's generators. Use more workers, or pass reseed=False if nothing is drawn"
             )
         # `_follow` makes the loader again, perhaps where the identity of the worker is no longer known.
         identity = getattr(self, "_identity", None) or WorkerIdentity.now(rank)
@@ -461,7 +466,7 @@ def _reader(
         length,
         collate_fn,
         seed=seed,
-        reseed=dataset.draws and not threads if reseed is None else reseed,
+        reseed=(dataset.is_overridden or dataset.clips_draw) and not threads if reseed is None else reseed,
         reseed_collate=own_collate if reseed is None else reseed,
         many=dataset.get_many,
         counter=counter,

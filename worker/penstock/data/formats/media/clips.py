@@ -85,7 +85,7 @@ class VideoClip:
 
     @property
     def draws(self) -> bool:
-        return callable(self.frames) or bool(self.transforms)
+        return callable(self.frames) or any("Random" in type(each).__name__ for each in self.transforms)
 
     def open(self, data: bytes) -> Opened:
         return _Video(_decoders().VideoDecoder(data, device="cpu", transforms=list(self.transforms) or None))
