@@ -44,7 +44,13 @@ from penstock.data.converting import conversion_plan, convert, convert_part, par
 from penstock.data.converting.argument_names import ARGUMENTS
 from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.data.remote.folders import RemoteFolder
-from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, StateMismatchError
+from penstock.proto.errors import (
+    DatasetError,
+    InvalidArgumentError,
+    ShardCorruptError,
+    ShardUnavailableError,
+    StateMismatchError,
+)
 
 
 def rows_in(folder: Any, **options: Any) -> list[Any]:
@@ -482,6 +488,9 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=words):
             to_parquet(tmp_path / "from", tmp_path / "to", **settings)
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(ShardUnavailableError, match=r"file must be a dataset's folder, got a file\. Give the folder"):
+        to_mds(tmp_path / "file", tmp_path / "to")
     with pytest.raises(InvalidArgumentError, match="to must be one of mds, parquet, got 'csv'"):
         convert_dataset(tmp_path / "from", tmp_path / "to", "csv")
     assert not (tmp_path / "to").exists()
