@@ -49,10 +49,10 @@ class ColumnSource:
     """Map-style dataset that can return samples by column."""
 
     def get_columns(self, samples: Ints) -> Columns | None:
-        """Return the columns of the samples with these numbers, which are in range; None if the samples must be read
-        by row: their columns differ, or one cannot be read, and the error of reading by row names the sample.
+        """Return the columns of the samples with these numbers, which are in range. Return None if the samples must be
+        read by row: their columns differ, or a sample cannot be read, which the error of reading by row then names.
 
-        Raises what reading by row raises.
+        Raises ShardUnavailableError, and other errors that concern a whole file, as reading by row does.
         """
         raise NotImplementedError
 

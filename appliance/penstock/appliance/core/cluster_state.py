@@ -269,8 +269,8 @@ class ClusterState:
         return box
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
-        """End the attempt. From now on its calls are refused with the reason `why`. After a restart none of its slots
-        has a worker; without a restart, workers keep the slots until `release_ended` takes them.
+        """End the attempt. From now on its calls are refused with the reason `why`. Workers keep its slots until
+        `release_ended` takes them; after a restart of the coordinator none of them has a worker.
 
         The method does not visit each box, because a run may have 16,384 boxes and other calls would wait meanwhile.
         """

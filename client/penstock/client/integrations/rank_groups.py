@@ -90,8 +90,7 @@ class RankGroups:
 
     @classmethod
     def of_boxes(cls, rank: int, boxes: Sequence[int]) -> RankGroups:
-        """Return the position of a rank in a job in which all ranks request batches together, also the stages of a
-        pipeline.
+        """Return the groups of a rank in a job in which every rank requests batches, whatever its stage in a pipeline.
 
         Args:
             rank: the rank.
@@ -106,7 +105,7 @@ class RankGroups:
 
     @classmethod
     def of_megatron(cls) -> RankGroups:
-        """Return the position of this rank in Megatron-core's parallel_state.
+        """Return the groups of this rank, as Megatron-core's parallel_state has them.
 
         Raises InvalidArgumentError if initialize_model_parallel was not called.
         """

@@ -26,7 +26,8 @@ def counts_as_dict(rows: Rows) -> dict[str, Any]:
 
 
 def count_tables(rows: Rows) -> list[Table]:
-    """Return the tables of counts by source and by key; tables without rows if nothing was counted."""
+    """Return three tables of a run's sample counts: by source, by key, and by number of tokens. They have no rows if
+    nothing was counted."""
     tables = [_table("Counts by source", "source", by_source(rows)), _table("Counts by key", "key", by_key(rows))]
     lengths = Table("Samples by number of tokens", ("tokens", "samples>"))
     total = merged_rows([{("", ""): row} for row in rows.values()])

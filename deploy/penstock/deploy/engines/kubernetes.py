@@ -29,8 +29,8 @@ MEMORY_GIB = 2
 
 
 def fleet_settings(plan: FleetPlan) -> FleetSettings:
-    """Return the settings of the manifests. Workers have no memory limit and may connect to all hosts, because their
-    data may be on any of them."""
+    """Return the settings from which the manifests of a plan are made. Pods of workers have no memory limit. They may
+    connect to all hosts, because their data may be on any of them."""
     fleet = FleetSettings(
         name=plan.name,
         coordinator_image=plan.options["image"],

@@ -267,7 +267,7 @@ def _ready(
 
 
 def _stop(ray: Any, actors: Mapping[str, Any], timeout_s: float = STOP_S) -> list[str]:
-    """End the workers, all at the same time, and then the coordinator. Return a line for each actor."""
+    """End the workers, all at the same time, and then the coordinator. Return "actor NAME" for each."""
     ended = []
     workers = {name: actor for name, actor in actors.items() if not name.endswith("-coordinator")}
     for group in (workers, {name: actor for name, actor in actors.items() if name not in workers}):

@@ -387,7 +387,9 @@ def _array_leaf(kind: str, rest: list[Any], path: Path) -> Leaf:
 def _counted(leaf: Leaf, path: Path, count: list[int]) -> Leaf:
     count[0] += 1
     if count[0] > MAX_LEAVES:
-        raise _wrong(path, f"a batch must have at most {MAX_LEAVES} leaves, got more")
+        raise _wrong(
+            path, f"a batch must have at most {MAX_LEAVES} leaves (tensors, arrays and plain values), got more"
+        )
     return leaf
 
 

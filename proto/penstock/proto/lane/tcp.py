@@ -98,7 +98,7 @@ def silence(address: str, error: OSError) -> DeadlineError | None:
 
 
 def sealed(message: bytes | memoryview) -> bytes:
-    """Return a message preceded by its seal."""
+    """Return a message preceded by its seal: its length, the complement of it, and an xxh3 of the message."""
     size = len(message)
     return _seal(size, size ^ _ALL, xxh3_64_intdigest(message)) + message
 

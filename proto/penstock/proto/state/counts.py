@@ -223,8 +223,13 @@ def read_changes(data: bytes) -> Rows:
             of_source, of_key, *row = _ROW.unpack_from(data, at)
             begin, middle = at + _ROW.size, at + _ROW.size + of_source
             at = middle + of_key
-            if at > len(data) or max(of_source, of_key) > MOST_NAME or max(row) > MOST:
-                raise ValueError(f"names of {of_source} and {of_key} bytes, and counts up to {max(row)}")
+            if at > len(data):
+                raise ValueError(f"a row that ends after {at} bytes of {len(data)}")
+            if max(of_source, of_key) > MOST_NAME or max(row) > MOST:
+                raise ValueError(
+                    f"names of {of_source} and {of_key} bytes (at most {MOST_NAME}), and counts up to {max(row)} (at "
+                    f"most {MOST})"
+                )
             found[str(data[begin:middle], "utf-8"), str(data[middle:at], "utf-8")] = row
     except (struct.error, ValueError) as error:
         raise malformed(f"the counts of a batch must be rows of counts, got {error}") from error

@@ -27,7 +27,7 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def add(self, value: float) -> None:
-        """Count a value."""
+        """Count a value at its bound, and add it to the sum."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 

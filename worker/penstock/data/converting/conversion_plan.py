@@ -69,7 +69,7 @@ class ConversionPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def folder_of(self, part: int) -> str:
-        """Return the path of a part's folder below the result's."""
+        """Return the path of a part's folder, relative to the result's folder."""
         return f"part-{part:06}"
 
     def encoded_text(self) -> bytes:

@@ -105,7 +105,7 @@ def mean_sample_bytes(layouts: Sequence[OrderLayout]) -> float:
 
 
 def joint_fingerprint(layouts: Sequence[OrderLayout]) -> str:
-    """Return the digest of all streams of a dataset."""
+    """Return one fingerprint of the shards of all streams of a dataset."""
     if len(layouts) == 1:
         return layouts[0].fingerprint
     return xxhash.xxh3_128("".join(f"{each.fingerprint}\n" for each in layouts).encode()).hexdigest()

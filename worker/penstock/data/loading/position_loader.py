@@ -372,7 +372,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             raise StateMismatchError(
                 f"{self._name}: the loader must be read in the topology for which its state was loaded, "
                 f"{self._partitioned_for}, got {topology}. Load the state in the processes that read (torchdata's "
-                "StatefulDataLoader does), or load a state that state_after returned"
+                "StatefulDataLoader does), or load a state from this loader's state_after(batches)"
             )
         self._move_to(*self._worker_batches().remainder.position_after(self._done))
 

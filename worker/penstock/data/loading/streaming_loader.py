@@ -338,8 +338,8 @@ class StreamingLoader(PositionLoader):
         return state
 
     def _begun(self, state: Mapping[str, Any], epoch: int) -> dict[str, Any]:
-        """Return the state at an epoch's beginning in the order of this loader. `state`: state at the end of the epoch
-        before, in the order of another version."""
+        """Return the state at the beginning of `epoch` in this loader's order. `state`: state at the end of the epoch
+        before, in the order of other versions of the dataset."""
         topology = progress_of(state).topology
         begun = state_of(OrderProgress(epoch, 0, 0, topology), self._described)
         return {**begun, **{name: state[name] for name in ("workers", "others", COUNTS) if name in state}}

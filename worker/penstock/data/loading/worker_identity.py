@@ -86,10 +86,11 @@ class WorkerIdentity:
 
 
 def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: int, *, unbatched: bool = False) -> int:
-    """Return the number of rows in the batches of all boxes together. Raises InvalidArgumentError unless exactly one of
-    `batch_size` and `global_batch_size` is given, and each box gets a row.
+    """Return the number of rows in one step's batches of all boxes together. Raises InvalidArgumentError unless exactly
+    one of `batch_size` and `global_batch_size` is given, and each box gets a row.
 
-    unbatched: True if the samples are batches, of which each box gets one; then none of the two may be given.
+    unbatched: True if the samples are batches, of which each box gets one a step: the number of boxes is returned, and
+        neither of the two sizes may be given.
     """
     if unbatched and batch_size is None and global_batch_size is None:
         return boxes

@@ -495,8 +495,8 @@ class RemoteFolder:
         return self._begin(until, method, *args, **kwargs).result()
 
     def _begin(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> _Request:
-        """Begin a call of a method of the filesystem: on a filesystem with an event loop, of the coroutine whose name
-        has the prefix "_". `stall_s`: seconds without progress that end the call; None: `stall_s` of the remote."""
+        """Begin a call of a filesystem's method; if the filesystem is asynchronous, of its coroutine `_METHOD`.
+        `stall_s`: seconds without progress that end the call of a coroutine; None: those of this folder."""
         if not self._asynchronous:
             if method == "cat_file":
                 kwargs |= _BY_RANGES.get(self._protocol, {})

@@ -176,4 +176,4 @@ def first_fit(
             if number == len(ways):
                 raise
             on_mismatch(error, ways[number])
-    raise ValueError("ways must hold at least one way, got an empty sequence")
+    raise ValueError("ways must hold at least one restart point or BEGINNING, got an empty sequence")

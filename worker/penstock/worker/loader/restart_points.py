@@ -250,7 +250,7 @@ class RestartPoint:
             at, state, rng, digest = restart["at"], value["user"], restart["rng"], restart["digest"]
         if not isinstance(rng, bytes) or not isinstance(before, bytes | None):
             raise TypeError(
-                f"states of random generators must be bytes, got {type(rng).__name__} and {type(before).__name__}"
+                f"rng must be bytes and rng_before bytes or None, got {type(rng).__name__} and {type(before).__name__}"
             )
         if any(type(count) is not int or not 0 <= count <= MASK for count in (*at, digest, *chain(*skips))):
             raise ValueError(

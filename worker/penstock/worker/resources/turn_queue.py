@@ -81,7 +81,7 @@ class TurnQueue:
         return len(self._urgent) + len(self._others)
 
     def position_of(self, turn: QueueTurn) -> int:
-        """Return the number of a turn in the queue; see QueueTurn.position."""
+        """Return how many tasks come up to and with this one, counted from 1; 0 if it may run."""
         if len(self._positions) != len(self):
             self._positions = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
         return self._positions.get(turn, 0)

@@ -167,8 +167,8 @@ class LoadedCheckpoint:
 def load(
     path: Path, save: str, state: Mapping[str, Any], rank: int, threads: int, allow_unsafe_types: bool
 ) -> LoadedCheckpoint | None:
-    """Read the part of the checkpoint at `path` that goes into `state`. Return None if another save has replaced the
-    checkpoint."""
+    """Read the values of the checkpoint at `path` that `state` asks for, and return them, not yet put into it. Return
+    None if the checkpoint is gone, or is that of another save than `save`."""
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(f"restore: state must be a dict, got {type(state).__name__}")
     try:

@@ -49,8 +49,8 @@ class RecordFile:
     """Base class of readers of such files, see formats.shards.ShardReader. A subclass decodes a record's bytes."""
 
     def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
-        """Open both files. `offsets`: file of the offsets; of a part, the part. Raises ShardCorruptError if they differ
-        from the index or from each other."""
+        """Open the file of records. `offsets`: file of their offsets; or, if the file has only a part of the records,
+        that part with its offsets. Raises ShardCorruptError if the files differ from the index or from each other."""
         stored = shard.files[0].raw
         self.name = stored.name
         self._file: Descriptor | None = None

@@ -157,12 +157,16 @@ class MixtureShares:
 
 @dataclass
 class _Line:
-    """Samples of one source in a table of positions. The positions are counted from 1."""
+    """Samples of one source while a table of positions is filled. The positions are counted from 1."""
 
     source: int
+    """Number of the source."""
     part: int
+    """Number of samples that it gets in each period of the weights."""
     due: list[int]
+    """First position that each sample may get."""
     deadline: list[int]
+    """Last position that each sample may get."""
     target: list[int]
     """Target position of each sample of the source, drawn within the sample's window, in units of 2^-24 of a
     position."""

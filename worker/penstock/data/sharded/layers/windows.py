@@ -149,7 +149,7 @@ class Grouped(Layer):
 
 
 class WindowCursor:
-    """Cursor of the items that windows of a shard's samples are arranged into."""
+    """Cursor that reads a shard's samples window by window, arranges each window into items, and yields these."""
 
     def __init__(
         self,
