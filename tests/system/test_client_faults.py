@@ -78,7 +78,7 @@ def test_restarted_box_frees_its_slots_at_once(cluster: Cluster, whole: dict[int
     cluster.coordinator.kill()
     cluster.restart_coordinator("--client-lease-s", str(FOR_EVER_S))
     until(lambda: not census(daemon.pid)["processes"], 10, "a run that was closed left processes")
-    until(lambda: any(each.startswith("tcp") and each.endswith("state 01") for each in sockets(daemon.pid)))  # it is back
+    until(lambda: any(each.startswith("tcp") and each.endswith("state 01") for each in sockets(daemon.pid)))
     before = census(daemon.pid)
 
     again = Job(cluster, job="again", state=str(tmp_path / "saved"), save=20, **OPTIONS, **LONG)
