@@ -14,8 +14,10 @@ from given_shards import Given, again, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.data import default_collate
 
 from penstock.data import Chunked, Packed, Repeated, ShardLoader, collate_packed
+from penstock.data.sharded import shard_loader
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state.codec import encode_state
 
@@ -282,3 +284,18 @@ def test_an_error_names_the_document(sample: Any, options: Any, what: str, windo
 def test_arguments_that_do_not_go_together(options: Any, what: str) -> None:
     with pytest.raises(InvalidArgumentError, match=what):
         Packed(Given([[[1]]]), **{"length": 4} | options)
+
+
+def test_only_collates_that_may_draw_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[str] = []
+
+    def noted(make: Callable[[], Any], *_: Any) -> Any:
+        seeded.append("")
+        return make()
+
+    monkeypatch.setattr(shard_loader, "seeded", noted)
+    lines = Packed(Given([column_documents([5, 6])]), length=4, labels=True)
+    for collate, batches in ((collate_packed, 0), (default_collate, 0), (list, 2)):
+        seeded.clear()
+        assert len(list(ShardLoader(lines, batch_size=1, collate_fn=collate))) == 2
+        assert len(seeded) == batches

@@ -15,8 +15,9 @@ from torch.utils.data._utils import collate as torchs
 from penstock.data.batch_columns import Columns, Values, stacked
 from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.worker.batch.building import collate
 
-__all__ = ["checked_collate", "collate_columns", "collates_as_torch", "empty_batch", "without_rows"]
+__all__ = ["checked_collate", "collate_columns", "collates_as_torch", "empty_batch", "may_draw", "without_rows"]
 
 _TORCHS_OWN: dict[Any, Any] = {
     torch.Tensor: torchs.collate_tensor_fn,
@@ -43,6 +44,12 @@ def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[An
 def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
     with forbid_stop_iteration("the collate_fn"):
         return collate_fn(samples)
+
+
+def may_draw(collate_fn: Callable[[list[Any]], Any]) -> bool:
+    """Return True for a collate function that may draw random numbers: any but Penstock's `collate` and torch's
+    `default_collate`."""
+    return collate_fn is not collate and collate_fn is not torchs.default_collate
 
 
 def collates_as_torch() -> bool:

@@ -12,7 +12,7 @@ import torch.utils.data
 
 from penstock.data.arguments import whole
 from penstock.data.batch_columns import makes_all_samples
-from penstock.data.loading.collating import checked_collate
+from penstock.data.loading.collating import checked_collate, may_draw
 from penstock.data.loading.counting import Counts, LoaderCounts
 from penstock.data.loading.fetching import ReadAhead, check_threads, in_processes, in_threads
 from penstock.data.loading.map_reading import MapReader
@@ -145,7 +145,7 @@ class MapLoader(PositionLoader):
         self.dataset, self._seed = dataset, seed
         self._threads, self._processes = fetch_threads, fetch_processes
         own_counts = LoaderCounts(counts)
-        own_samples, own_collate = not makes_all_samples(dataset), collate_fn is not collate
+        own_samples, own_collate = not makes_all_samples(dataset), may_draw(collate_fn)
         self._reader = MapReader(
             dataset,
             name,

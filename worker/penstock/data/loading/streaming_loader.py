@@ -15,7 +15,7 @@ import numpy as np
 from penstock.data.arguments import byte_count, one_of, sample_count, seconds_count, whole
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.indexes.order_layout import OrderLayout, joined_files, mean_sample_bytes
-from penstock.data.loading.collating import checked_collate
+from penstock.data.loading.collating import checked_collate, may_draw
 from penstock.data.loading.counting import Counts, LoaderCounts, SampleCounter
 from penstock.data.loading.fetching import PREFETCHED_BATCHES, ReadAhead, check_threads, in_threads
 from penstock.data.loading.map_reading import MapReader
@@ -218,7 +218,7 @@ class StreamingLoader(PositionLoader):
             checked_collate(collate_fn),
             seed,
             reseed,
-            own_collate=collate_fn is not collate,
+            own_collate=may_draw(collate_fn),
             threads=fetch_threads,
             counter=own_counts.counter,
         )

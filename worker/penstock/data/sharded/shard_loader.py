@@ -13,7 +13,7 @@ from typing import Any
 import torch.utils.data
 
 from penstock.data.arguments import at_least_one, whole
-from penstock.data.loading.collating import checked_collate, empty_batch, without_rows
+from penstock.data.loading.collating import checked_collate, empty_batch, may_draw, without_rows
 from penstock.data.loading.counting import Counts, LoaderCounts, skipped_rows
 from penstock.data.loading.keyed_random import seeded
 from penstock.data.loading.restore_keys import checked_name, with_keys
@@ -21,6 +21,7 @@ from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.order_states import OrderProgress, Topology
 from penstock.data.ordering.partition import APART, Partition
 from penstock.data.sharded.layers.layer import is_keyed
+from penstock.data.sharded.layers.packed_rows import collate_packed
 from penstock.data.sharded.mixture_changes import (
     CHANGES,
     LoadSource,
@@ -131,7 +132,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 tensor parallelism, pass the same value.
             collate_fn: function from a list of samples to a batch. The function may draw from the global random
                 generators of python, numpy and torch: the generators are seeded before each batch, from `seed` and the
-                position of the batch's first row, and set back to their earlier state afterwards.
+                position of the batch's first row, and set back to their earlier state afterwards. torch's
+                default_collate and `collate_packed` draw nothing, and are not seeded.
             unbatched: True if the source's samples are batches already: a box gets one of them at each step, unchanged.
                 Leave out the batch size. If fewer batches than boxes are left at the end, tail="emit" gives the other
                 boxes a batch without rows.
@@ -157,7 +159,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._collate = _only if unbatched else checked_collate(collate_fn)
         self._keys = checked_name(keys)
         self._seed = identity.seed if seed is None else seed
-        draws = not unbatched and collate_fn is not collate
+        draws = not unbatched and collate_fn is not collate_packed and may_draw(collate_fn)
         self._collate_key = derive_seed(self._seed, "collate") if draws else None
         self._warned = False
         """True after the warning about a second epoch of an endless source was logged."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,9 +145,9 @@ class RowFields:
         return tokens if self.plain else {self.tokens: tokens} | self._others(parts, tokens.numpy())
 
     def _others(self, parts: Sequence[Part], tokens: Ints) -> dict[str, torch.Tensor]:
-        ends = np.cumsum([part.end - part.begin for part in parts])
-        begins = [0, *(int(end) for end, part in zip(ends, parts[1:], strict=False) if not part.document.continues)]
-        segment_ends = [*begins[1:], int(ends[-1])]
+        ends = list(accumulate(part.end - part.begin for part in parts))
+        begins = [0, *(end for end, part in zip(ends, parts[1:], strict=False) if not part.document.continues)]
+        segment_ends = [*begins[1:], ends[-1]]
         made: dict[str, npt.NDArray[Any]] = {}
         if self.labels or self.loss_mask:
             self._add_labels(made, parts, segment_ends, tokens)
