@@ -26,6 +26,16 @@ def world() -> FakeCluster:
     return FakeCluster()
 
 
+def two_boxes(world: FakeCluster) -> tuple[list[FakeBox], FakeWorker]:
+    """Return two boxes with a slot each, which took three steps, and their worker."""
+    boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
+    worker = world.worker("w")
+    worker.ready()
+    for box in boxes:
+        box.deliver(3)
+    return boxes, worker
+
+
 def test_state_has_one_record_per_worker(world: FakeCluster) -> None:
     boxes = [world.open(number, num_boxes=2) for number in range(2)]
     worker = world.worker("w")
@@ -117,11 +127,7 @@ def test_who_is_waited_for_is_named(world: FakeCluster) -> None:
 
 def test_lost_box_is_waited_for(world: FakeCluster) -> None:
     """A training process that was stopped for 11 s ended a job whose processes all lived: a save failed meanwhile."""
-    boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
-    worker = world.worker("w")
-    worker.ready()
-    for box in boxes:
-        box.deliver(3)
+    boxes, worker = two_boxes(world)
     queries = [ask(boxes[0], 2)]
     assert not queries[0].done
     world.run_for(11, [boxes[0], worker])
@@ -135,11 +141,7 @@ def test_lost_box_is_waited_for(world: FakeCluster) -> None:
 
 
 def test_run_whose_boxes_are_lost_has_no_state(world: FakeCluster) -> None:
-    boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
-    worker = world.worker("w")
-    worker.ready()
-    for box in boxes:
-        box.deliver(3)
+    boxes, worker = two_boxes(world)
     world.run_for(11, [boxes[0], worker])
     waiting = ask(boxes[0], 2)
     respond(worker)
@@ -152,11 +154,7 @@ def test_run_whose_boxes_are_lost_has_no_state(world: FakeCluster) -> None:
 
 
 def test_closed_box_answers_with_final_state(world: FakeCluster) -> None:
-    boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
-    worker = world.worker("w")
-    worker.ready()
-    for box in boxes:
-        box.deliver(3)
+    boxes, worker = two_boxes(world)
     boxes[1].close()
     query = ask(boxes[0], 3)
     respond(worker)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import struct
 import zlib
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from image_uses import USES
 from PIL import Image, ImageFile, PngImagePlugin
 from PIL.PngImagePlugin import PngImageFile
 
@@ -146,22 +146,7 @@ def test_animation_gives_its_first_image() -> None:
     assert image.getpixel((1, 1)) == (0, 0, 255)
 
 
-def _changed(image: Any) -> Any:
-    np.asarray(image)
-    image.putpixel((1, 1), (1, 2, 3))
-    return image
-
-
-def _turned(image: Any) -> Any:
-    return image.rotate(90)
-
-
-def _shrunk(image: Any) -> Any:
-    image.thumbnail((8, 8))
-    return image
-
-
-@pytest.mark.parametrize("use", [_changed, _shrunk, _turned, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("use", USES)
 def test_image_is_used_like_one_of_pillow(use: Callable[[Any], Any]) -> None:
     assert np.array_equal(np.asarray(use(ours(png()))), np.asarray(use(pillow(png()))))
 

@@ -1,4 +1,4 @@
-"""What the simulation's truth lets pass, and what it does not, without a history."""
+"""Rules of the simulation's truth, without a history: refusals that it accepts, and reports that it checks."""
 
 from __future__ import annotations
 

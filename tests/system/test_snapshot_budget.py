@@ -28,7 +28,7 @@ STATE = 300_000
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the worker of `cluster` says."""
+    """Log of the worker of `cluster`."""
     return tmp_path_factory.mktemp("log") / "log"
 
 

@@ -12,7 +12,7 @@ _OPTIONS = {"types": "--as"}
 
 @dataclass(frozen=True)
 class ArgumentNames:
-    """How messages name arguments."""
+    """Names of arguments in messages."""
 
     options: bool = False
     """True for the options of `penstock data convert`; False for the arguments of `convert_dataset`."""

@@ -121,7 +121,7 @@ class ReadOptions:
     encoded: bool = False
     """True if the values of MDS columns are bytes, as they are stored."""
     clips: Mapping[str, Any] = field(default_factory=dict)
-    """What is decoded of columns of videos and sounds: VideoClip or AudioClip, by the column's name."""
+    """VideoClip or AudioClip of each column of videos or sounds that is decoded, by the column's name."""
 
 
 DEFAULT_OPTIONS = ReadOptions()

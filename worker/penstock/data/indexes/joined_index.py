@@ -10,7 +10,7 @@ import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from penstock.data.cache.index_watch import digest_of
 from penstock.data.formats.descriptors import Descriptor
@@ -27,6 +27,7 @@ from penstock.data.formats.index import (
 from penstock.data.formats.shards import Shard, StoredFile
 from penstock.data.indexes.index_entries import Entry, IndexEntries
 from penstock.data.indexes.open_index import LARGE_INDEX
+from penstock.data.indexes.shards_on_demand import ShardsOnDemand
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, ShardUnavailableError
 
@@ -152,7 +153,7 @@ class JoinedIndex:
             ) from error
 
 
-class _IndexedShards(Sequence[Shard]):
+class _IndexedShards(ShardsOnDemand):
     """Shards of an index by the places of their entries."""
 
     def __init__(self, index: Descriptor, first: int, begins: Sequence[int], lengths: Sequence[int]) -> None:
@@ -162,13 +163,6 @@ class _IndexedShards(Sequence[Shard]):
     def __len__(self) -> int:
         return len(self._begins)
 
-    @overload
-    def __getitem__(self, at: int) -> Shard: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Shard]: ...
-    def __getitem__(self, at: int | slice) -> Shard | list[Shard]:
-        if isinstance(at, slice):
-            return [self[number] for number in range(len(self))[at]]
-        number = range(len(self))[at]
+    def _shard(self, number: int) -> Shard:
         text = self._index.read(self._lengths[number], self._first + self._begins[number])
         return shard_of(json.loads(text), self._known, {})

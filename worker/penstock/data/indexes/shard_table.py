@@ -17,7 +17,7 @@ import mmap
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from penstock.data.formats.index import invalid_index, shard_of
 from penstock.data.formats.ranges.file_ranges import has_ranges
 from penstock.data.formats.shards import Shard
 from penstock.data.indexes.index_entries import IndexEntries
+from penstock.data.indexes.shards_on_demand import ShardsOnDemand
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError
 
@@ -95,7 +96,7 @@ class _Collected:
         self.flags.append(RANGES * has_ranges(shard) | HASHED * shard.is_verifiable)
 
 
-class ShardTable(Sequence[Shard]):
+class ShardTable(ShardsOnDemand):
     """Shards of an index, in its order, and columns of them."""
 
     facts: Facts
@@ -126,18 +127,6 @@ class ShardTable(Sequence[Shard]):
     def describe(self, digest: Any) -> None:
         """Add to a digest what the fingerprint of a dataset consists of."""
         raise NotImplementedError
-
-    def _shard(self, number: int) -> Shard:
-        raise NotImplementedError
-
-    @overload
-    def __getitem__(self, index: int) -> Shard: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Shard]: ...
-    def __getitem__(self, index: int | slice) -> Shard | list[Shard]:
-        if isinstance(index, slice):
-            return [self._shard(number) for number in range(len(self))[index]]
-        return self._shard(range(len(self))[index])
 
 
 class ListedShards(ShardTable):

@@ -46,7 +46,7 @@ class Opened(Protocol):
 
 
 class Clip(Protocol):
-    """What is decoded of a column."""
+    """Settings of the clips that are decoded from the files of a column."""
 
     @property
     def positions(self) -> Positions:

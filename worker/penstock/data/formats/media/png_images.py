@@ -48,7 +48,7 @@ def _kornia() -> Any:
 
 
 class Layout(NamedTuple):
-    """What decides how a PNG file is decoded."""
+    """Properties of a PNG file that decide which library decodes it."""
 
     height: int
     width: int

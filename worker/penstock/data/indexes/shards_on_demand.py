@@ -1,0 +1,27 @@
+"""Sequence of a dataset's shards that makes each one when it is asked for. A million shards would take gigabytes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import overload
+
+from penstock.data.formats.shards import Shard
+
+__all__ = ["ShardsOnDemand"]
+
+
+class ShardsOnDemand(Sequence[Shard]):
+    """Base class of such sequences."""
+
+    @abstractmethod
+    def _shard(self, number: int) -> Shard:
+        """Return the shard with this number, which is in range."""
+
+    @overload
+    def __getitem__(self, at: int) -> Shard: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Shard]: ...
+    def __getitem__(self, at: int | slice) -> Shard | list[Shard]:
+        numbers = range(len(self))[at]
+        return self._shard(numbers) if isinstance(numbers, int) else [self._shard(number) for number in numbers]
