@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.opening import resumes
-from penstock.appliance.model.entities import Attempt, Box, Run, Slot, Worker
+from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Run, Slot, Worker
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.state.position import Position
@@ -74,6 +74,18 @@ def note_fence(cluster: ClusterState, box: Box, request: pb.WatchRunRequest) -> 
     if fence != box.fence:
         box.fence = fence
         cluster.changed(("mixture", request.run))
+
+
+def ask(cluster: ClusterState, run_name: str, number: int) -> Box | None:
+    """Answer the long poll of a live box, so that its client reports its present position with the next poll, at once.
+    A box reports once in a third of its lease otherwise. Return the box; None if no live client holds it."""
+    run = cluster.runs.get(run_name)
+    attempt = run.current if run is not None else None
+    box = attempt.boxes.get(number) if attempt is not None else None
+    if attempt is None or box is None or box.presence is not BoxPresence.LIVE:
+        return None
+    cluster.bump_box(attempt, box)
+    return box
 
 
 def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
