@@ -14,10 +14,12 @@ whole fleet, with a runner started in vain each time. So the reports of a box co
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.opening import resumes
 from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Run, Slot, Worker
-from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.errors import SAME_RELEASE, InvalidArgumentError
 from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -59,6 +61,27 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
     if history[0].step <= edge:
         for slot in box.slots:
             cluster.snapshot_index.trim(slot.key, history[0].total[slot.key.slot])
+
+
+def note_epoch_starts(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
+    """Record the positions at which the box began epochs. After a restart of the coordinator, the box counts as
+    reported only after a report with all of them. Raises InvalidArgumentError for a position that starts no epoch."""
+    spacing = max(1, box.retention // cluster.limits.history_entries)
+    for message in request.epoch_starts:
+        start = Position.received(owned(message), InvalidArgumentError)
+        if not box.is_fresh(start) or start.step < box.start.step:
+            raise InvalidArgumentError(
+                f"an epoch's start must have no batch of its epoch, and must be after step {box.start.step} of epoch "
+                f"{box.start.epoch}, where this launch began, got step {start.step} of epoch {start.epoch}. "
+                f"{SAME_RELEASE}"
+            )
+        _note_ends(cluster, attempt, box, start)
+        at = bisect_right(box.history, start.step, key=lambda position: position.step)
+        if at > 0 and start.step - box.history[at - 1].step >= spacing:
+            box.history.insert(at, start)
+    if not (box.reported or request.omits_epoch_starts):
+        box.reported = True
+        cluster.touch(attempt, box)
 
 
 def note_sources(box: Box, request: pb.WatchRunRequest) -> None:

@@ -199,6 +199,9 @@ class Limits:
     abandoned_at_once: int = 4096
     """Largest number of abandoned epochs in one report. Writing this many to the journal takes 15 ms. A box repeats
     the epochs that the coordinator has not confirmed."""
+    epoch_starts_at_once: int = 256
+    """Largest number of epoch starts in one report. A box reports each once, and all again after a restart of the
+    coordinator."""
     ends_max: int = 1 << 20
     """Largest number of epoch ends kept for a box. An end is dropped when it leaves the retention window, so this limit
     matters only for an unlimited window."""
