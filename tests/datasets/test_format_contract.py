@@ -147,7 +147,7 @@ def in_parts(made: Made) -> list[str]:
     shards = []
     for shard, paths in shards_of(made):
         if len(paths) == 2 and FORMATS[shard.format].by_part is not None:
-            offsets = read_offsets(paths[1], shard.files[1].raw, shard.files[0].raw.size, shard.samples)
+            offsets, _ = read_offsets(paths[1], shard.files[1].raw, shard.files[0].raw.size, shard.samples)
             shard = with_spans(shard, np.array(offsets))
         if shard.format == "arrow":
             shard = index_arrow(paths[0], shard.name)

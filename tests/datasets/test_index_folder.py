@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from forked_jobs import forked_jobs
 
 from penstock.data import CSVWriter, MDSWriter, StreamingDataset, index_folder, job_processes
 from penstock.data.formats.records import json_lines
+from penstock.data.formats.shards import Shard
 from penstock.data.writing import index_each, index_process
 from penstock.data.writing.index_each import JOURNAL
+from penstock.data.writing.indexable_files import INDEXABLE
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 
@@ -85,7 +88,27 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
     assert [shard.samples for shard in index_folder(tmp_path)] == [5, 4, 5, 5, 5, 5]
     kept = [n for n in range(3) if (tmp_path / f"{n}.jsonl.penstock-index").stat().st_ino == before[n]]
     assert kept == [0, 2]
-    assert not journal.exists()
+
+
+def test_later_call_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    lines = INDEXABLE["json_lines"]
+
+    def noted(path: Path, name: str, out: Path) -> Shard:
+        read.append(name)
+        return lines.index_file(path, name, out)
+
+    monkeypatch.setitem(INDEXABLE, "json_lines", replace(lines, index_file=noted))
+    for number in range(3):
+        write(tmp_path / f"{number}.jsonl", range(4))
+    index_folder(tmp_path)
+    write(tmp_path / "1.jsonl", range(4, 8))
+    write(tmp_path / "3.jsonl", range(5))
+    (tmp_path / "2.jsonl.penstock-index").unlink()
+    read.clear()
+    assert [shard.samples for shard in index_folder(tmp_path)] == [4, 4, 4, 5]
+    assert read == ["1.jsonl", "2.jsonl", "3.jsonl"]
+    assert [sample["n"] for sample in StreamingDataset(local=tmp_path)[0:9]] == [*range(8), 0]
 
 
 def test_folder_without_samples_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,13 @@ from typing import Any, NoReturn
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.ranges.file_ranges import with_spans
-from penstock.data.formats.records.offset_file import ENDING, read_offsets, write_offsets
+from penstock.data.formats.records.offset_file import (
+    ENDING,
+    NO_FINGERPRINT,
+    fingerprint,
+    read_offsets,
+    write_offsets,
+)
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -66,7 +72,12 @@ class RecordFile:
         if isinstance(offsets, RecordPart):
             self._offsets, self._first, self._begin = offsets.offsets, offsets.first, offsets.offsets[0]
         else:
-            self._offsets = read_offsets(offsets, shard.files[1].raw, size, shard.samples)
+            self._offsets, expected = read_offsets(offsets, shard.files[1].raw, size, shard.samples)
+            if expected not in (NO_FINGERPRINT, fingerprint(file, size)):
+                raise ShardCorruptError(
+                    f"{data} must be the file that was indexed, got another one of the same size, {size} "
+                    f"bytes. {INDEX_AGAIN}, or fetch the file again"
+                )
         self._file = file
 
     def __len__(self) -> int:
@@ -129,12 +140,19 @@ def opened(path: Path, name: str) -> tuple[Descriptor, int]:
 
 
 def record_shard(
-    format: str, out: Path, name: str, size: int, offsets: Ints, settings: Mapping[str, Any] | None = None
+    format: str,
+    data: Path | None,
+    out: Path,
+    name: str,
+    size: int,
+    offsets: Ints,
+    settings: Mapping[str, Any] | None = None,
 ) -> Shard:
     """Write the file of a file's offsets, and return the shard of both.
 
     Args:
         format: name of the format.
+        data: the file; None for a remote one.
         out: folder of the index.
         name: path of the file, relative to the dataset's folder; that of its offsets, relative to `out`, begins with
             it.
@@ -144,9 +162,13 @@ def record_shard(
     Raises DatasetError.
     """
     path = out / (name + ENDING)
+    stamp = NO_FINGERPRINT
+    if data is not None:
+        file, _ = opened(data, name)
+        stamp = fingerprint(file, size)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = write_offsets(path, size, offsets)
+        written = write_offsets(path, size, stamp, offsets)
     except OSError as error:
         raise DatasetError(
             f"{path} cannot be written: {error}. Give index_folder an argument `out`, a folder that you may write to"
@@ -162,7 +184,7 @@ def offsets_shard(shard: Shard) -> Shard:
 
 def read_table(shard: Shard, path: Path) -> memoryview:
     """Return the offsets of a file's records, see `format_table.PartReading.read`."""
-    offsets = read_offsets(path, shard.files[1].raw, shard.files[0].raw.size, shard.samples)
+    offsets, _ = read_offsets(path, shard.files[1].raw, shard.files[0].raw.size, shard.samples)
     firsts = [0, *itertools.accumulate(shard.spans)]
     found = [offsets[at] for pair in itertools.pairwise(firsts) for at in pair]
     if found != list(shard.ranges[:-1]):

@@ -218,7 +218,7 @@ def index_tar(path: Path, name: str, out: Path) -> Shard:
     """Write the file of an archive's offsets, and return its shard, see `IndexableFormat.index_file`. Only the headers
     of the members are read. Raises DatasetError, ShardCorruptError."""
     size, offsets = _samples(path, name)
-    return record_shard("webdataset", out, name, size, offsets)
+    return record_shard("webdataset", path, out, name, size, offsets)
 
 
 def _check_end(file: BinaryIO, at: int, name: str) -> None:
