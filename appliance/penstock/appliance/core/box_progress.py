@@ -29,7 +29,7 @@ _MAX_REASON = 300
 
 
 def note_opening(cluster: ClusterState, run: Run, request: pb.OpenRunRequest) -> None:
-    """Mark a run that begins anew as unused, until its first step is reported or a state is loaded."""
+    """Mark a new run as unused. The mark is removed when its first step is reported or a state is loaded."""
     if resumes(request):
         _note_use(cluster, run)
     elif run.attempt == 0:
@@ -44,7 +44,8 @@ def _note_use(cluster: ClusterState, run: Run) -> None:
 
 
 def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-    """Record the box's newly reported position, `request.delivered`, which must not be before the recorded one."""
+    """Record the position that the box reports, `request.delivered`; it must not be before the recorded one. Drop
+    snapshots that only older steps need."""
     position = Position.received(request.delivered, InvalidArgumentError)
     steps, box.delivered = position.step - box.step, owned(request.delivered)
     if position.step > 0:
@@ -85,14 +86,15 @@ def note_epoch_starts(cluster: ClusterState, attempt: Attempt, box: Box, request
 
 
 def note_sources(box: Box, request: pb.WatchRunRequest) -> None:
-    """Record the counts by source, and the imbalance of cost, that the box reports."""
+    """Record what the box reports about its data sources: counts of samples by source, and the imbalance of cost."""
     if request.sources:
         box.imbalance = request.imbalance
         box.sources = {count.source: owned(count) for count in request.sources}
 
 
 def note_fence(cluster: ClusterState, box: Box, request: pb.WatchRunRequest) -> None:
-    """Record that the box has received a fence, and the last step that it had taken then."""
+    """Record that the box has received the fence of a mixture change, and the last step that it had taken by then. (See
+    Attempt.fence.)"""
     fence = request.fence_key, request.fence_taken
     if fence != box.fence:
         box.fence = fence
@@ -112,8 +114,8 @@ def ask(cluster: ClusterState, run_name: str, number: int) -> Box | None:
 
 
 def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
-    """Record the epochs that the box's loop abandoned by `break`. Raises InvalidArgumentError above
-    `limits.abandoned_max` epochs."""
+    """Record the epochs that the box's loop abandoned by `break`. Raises InvalidArgumentError for more than
+    `limits.abandoned_max` of them."""
     touched: list[Box] = []
     for abandoned_epoch in request.abandoned:
         if abandoned_epoch.epoch in box.abandoned:
@@ -146,7 +148,7 @@ def _note_ends(cluster: ClusterState, attempt: Attempt, box: Box, position: Posi
 def note_unreachable(
     cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float
 ) -> None:
-    """Record which workers the box reports as unreachable, and move its slots from them if another worker has free
+    """Record which workers the box cannot reach, and move the box's slots from them if another worker has free
     capacity."""
     for claim in request.unreachable:
         slot = box.slots[claim.slot] if claim.slot < len(box.slots) else None
