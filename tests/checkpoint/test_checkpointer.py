@@ -394,8 +394,8 @@ def test_invalid_settings_are_errors(tmp_path: Path, options: dict[str, Any], wo
 
 def test_states_that_cannot_be_meant(tmp_path: Path) -> None:
     wrong: list[tuple[Any, Any, str]] = [
-        (-1, {"x": 1}, r"step must be an int from 0 to .*, got -1"),
-        (1.0, {"x": 1}, r"step must be an int from 0 to .*, got 1\.0"),
+        (-1, {"x": 1}, r"step of save\(\) must be an int from 0 to .*, got -1"),
+        (1.0, {"x": 1}, r"step of save\(\) must be an int from 0 to .*, got 1\.0"),
         (1, [1], "the state to save must be a dict of names and values, got list"),
         (1, {1: 2}, "must be a dict of names"),
         (1, {"a.b": 1, "a": {"b": 2}}, "two values under the name a.b"),

@@ -462,9 +462,9 @@ class InProcessReader:
         if seconds >= self._timeout_s:
             position, run = self.position, self._run
             raise DeadlineError(
-                f"{self._label}: box {run.box} waited timeout_s={self._timeout_s:g} s for the batch of step "
-                f"{position.step + 1} from worker slot {position.turn} on worker {HERE}, and the batch has not come: "
-                "pass a larger Appliance(timeout_s=), or make input_fn faster"
+                f"{self._label}: box {run.box} waited timeout_s={self._timeout_s:g} s for step {position.step + 1} "
+                f"from worker slot {position.turn} on worker {HERE}, and its batch has not come: pass a larger "
+                "Appliance(timeout_s=), or make input_fn faster"
             )
 
     def replace_worker(self, why: str) -> None:
