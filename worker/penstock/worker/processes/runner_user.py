@@ -38,8 +38,8 @@ PROBE_S = 60.0
 
 @dataclass(frozen=True)
 class RunnerUser:
-    """User other than root that runners run as, from the system's user database. A number that is missing there gets a
-    group of the same number."""
+    """User other than root that runners run as. A user given by a number that is not in the system's user database gets
+    a group of the same number."""
 
     name: str
     uid: int
