@@ -69,7 +69,7 @@ class PlannedRun:
     """Number of rows of all boxes' batches together."""
     boxes: int
     nodes: int
-    """Number of machines with a cache. Box b is on node b * nodes // boxes."""
+    """Number of nodes (machines, each with a cache). Box b is on node b * nodes // boxes."""
     workers: int
     """Number of workers of each box. They begin their first batches at the same time."""
     predownload: int
@@ -94,7 +94,7 @@ class PlannedRun:
 
 @dataclass
 class EpochFetches:
-    """Downloads of one node in one epoch."""
+    """Downloads of one node (a machine whose boxes share a cache) in one epoch."""
 
     shards: int = 0
     """Number of units that were downloaded: shards, or parts of large files."""
@@ -110,7 +110,7 @@ class EpochFetches:
 
 @dataclass
 class NodeFetches:
-    """Downloads of one node in a run."""
+    """Downloads of one node (a machine whose boxes share a cache) in a run."""
 
     node: int
     epochs: list[EpochFetches]
@@ -120,7 +120,7 @@ class NodeFetches:
     first_batch_s: float = 0.0
     """Seconds from the start of the run until its first step begins."""
     peak_bytes: int = 0
-    """Largest number of bytes in the cache."""
+    """Largest number of bytes in the node's cache at any time."""
     working_bytes: int = 0
     """Size of the working set in bytes: the largest total size of units that are needed at one time. A unit is needed
     from the beginning of its fetch to its last use in an epoch. With a cache of this size, no unit is fetched twice in
@@ -129,7 +129,8 @@ class NodeFetches:
 
 @dataclass(frozen=True)
 class _Uses:
-    """Uses of units by a node, in order. A unit has one entry for each tick in which it is used."""
+    """Uses of units by a node (a machine), in order. A unit (shard, or part of a large file) has one entry for each
+    tick in which it is used; a tick is a part of an epoch."""
 
     tick: Ints
     step: Ints
@@ -141,7 +142,7 @@ class _Uses:
 
 @dataclass
 class _Cache:
-    """Model of a node's cache."""
+    """Model of the cache of a node (a machine)."""
 
     limit: int | None
     there: OrderedDict[int, int] = field(default_factory=OrderedDict)
@@ -169,7 +170,8 @@ class _Cache:
 
 
 def planned(run: PlannedRun, order: ShardedOrder, fetches: Fetches) -> list[NodeFetches]:
-    """Return the downloads of each node, for a dataset of these units that is read in this order."""
+    """Return the downloads of each node (a machine whose boxes share a cache), for a dataset of these units that is
+    read in this order."""
     steps = run.steps(order)
     return [_Node(run, steps, fetches, _uses(run, order, fetches, node), node).result() for node in range(run.nodes)]
 
@@ -197,7 +199,7 @@ def _uses(run: PlannedRun, order: ShardedOrder, fetches: Fetches, node: int) -> 
 
 def _by_tick(fetch: Ints, step: Ints, tick: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Return (tick, first step, last step, unit) once for each pair of tick and unit. `fetch`, `step`, `tick`: unit,
-    training step and tick of each use, in ascending order of the steps."""
+    training step and tick (part of an epoch) of each use, in ascending order of the steps."""
     key = (tick - tick[0]) * (int(fetch.max()) + 1) + fetch
     _, first = np.unique(key, return_index=True)
     _, from_end = np.unique(key[::-1], return_index=True)

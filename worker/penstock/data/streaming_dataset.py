@@ -279,8 +279,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                     "its end, or leave the stream out"
                 )
         self.fingerprint = joint_fingerprint(self.layouts)
-        """Digest of all data. It does not depend on where they are stored, nor on the format to which `penstock data
-        convert` has converted them."""
+        """Digest of all data. It changes with the data, and not with the place where they are stored, or the format to
+        which `penstock data convert` has converted them."""
 
     def _set_starts(self) -> None:
         # For a single sample, bisect on a memoryview or list is faster than on an array. A list of a million numbers

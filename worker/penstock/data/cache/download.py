@@ -69,7 +69,8 @@ def give_name(temporary: Path, folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Callable that returns the temporary path of one file of a shard, by the file's kind ("raw" or "packed")."""
+    """Callable that returns the temporary path of one file of a shard, for its compressed ("packed") or its
+    decompressed ("raw") form."""
 
     temporary: Callable[[str], Path]
     number: int
@@ -168,11 +169,12 @@ class Downloads:
         return file.raw.size + file.packed.size
 
     def fill(self, shard: Shard, temporary: Callable[[str], Path], until: float, *, from_remote: bool) -> ShardVersion:
-        """Fetch and verify those of the shard's raw files that are missing or damaged. Return the record of all its
-        files.
+        """Fetch, decompress and verify those of the shard's files that are missing or damaged. Return the record of all
+        its files.
 
         Args:
-            temporary: returns a unique path, given the kind of a temporary file ("raw", "packed").
+            temporary: returns a unique path, given the kind of a temporary file: "packed" (compressed) or "raw"
+                (decompressed).
             until: deadline, monotonic time in seconds.
             from_remote: as in `need`.
         """
@@ -225,8 +227,8 @@ class Downloads:
         return found is not None and found[0] == stored.size
 
     def _raw(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> tuple[Path, bool]:
-        """Fetch, verify and decompress a file as needed. Return the path of its raw form, and True if nothing had to be
-        fetched from the remote for it."""
+        """Fetch, verify and decompress a file as needed. Return the path of the decompressed file, and True if nothing
+        had to be fetched from the remote for it."""
         self._drop_strange_links(file)
         for path in (self._in_place(file.raw), self._own(file.raw)):
             if path and self._usable(path, file.raw):
@@ -343,8 +345,7 @@ class Downloads:
                 raise unwritable(error, str(self._folder), stored.size, source) from error
 
     def _inflate(self, shard: Shard, file: ShardFile, path: Path, temporary: Path) -> None:
-        """Decompress the packed file at `path` into the cache's folder, and verify both its packed and its raw
-        bytes."""
+        """Decompress the file at `path` into the cache's folder, and verify the bytes before and after."""
         assert file.packed is not None
         data = read_plain(path, file.packed.size)
         source = (
@@ -364,6 +365,6 @@ class Downloads:
         put(raw, temporary, self._folder, file.raw.name, source)
 
     def _remove_packed(self, path: Path, packed: StoredFile) -> None:
-        """Remove a compressed file that can be fetched again, unless packed files are kept."""
+        """Remove a compressed file that can be fetched again, unless compressed files are kept."""
         if not self._keep_packed and not self._is_only_copy(path, packed):
             self._unlink(packed.name)

@@ -163,7 +163,7 @@ class Prefetcher:
             _drop(lock)
 
     def used(self, key: str) -> None:
-        """Remove the mark of a prefetched shard, because this process uses the shard now."""
+        """Remove the mark (a lock) of a prefetched shard, because this process uses the shard now."""
         with self._changed:
             self._wanted.pop(key, None)
             lock = self._marks.pop(key, None)

@@ -70,7 +70,7 @@ class HeldShard:
 
     def __init__(self, cache: ShardCache, key: str, paths: tuple[Path, ...]) -> None:
         self.paths = paths
-        """Paths of the raw files, in the order of the shard's files."""
+        """Paths of the decompressed files, in the order of the shard's files."""
         self._cache: ShardCache | None = cache
         self._key = key
         self._pid = os.getpid()
@@ -216,7 +216,7 @@ class ShardCache:
         """Return for each shard whether parts of its file may be fetched instead of the whole file: if no hash of the
         whole file is checked, and the file is not read in place.
 
-        hashed: for each shard, whether the index has a hash of its raw file. The result has the same length.
+        hashed: for each shard, whether the index has a hash of its decompressed file. The result has the same length.
         """
         if self._in_place or self.remote is None or self._validate:
             return np.zeros(len(hashed), bool)
@@ -272,7 +272,7 @@ class ShardCache:
         return f"{self.remote.url_of(shard.name)} ({path}: remove it to have it fetched again)"
 
     def hold(self, shard: Shard) -> HeldShard:
-        """Return the shard with its raw files complete and verified; wait until they are fetched if needed. The files
+        """Return the shard with its files decompressed and verified; wait until they are fetched if needed. The files
         stay in the cache until the shard is released.
 
         Raises ShardUnavailableError (timeout, missing, or disk full), ShardCorruptError, or DatasetError if the index
@@ -298,7 +298,8 @@ class ShardCache:
         return HeldShard(self, key, in_use.paths)
 
     def _taken(self, shard: Shard, key: str, until: float) -> tuple[FileLock, tuple[Path, ...]]:
-        """Acquire the shard's lock, and fetch its files if needed. Return the lock, and the paths of the raw files."""
+        """Acquire the shard's lock, and fetch its files if needed. Return the lock, and the paths of the decompressed
+        files."""
         self._state.prepare()
         lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)
         try:
@@ -354,7 +355,8 @@ class ShardCache:
     def _fill(
         self, shard: Shard, key: str, lock: FileLock, until: float, decided: Callable[[], None] | None = None
     ) -> tuple[Path, ...] | None:
-        """Fetch the shard's files, or wait for the process that fetches them; return the paths of the raw files.
+        """Fetch the shard's files, or wait for the process that fetches them; return the paths of the decompressed
+        files.
 
         decided: given for a prefetch (see `Prefetcher`), for which None is returned if the cache has no space.
         """

@@ -57,11 +57,12 @@ class ShardVersion:
     that are read in place."""
 
     raw: tuple[tuple[str, int, int], ...] = ()
-    """(path, size in bytes, modification time in ns) of each raw file; empty while the shard is being fetched."""
+    """(path, size in bytes, modification time in ns) of each decompressed file; empty while the shard is being
+    fetched."""
     packed: tuple[tuple[str, int], ...] = ()
-    """(path, size in bytes) of each compressed file that the cache keeps beside its raw form."""
+    """(path, size in bytes) of each compressed file that the cache keeps beside the decompressed one."""
     evictable: tuple[tuple[str, int], ...] = ()
-    """(path, size in bytes) of each raw file that may be evicted."""
+    """(path, size in bytes) of each decompressed file that may be evicted."""
     size: int = 0
     """Number of bytes that count against the cache's limit: the largest space that the shard may take on disk now."""
     hash: str = ""
@@ -97,7 +98,8 @@ class ShardVersion:
         return None if any(path.is_absolute() or ".." in path.parts for path in removable) else version
 
     def holds(self, shard: Shard, folder: str) -> tuple[Path, ...] | None:
-        """Return the paths of the shard's raw files; None if the size or time of a file differs from this record."""
+        """Return the paths of the shard's decompressed files; None if the size or time of a file differs from this
+        record."""
         if len(self.raw) != len(shard.files):
             return None
         paths = []

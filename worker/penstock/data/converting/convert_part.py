@@ -106,7 +106,8 @@ class PartConverter:
                 reader.close()
 
     def _verify(self, folder: str, shards: list[Shard], written: RowDigest) -> None:
-        """Read a part that was written back, and raise DatasetError if its rows differ from those written."""
+        """Read a part of the conversion back after it was written, and raise DatasetError if its rows differ from those
+        written."""
         digest = RowDigest()
         address = str(self._dest.local / folder) if self._dest.local else joined(self.plan.dest, folder)
         with TemporaryDirectory(prefix="penstock-verify-") as scratch:

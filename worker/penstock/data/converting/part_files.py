@@ -35,7 +35,7 @@ class PartFiles(Protocol):
         for a full disk."""
 
     def finish(self) -> list[Shard]:
-        """Write all files except the index, and return the part's shards."""
+        """Write all files of the part except its index, and return its shards."""
 
     def publish(self, notes: Mapping[str, Any]) -> None:
         """Write the index of the part, with notes. From then on the part counts as finished."""

@@ -118,7 +118,7 @@ class Units:
 
 
 def joined(arrays: Sequence[Ints]) -> Ints:
-    """Return one array of several, without a copy if there is only one."""
+    """Return the arrays as one array, without a copy if only one is given."""
     return arrays[0] if len(arrays) == 1 else np.concatenate([np.zeros(0, np.int64), *arrays])
 
 

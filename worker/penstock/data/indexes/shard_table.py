@@ -43,8 +43,8 @@ __all__ = ["ListedShards", "ShardTable", "StoredShards", "write_columns"]
 VERSION = 2
 HEADER_BYTES = 4096
 RANGES, HASHED = 1, 2
-"""Flags of a shard. RANGES: its parts are worth fetching one by one. HASHED: the index has a hash of one of its raw
-files."""
+"""Flags of a shard. RANGES: its parts are worth fetching one by one. HASHED: the index has a hash of one of its files
+in decompressed form."""
 PIECE = 1 << 20
 KEPT = 1024
 """Number of shards of a large index that are kept in memory as objects."""
@@ -61,7 +61,7 @@ class Facts:
     shards: int = 0
     units: int = 0
     hashed: bool = True
-    """True if the index has a hash of each file, in its raw or packed form."""
+    """True if the index has a hash of each file, in its decompressed or compressed form."""
     blocks: bool = False
     """True if any shard has blocks (such as row groups)."""
     spans: bool = False
@@ -128,7 +128,7 @@ class ShardTable(ShardsOnDemand):
 
     @property
     def hashed(self) -> npt.NDArray[np.bool_]:
-        """True for each shard of which the index has a hash of a raw file; shape (shards,)."""
+        """True for each shard of which the index has a hash of a file in decompressed form; shape (shards,)."""
         return (self.flags & HASHED).astype(bool)
 
     def describe(self, digest: Any) -> None:

@@ -158,7 +158,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     def imbalance(self, steps: int = 100) -> Imbalance:
         """Return how unequal the costs of the boxes are in the first steps of the present epoch, with and without
-        balance. Read no sample. Raise InvalidArgumentError for a loader without `balance`."""
+        balance. No sample is read. Raise InvalidArgumentError for a loader without `balance`."""
         if self._balance is None:
             raise InvalidArgumentError(
                 f"{self._name}: imbalance() needs the costs of samples. Pass balance=Balance(cost, report=True) to the "

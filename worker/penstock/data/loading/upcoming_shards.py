@@ -29,7 +29,7 @@ FEW_MARKS = 16
 """Number of newest marks whose mean rate is used if it is higher, which happens after a pause of the loop such as
 compilation."""
 MARK_PAUSE_S = 1.0 / MARKS
-"""Shortest time in seconds between two marks."""
+"""Shortest time in seconds between two marks (times and positions at which the loop asked for a batch)."""
 
 
 class ReadingRate:

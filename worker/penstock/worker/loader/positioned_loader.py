@@ -36,8 +36,8 @@ __all__ = ["PositionedLoader"]
 
 
 class PositionedLoader(SlotLoader, ABC):
-    """Loader of a slot that can be opened, replayed, saved and restored. The subclass `RestorableLoader` opens the next
-    epoch after a restore within an epoch."""
+    """Loader of a slot that can be replayed, saved and restored. To *open* an epoch is to call iter() on the loader for
+    it. The subclass `RestorableLoader` opens the next epoch after a restore within an epoch."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PositionedLoader(SlotLoader, ABC):
     ) -> None:
         super().__init__(assignment, doing, skipped, load)
         self.digest = 0
-        """Digest (hash) of the last batch, set by the code that flattens batches; 0 = not known."""
+        """Digest (hash) of the last batch, which the caller of `next` computes and sets; 0 = not known."""
         self.unsaved: Exception | None = None
         """Error of state_dict() when the epoch start was taken; None if the state could be taken."""
         self.resume: dict[str, Any] | None = None
@@ -90,7 +90,7 @@ class PositionedLoader(SlotLoader, ABC):
     @property
     def is_untouched(self) -> bool:
         """True if the loader was restored and has yielded nothing since. Such a loader may continue the restored epoch
-        when the next one is opened."""
+        when the next one is to begin."""
         return self.restored and self.position.total == self._restored_at
 
     @property
@@ -352,7 +352,7 @@ class PositionedLoader(SlotLoader, ABC):
             self._load(point.state, True)
 
     def mark_restored(self) -> None:
-        """Record that a state, and not a replay, has just brought the loader to its position."""
+        """Record that the loader has just reached its position by loading a state, and not by a replay."""
         self.restored, self._restored_at = True, self.position.total
 
     def begin(self) -> None:

@@ -31,12 +31,12 @@ class RestartPoint(Protocol):
 
     @property
     def began(self) -> int:
-        """Number of batches that the slot had made in the run, over all epochs, when the restart point's epoch was
-        opened."""
+        """Number of batches that the slot had made in the run, over all epochs, when the restart point's epoch
+        began."""
 
     @property
     def is_epoch_start(self) -> bool:
-        """True if the restart point was taken when an epoch was opened, False if it was taken after a batch."""
+        """True if the restart point was taken at the beginning of an epoch, False if it was taken after a batch."""
 
 
 class _History(Protocol):

@@ -54,7 +54,7 @@ class StreamPosition:
 
     @property
     def began(self) -> int:
-        """Number of batches that the slot had made, over all epochs, when the present epoch was opened."""
+        """Number of batches that the slot had made, over all epochs, when the present epoch began."""
         return self.total - self.delivered
 
     def copy(self) -> StreamPosition:
@@ -94,7 +94,7 @@ class StreamHistory:
     launch: Launch = Launch()
     abandoned: tuple[tuple[int, int], ...] = ()
     """Epochs that the loop abandoned by `break`, oldest first, as (number of the epoch, number of the slot's last
-    delivered batch there, counted over all epochs)."""
+    delivered batch in it, counted over all epochs)."""
     complete: bool = False
     """True if the stream can be replayed from the beginning: the slot's counts began with a new loader from input_fn,
     and `abandoned` lists all abandoned epochs."""
@@ -155,7 +155,7 @@ class RestartPoint:
     rng: bytes
     """States of the random generators at the position."""
     rng_before: bytes | None = None
-    """States of the random generators before the epoch was opened; None for a snapshot."""
+    """States of the random generators before the epoch began, that is before iter(); None for a snapshot."""
     digest: int = 0
     """Digest of the last batch before this position; 0 = not known."""
     step: int = 0
@@ -178,12 +178,12 @@ class RestartPoint:
 
     @property
     def began(self) -> int:
-        """Number of batches that the slot had made, over all epochs, when the restart point's epoch was opened."""
+        """Number of batches that the slot had made, over all epochs, when the restart point's epoch began."""
         return self.position.began
 
     @property
     def is_epoch_start(self) -> bool:
-        """True if the restart point was taken when an epoch was opened, False if it was taken after a batch."""
+        """True if the restart point was taken at the beginning of an epoch, False if it was taken after a batch."""
         return self.rng_before is not None
 
     @property

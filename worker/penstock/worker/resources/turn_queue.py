@@ -22,11 +22,11 @@ from penstock.worker.resources.processor_time import LOOK_S, ProcessorDemand
 __all__ = ["QueueTurn", "TurnQueue"]
 
 TURN_S = 10.0
-"""Largest number of seconds that a starting runner keeps its turn while it is busy."""
+"""Largest number of seconds for which a starting runner that is busy keeps the next one in the queue waiting."""
 IDLE_SHARE = 0.3
-"""Share of a processor below which a starting runner counts as idle, which ends its turn."""
+"""Fraction of a processor below which a starting runner counts as idle, so that the next one in the queue may start."""
 IDLE_LOOKS = 2
-"""Number of consecutive measurements below IDLE_SHARE after which a runner's turn ends."""
+"""Number of consecutive measurements below IDLE_SHARE after which the next runner in the queue may start."""
 
 
 class QueueTurn:

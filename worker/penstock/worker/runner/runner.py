@@ -96,7 +96,7 @@ class _Start:
     resume: dict[str, Any] | None
     points: list[RestartPoint]
     begins: bool = False
-    """True if the runner must make the restart point at the launch's beginning again, because it is not in `points`."""
+    """True if the restart point at the launch's start is not in `points`, so that the runner must make it again."""
 
 
 class _Runner:
@@ -124,8 +124,7 @@ class _Runner:
         """True if the loader's own states lead to wrong batches. Restart points are then saved as numbers of batches
         after the stream's start."""
         self._left: dict[int, int] = {}
-        """Epochs that the training loop abandoned: number of the epoch -> number of the slot's last batch in it, in all
-        epochs."""
+        """Abandoned epochs: number of the epoch -> number of the slot's last batch in it, counted over all epochs."""
         self._hello: lane_pb2.Hello | None = None
         self._points: list[RestartPoint] = []
         """Restart points of the slot's previous runner that arrived after this runner had been started."""
@@ -353,8 +352,8 @@ class _Runner:
                 raise self._interrupt
 
     def _learn(self, structure: Structure) -> int:
-        """Give a new batch structure a number, announce it to consumers, and return the number. The structure is kept,
-        so that no other object gets its id()."""
+        """Give a new batch structure a number, announce it to the training job, and return the number. The structure is
+        kept, so that no other object gets its id()."""
         self._structures += 1
         self._numbers[id(structure)] = self._structures, structure
         if len(self._numbers) > KNOWN_STRUCTURES:
@@ -420,8 +419,7 @@ class _Runner:
             del producer.wanted[stale]
 
     def _is_counted(self, point: RestartPoint) -> bool:
-        """Return True if the point is saved as a number of batches after the stream's start, so that it needs no
-        check."""
+        """Return True if the point is saved as a number of batches since the start, so that it needs no check."""
         return self._counts and point.behind is not None
 
     def _step_of(self, total: int) -> int:
@@ -535,8 +533,8 @@ class _Runner:
             raise StateMismatchError(mismatch.message) from mismatch
 
     def _is_doubted(self, plan: Return) -> bool:
-        """Return True if the plan's epoch start is wrong: a loader restored from it does not continue with the batch
-        that followed before."""
+        """Return True if the plan's epoch start is wrong: from it, the loader does not yield the batch that followed
+        before."""
         if plan.probe is None or plan.epoch_start is None:
             return False
         try:
@@ -558,8 +556,8 @@ class _Runner:
     # ---- the two sockets
 
     def _serve(self, timeout_s: float | None) -> None:
-        """Wait for a message of the daemon or the consumer (training job), at most `timeout_s` seconds (None = without
-        limit), and handle all messages that have arrived."""
+        """Wait for a message of the daemon or the training job, at most `timeout_s` seconds (None = without limit), and
+        handle all messages that have arrived."""
         producer, poll = self.producer, self._poll
         producer.flush()
         consumer = producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0)

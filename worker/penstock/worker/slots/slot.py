@@ -100,7 +100,7 @@ class Slot:
         """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> number of the slot's
         last batch in it, counted over all epochs."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
-        """Positions of the restart points that an earlier runner of the slot made."""
+        """`StoredSnapshot.position` of each restart point that an earlier runner of the slot made."""
         self.states = SlotStates(self, self.verifier)
         self.durable = DurableSnapshots(self)
         self._child: Child | None = None
@@ -296,7 +296,7 @@ class Slot:
         self.log.log(level, "%s: %.4000s%s", self.name, message, stack and f"\n{stack}")
 
     def _end_turn(self) -> None:
-        """End the slot's turn in the queue of starting runners."""
+        """Let the next runner in the queue of starts begin, because this slot no longer needs its place there."""
         if self._turn is not None:
             self._turn.end()
 

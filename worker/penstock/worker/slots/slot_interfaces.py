@@ -98,7 +98,7 @@ class SlotContext(Protocol):
     """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> number of the slot's last
     batch in it, counted over all epochs."""
     from_before: set[tuple[int, int, int, bool, int]]
-    """Positions of the restart points that an earlier runner of the slot made."""
+    """`StoredSnapshot.position` of each restart point that an earlier runner of the slot made."""
     unsaved: records_pb2.ErrorDetail | None
     ready: asyncio.Event
     begun: asyncio.Event

@@ -183,8 +183,8 @@ class SlotStates:
         """Return True if a helper process must make the batch after the requested position, because this worker does
         not know its digest and the answer needs it.
 
-        At the end of an epoch there may be no next batch. Return True there only if a replay is cheap, or if the next
-        launch may begin with another slot than slot 0.
+        If the position is the end of an epoch, there may be no next batch. Then return True only if a replay is cheap,
+        or if the next launch may begin with another slot than slot 0.
         """
         if not self._by_own or answer.next_digest:
             return False

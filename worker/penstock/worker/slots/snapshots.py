@@ -71,7 +71,7 @@ class StoredSnapshot:
 
     @property
     def began(self) -> int:
-        """Number of batches that the slot had made, over all epochs, when the restart point's epoch was opened."""
+        """Number of batches that the slot had made, over all epochs, when the restart point's epoch began."""
         return self.total - self.delivered
 
     @property
@@ -80,7 +80,8 @@ class StoredSnapshot:
 
     @property
     def position(self) -> tuple[int, int, int, bool, int]:
-        """Key of the restart point's position. A new restart point replaces an earlier restart point with this key."""
+        """(epoch, delivered, total, epoch_start, step) of the restart point. A new restart point replaces an earlier
+        one for which these are the same."""
         return self.epoch, self.delivered, self.total, self.epoch_start, self.step
 
 
