@@ -44,7 +44,7 @@ class FetchStats:
     ahead_shards: int = 0
     """Number of shards that were prefetched, are on disk, and were not used yet."""
     ahead_bytes: int = 0
-    """Number of bytes of these prefetched shards."""
+    """Number of bytes of the shards that were prefetched, are on disk, and were not used yet."""
     waited_s: float = 0.0
     """Seconds that reads waited for shards that were not prefetched. If the value grows after the first batches, raise
     the number of samples that are prefetched, or use a faster remote."""

@@ -48,7 +48,7 @@ class IndexEntries:
         self._digest = xxhash.xxh3_128()
         self._text, self._at = "", 0
         self._offset = 0
-        """Offset in the file, in bytes, of the character at `_at`."""
+        """Offset in the file, in bytes, of the next character to parse, which is at `_at` in `_text`."""
         self._ended = False
 
     @property

@@ -84,7 +84,7 @@ class GivenIndex:
         try:
             for number, entry in enumerate(IndexEntries(self.file)):
                 try:
-                    # A large index is searched for names with two meanings by its readers.
+                    # Two different files of one name are refused here; in a large index its readers look for them.
                     shard = shard_of(entry.value, known, files if self._size < LARGE_INDEX else {})
                 except (InvalidField, DatasetError) as error:
                     raise invalid_index(f"{self.where}: shard {number}", error) from None

@@ -109,12 +109,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._partitioned_for = self._topology()
         """Topology (numbers of boxes and workers) in which processes have shared the batches since `_done` was 0."""
         self._at_position = True
+        """True if the next iteration begins at the present position; False if at the next epoch's beginning."""
         self._epoch_is_set = False
         """True if `set_epoch` was called since the last iteration began. The next iteration then has that epoch, even
         if the epoch has no batch left."""
-        """True if the next iteration begins at the present position; False if at the next epoch's beginning."""
         self._counted = 0, 0
-        """Position, as (epoch, start), from which `state_after` counts batches."""
+        """Position, as (epoch, number of the sample in it), from which `state_after` counts batches."""
         self._epochs_begun = 0
         """Number of times that an iteration began, or that `load_state_dict` or `set_epoch` changed the position. An
         iterator ends if this number has changed since the iterator was made."""

@@ -411,7 +411,8 @@ class StreamingLoader(PositionLoader):
         shards.append(self.dataset.units_of(ids))
         needed_at.append(positions + shift)
         first, span = int(positions[0]), int(positions[-1]) + 1 - int(positions[0])
-        boxes = self._identity.boxes if self._box is not None else 1  # the shards of positions that were not examined
+        boxes = self._identity.boxes if self._box is not None else 1
+        # Add the shards of the positions between those that were examined.
         if self._shuffle and not filed and len(positions) * boxes < span:
             others = self.dataset.read_units(self._shards.shards(epoch, positions))
             shards.append(others)

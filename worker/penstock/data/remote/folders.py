@@ -556,7 +556,7 @@ class RemoteFolder:
                 raise TransferBroken("the dataset was closed")
             if self._loop is None:
                 self._loop = RemoteLoop(self._url, self._options)
-                weakref.finalize(self, RemoteLoop.close, self._loop)  # raised also at the interpreter's exit
+                weakref.finalize(self, RemoteLoop.close, self._loop)  # called also at the interpreter's exit
             loop = self._loop
             if loop.ended:
                 raise ShardUnavailableError(

@@ -329,7 +329,7 @@ class Request(Protocol):
         TransferBroken."""
 
     def cancel(self) -> object:
-        """Cancel the call."""
+        """Cancel the call, because its result is not needed any more."""
 
 
 def by_pieces(

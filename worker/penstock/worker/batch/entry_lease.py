@@ -80,10 +80,12 @@ class EntryLease:
         self._thread = threading.get_ident()
         self._reserved: FreeEntry | None = None
         self._arena: Callable[[], EntryArena | None] = _none
-        self._yielded = False  # a batch of this arena was yielded while user code still held leaves of it
+        self._yielded = False  # a batch of this arena was yielded while user code still held tensors of it
         self._forked = False  # a forked child may hold views
         self._vain = 0
-        self._leaf_ranges: list[tuple[int, int]] = []  # (start, size) where leaves of the last misplaced batch belonged
+        self._leaf_ranges: list[
+            tuple[int, int]
+        ] = []  # (start, size) where the tensors of the last misplaced batch belonged
 
     def begin(self) -> EntryArena | None:
         """Return the arena, an array over all bytes of the leased ring entry, in which user code builds the batch.

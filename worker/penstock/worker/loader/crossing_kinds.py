@@ -28,8 +28,8 @@ explained in epoch_crossing.py; "" = not known yet."""
 
 
 def more_careful(one: str, other: str) -> str:
-    """Return the more careful of two crossings (ways in which a restored loader enters the next epoch). It takes
-    longer, and may be right where the other one leads to wrong batches."""
+    """Return the more careful of two crossings (ways in which a restored loader enters the next epoch), which may be
+    right where the other one leads to wrong batches."""
     return max(one, other, key=WAYS.index)
 
 

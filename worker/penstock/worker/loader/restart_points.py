@@ -111,7 +111,8 @@ class StreamHistory:
         )
 
     def of(self, launch: Launch) -> StreamHistory:
-        """Return the same history with `launch` as the point from which the loader counts."""
+        """Return the same history with another launch, from whose beginning the loader counts its steps, batches and
+        samples."""
         return replace(self, launch=launch)
 
     def before(self, epoch: int) -> StreamHistory:
@@ -121,7 +122,8 @@ class StreamHistory:
 
     def knowing(self, crossing: str) -> StreamHistory:
         """Return the history with the more careful of two crossings (ways into the next epoch): its own, and
-        `crossing`, which was found at another position. The more careful one is right wherever either is needed."""
+        `crossing`, which was found at another position. A crossing that is wrong at one position must not be used at
+        any other."""
         return replace(self, crossing=more_careful(self.crossing, crossing))
 
     def encode(self) -> dict[str, Any]:

@@ -287,7 +287,7 @@ class SlotLoader:
             return self._loader.aggregate_state_dict(states)
 
     def plan_change(self, trial: coordinator_pb2.MixtureTrial, resume: Mapping[str, Any] | None) -> bytes:
-        """Try a change of the mixture's weights with this loader, and return the result as bytes; see
+        """Try a change of the weights of the data sources that this loader mixes, and return the result as bytes; see
         changed_mixture.py. The loader must not be used for anything else afterwards."""
         with self._user("plan_change()"):
             return plan_change(self._loader, trial, resume)

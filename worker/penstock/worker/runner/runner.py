@@ -419,7 +419,8 @@ class _Runner:
             del producer.wanted[stale]
 
     def _is_counted(self, point: RestartPoint) -> bool:
-        """Return True if the point is saved as a number of batches since the start, so that it needs no check."""
+        """Return True if the point is a number of batches since the stream's start, so that it needs no
+        verification."""
         return self._counts and point.behind is not None
 
     def _step_of(self, total: int) -> int:
