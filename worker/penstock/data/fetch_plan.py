@@ -102,7 +102,7 @@ class EpochFetches:
     """Number of repeated downloads: of shards, or parts of large files, that the node had downloaded already in this
     epoch, and that its cache has evicted since."""
     bytes: int = 0
-    """Number of bytes transferred."""
+    """Number of bytes that were transferred to the node."""
     wait_s: float = 0.0
     """Seconds that steps wait for downloads."""
     waiting_steps: int = 0

@@ -108,7 +108,7 @@ class RemoteIndex:
 
     remote: RemoteFolder
     folder: Path
-    """Folder of the cache."""
+    """Folder of the cache that has a copy of the index."""
     record: str
     """Path, relative to `folder`, of the file that records for all processes of the host which version of the index was
     fetched (ETag or time). The file is named like the index."""

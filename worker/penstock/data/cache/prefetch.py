@@ -55,7 +55,7 @@ class FetchStats:
 
 def process_group(process: int | None = None) -> str:
     """Return a name of a process that is unique on this host, also where containers share a cache. `process`: ID of the
-    process; None: this one."""
+    process; None: the calling process."""
     return f"{os.stat('/proc/self/ns/pid').st_ino}-{process or os.getpid()}"
 
 

@@ -47,7 +47,7 @@ class ConversionPlan:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the result's files, such as their compression; see target_settings.py."""
     data: str = ""
-    """Digest of the source's files."""
+    """Digest of the source's files, which changes when a file changes."""
     order: str = ""
     """Digest of the source's order, if the result keeps that order; "" otherwise."""
     parts: Sequence[Part] = ()
@@ -59,7 +59,7 @@ class ConversionPlan:
     source_options: Mapping[str, Any] = field(default_factory=dict)
     dest_options: Mapping[str, Any] = field(default_factory=dict)
     names: ArgumentNames = ARGUMENTS
-    """Names of arguments in errors."""
+    """How errors name the arguments that the user gave."""
 
     @property
     def key(self) -> str:

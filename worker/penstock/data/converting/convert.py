@@ -60,10 +60,10 @@ PROGRAM = "penstock.data.converting.part_process"
 
 @dataclass(frozen=True)
 class Converted:
-    """Result of a conversion."""
+    """What a conversion has made."""
 
     shards: list[Shard]
-    """Shards in the result's index."""
+    """Shards of the result, as its index lists them."""
     samples: int
     digest: str
     """Digest of all rows of the result, as hexadecimal text. It does not depend on the format."""

@@ -56,7 +56,7 @@ class MDSPart:
             folder: path or URL of the part's folder, whose content is replaced.
             columns: columns of the result.
             settings: keyword arguments of MDSWriter.
-            names: names of arguments in errors.
+            names: how errors name the arguments that the user gave.
         """
         self._writer = MDSWriter(folder, {each.name: each.type for each in columns}, exist_ok=True, **settings)
         self._writer.remedy_of = lambda name: f"Give the column another type with {names.column_type(name, 'json')}"
@@ -97,7 +97,7 @@ class ParquetPart:
             remote: folder of the whole result.
             folder: path of the part's folder below it.
             schema: pyarrow schema of the columns.
-            names: names of arguments in errors.
+            names: how errors name the arguments that the user gave.
             compression: compression of the file, by pyarrow's name; None: none.
             group_bytes: bytes of values after which a row group is written.
             timeout_s: seconds for each file of a remote.

@@ -33,7 +33,7 @@ INT64 = range(-(1 << 63), 1 << 63)
 
 @dataclass(frozen=True)
 class TargetColumn:
-    """Column of the converted dataset."""
+    """Column of the converted dataset: its name, its type, and the change that its values need."""
 
     name: str
     type: str
@@ -150,7 +150,7 @@ def mds_columns(
         samples: some rows of the source.
         names: names of the columns.
         given: column -> encoding, for those that the user chose.
-        say: names of arguments in errors.
+        say: how errors name the arguments that the user gave.
     """
     return [_mds_column(name, _values(samples, name, say), given.get(name), say) for name in names]
 

@@ -74,7 +74,7 @@ class GivenIndex:
 
     @property
     def digest(self) -> str:
-        """Digest of the whole index."""
+        """Digest of the content of the index file."""
         return digest_of(self.file)
 
     def entries(self) -> Iterator[tuple[Entry, Shard]]:

@@ -88,7 +88,7 @@ class Units:
 
     @property
     def count(self) -> int:
-        """Number of files."""
+        """Number of files in all streams together."""
         return int(self._firsts[-1])
 
     @property

@@ -27,7 +27,7 @@ class PlainFilesystems:
         self._lock = threading.RLock()  # reentrant, like the remote's lock
         self._free: list[tuple[Any, str]] = []
         self._calls: set[Future[Any]] = set()
-        """Calls in progress."""
+        """Calls of the filesystem that are running."""
 
     def begin(self, work: Callable[[Any, str], Any]) -> Future[Any]:
         """Start a call of `work(filesystem, path of the remote folder in it)` in a thread, and return a future for its

@@ -49,7 +49,7 @@ _SHARD_FILE = re.compile(r"shard\.\d{5,}\..*")
 
 
 class WriterSettings(TypedDict, total=False):
-    """Keyword arguments of all writers."""
+    """Keyword arguments that all writers take."""
 
     compression: str | None
     """Compression of the shards: "zstd", "gz:6" and so on; None: shards are not compressed."""

@@ -91,7 +91,7 @@ class Heartbeats:
         """Number of heartbeats that the thread has sent because the event loop was late."""
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, which sends heartbeats when they are due until `stop` is called."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -32,11 +32,11 @@ replayed from the beginning."""
 
 
 class _End:
-    """Type of the sentinel END."""
+    """Type of END, the object that stands for the end of an epoch."""
 
 
 END = _End()
-"""Sentinel that `PositionedLoader.next` returns at the end of an epoch."""
+"""Object that `PositionedLoader.next` returns at the end of an epoch, instead of a batch."""
 
 
 @dataclass
