@@ -237,7 +237,7 @@ class _Node:
         bounds = [0, *(np.flatnonzero(np.diff(uses.tick)) + 1).tolist(), len(steps)]
         seen = 0
         waiting: deque[int] = deque()
-        """Uses in the next `predownload` samples whose units are not fetched yet."""
+        """Indexes into `uses` of those in the next `predownload` samples whose units are not fetched yet."""
         for begin, end in pairwise(bounds):
             now = steps[begin] if begin < len(steps) else 0
             until = (steps[end] if end < len(steps) else now) + ahead
@@ -311,7 +311,7 @@ class _Node:
         step_s, steps = self._run.step_s, self._steps
         wait, free = 0.0, 0.0
         begun: dict[int, float] = {0: 0.0}
-        """Time in seconds at which each step began at which a transfer may begin."""
+        """Training step after which a transfer may begin -> time in seconds at which the step began."""
         pending = sorted({now for now, _, _ in self._arrivals} | {needed for _, needed, _ in self._arrivals})
         arrived: dict[int, float] = {}
         number = 0

@@ -58,7 +58,8 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["StreamingDataset"]
 
 LISTED_BOUNDS = 1 << 14
-"""Largest number of shards whose first sample numbers are kept as a list, which is searched faster than an array."""
+"""Largest number of shards of a dataset that keeps the number of each shard's first sample in a list, which is searched
+faster than an array."""
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):

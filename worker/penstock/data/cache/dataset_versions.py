@@ -74,7 +74,7 @@ def _numbered(make: Callable[[str], ShardCache], version: int, name: str) -> tup
             got = "a damaged file, which names no version" if found is None else f"that of version {found}"
             raise DatasetError(
                 f"{name}: {version_index(version)} must be the index of version {version}, got {got}. Restore the "
-                f"file (of the newest version, {INDEX} is a copy), or give another version"
+                f"file, or give another version. If {version} is the newest version, {INDEX} is a copy of the file"
             )
     except BaseException as error:
         cache.close()

@@ -22,7 +22,7 @@ PART_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a conversion: consecutive samples of one shard of the source, converted as a unit."""
+    """Part of a conversion: consecutive samples of one shard of the source, which one process converts."""
 
     shard: int
     """Number of the shard in the source's index."""

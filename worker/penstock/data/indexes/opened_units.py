@@ -54,8 +54,8 @@ class Units:
             self.bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
 
     def _division(self, stream: int) -> tuple[Ints, Ints | None]:
-        """Return the number of samples in each unit of a stream, and the number of units in each file; None if each has
-        one."""
+        """Return the number of samples in each unit of a stream, and the number of units in each file; None if each
+        file is one unit."""
         table = self._tables[stream]
         return table.parts if self.finer[stream] and table.parts is not None else (table.sizes, table.counts)
 

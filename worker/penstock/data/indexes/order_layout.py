@@ -50,7 +50,7 @@ class OrderLayout:
 
     @staticmethod
     def of(table: ShardTable) -> OrderLayout:
-        """Return the division of a dataset by its own shards."""
+        """Return the layout of a dataset whose own shards decide the order. `table`: these shards."""
         facts = table.facts
         decoded = facts.decoded_bytes, facts.decoded_samples
         return OrderLayout(_fingerprint(table), table.sizes, table.counts, facts.blocks, decoded)

@@ -181,7 +181,7 @@ class StreamingLoader(PositionLoader):
             )
         if fetch_threads and reseed is None and dataset.clips_draw:
             raise InvalidArgumentError(
-                f"fetch_threads must be 0 with clips that may draw random numbers, got {fetch_threads}: threads "
+                f"fetch_threads must be 0 if the dataset's clips may draw random numbers, got {fetch_threads}: threads "
                 "share the process's generators. Use more workers, or pass reseed=False if nothing is drawn"
             )
         # `_follow` makes the loader again, perhaps where the identity of the worker is no longer known.

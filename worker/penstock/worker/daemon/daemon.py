@@ -74,7 +74,7 @@ ASSIGNED = 2
 """Largest number of assigned slots in one reply of the coordinator, as a multiple of the worker's number of slots;
 further ones are ignored. Slots beyond the worker's number are reported lost."""
 ANSWERS_AT_ONCE = 1024
-"""Largest number of the coordinator's requests for a slot's state that are answered at once; a reply holds no more."""
+"""Largest number of requests for a slot's state that are answered at a time; one coordinator reply has no more."""
 TURN_S = 0.5
 """Seconds between two reports of the event loop to the heartbeat thread that it still makes progress."""
 

@@ -312,8 +312,8 @@ class SlotLoader:
         loader_generators.restore(self._loader, data)
 
     def reseed(self, *path: int | str) -> None:
-        """Seed all random generators with a seed derived from the run's seed, the slot and `path`, whose parts name the
-        occasion."""
+        """Seed all random generators with a seed derived from the run's seed, the slot and `path`: words and numbers
+        that tell when in the run this is, such as ("left", 3, 120) when the loop has left epoch 3 after batch 120."""
         a = self.assignment
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *path))
         for number, generator in enumerate(loader_generators.given_to(self._loader)):

@@ -46,8 +46,8 @@ IDLE_SHARE = 0.1
 """Fraction of the start deadline. A starting fork server is killed if for so long it neither ran nor waited for a
 processor."""
 FORK_DEADLINE_S = 15.0
-"""Seconds without an answer after which a fork server that neither runs nor waits for a processor is replaced. A fork
-takes milliseconds, and longer on a busy machine."""
+"""Seconds without an answer after which a fork server (the process that forks the daemon's children) is replaced, if it
+neither runs nor waits for a processor. A fork takes milliseconds, and longer on a busy machine."""
 FORK_MOST_S = 300.0
 """Largest number of seconds for a fork on a busy machine."""
 STATUS_S = 0.25

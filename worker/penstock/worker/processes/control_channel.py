@@ -104,7 +104,7 @@ class MessageInbox:
             raise invalid_message(f"a control message must have at most {MAX_FDS} file descriptors, got {count}")
 
     def close(self) -> None:
-        """Close received descriptors that belong to no message taken so far."""
+        """Close the file descriptors that arrived with messages which were not taken."""
         while self._fds:
             os.close(self._fds.pop())
 

@@ -307,9 +307,10 @@ class SlotStates:
         slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
-                f"{slot.name}: the state of step {request.step} is not available yet: the loop abandoned an epoch by "
-                f"`break` after batch {position.total - position.delivered} of this worker slot, and the runner that "
-                "replaced its first one has not been informed yet. Save again after the next batch of this worker slot"
+                f"{slot.name}: the state of step {request.step} is not available yet: the training loop abandoned an "
+                f"epoch by `break` after batch {position.total - position.delivered} of this worker slot, and the "
+                "runner, which was started anew meanwhile, has not been told. Save again after the next batch of this "
+                "worker slot"
             )
 
     async def _advance(

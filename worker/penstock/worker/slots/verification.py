@@ -286,8 +286,8 @@ class RestartPointVerifier:
             return float(fields["took"])
 
     def _opened(self, point: StoredSnapshot, followers: dict[str, list[int]]) -> list[bytes]:
-        """Return the encoded snapshot that the runner took after the first batch of the next epoch, as a list of at
-        most one."""
+        """Return the encoded snapshot that the runner took after the first batch of the epoch after `point`. The list
+        has one item, or none if there is no such snapshot."""
         beyond = next(((int(count), epoch) for count, (epoch, _) in followers.items() if epoch > point.epoch), None)
         fits = [kept for kept in self._slot.store if (kept.total, kept.epoch) == beyond and not kept.epoch_start]
         return [kept.data for kept in fits[-1:]]
