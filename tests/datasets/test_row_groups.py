@@ -199,9 +199,9 @@ def test_columns_of_a_mds_dataset_are_chosen(tmp_path: Path) -> None:
     ("columns", "says"),
     [
         (["numbr"], r"columns must be some of number, text, got numbr"),
-        ([], "at least one column's name"),
+        ([], "one or more names"),
         ("number", "must be a list of"),
-        (["number", "number"], "must be unique"),
+        (["number", "number"], "must name each column once"),
     ],
 )
 def test_wrong_columns_are_refused_at_once(folder: Path, columns: Any, says: str) -> None:

@@ -28,9 +28,10 @@ JOURNAL = ".penstock-indexing"
 """Name of the file with the entries of the indexed files, which stays beside the index."""
 PROGRAM = "penstock.data.writing.index_process"
 MEASURE_S = 0.5
-"""Seconds of indexing in this process from which the time for the other files is estimated."""
+"""Seconds of indexing in this process after which the time for the remaining files is estimated."""
 WORTH_S = 2.0
-"""Estimated seconds from which other processes are started. Each takes 0.3 s of processor time until it begins."""
+"""Estimated seconds for the remaining files from which other processes are started. Each takes 0.3 s of processor time
+until it begins."""
 
 _Key = tuple[str, str, int, int, int, int]
 """Identity of a file's content as a format: name, format, size in bytes, mtime and ctime in nanoseconds, inode
@@ -38,11 +39,11 @@ number."""
 
 
 def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:
-    """Return the shards of files, in their order.
+    """Return the shards of files, in the order of the files.
 
     Args:
         root: the dataset's folder.
-        files: (path relative to it, path) of each file.
+        files: (path relative to `root`, path) of each file.
         format: name of their format, a key of INDEXABLE.
         out: folder of the index.
 
@@ -71,8 +72,8 @@ def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: 
 
 
 def _shards(root: Path, names: Sequence[str], format: str, out: Path) -> Generator[tuple[str, Shard], None, None]:
-    """Index files, and yield the name and the shard of each: the first ones in this process, and the others in several
-    if they would take it long."""
+    """Index files, and yield the name and the shard of each. If this process would take long, it indexes only the first
+    ones, and several processes index the others."""
     index_file, began = INDEXABLE[format].index_file, time.monotonic()
     for count, name in enumerate(names, 1):
         yield name, indexed(index_file, root / name, name, out)
@@ -93,7 +94,7 @@ def _in_processes(
 
 
 def indexed(index_file: IndexFile, path: Path, name: str, out: Path) -> Shard:
-    """Return the shard of a file, see `IndexableFormat.index_file`."""
+    """Return the shard of a file, made by the function `index_file` of its format (`IndexableFormat.index_file`)."""
     try:
         return index_file(path, name, out)
     except OSError as error:
@@ -122,8 +123,8 @@ def _append(log: IO[bytes], key: _Key, shard: Shard) -> None:
 
 
 def _finished(root: Path, out: Path) -> dict[str, tuple[_Key, Shard]]:
-    """Return the files that an earlier run finished. A line that a kill cut short does not count, and a file whose file
-    of offsets is missing does not either."""
+    """Return the files that an earlier run finished: name -> (identity of its content, its shard). Leave out a line
+    that a kill cut short, and a file whose file of offsets is missing."""
     found = {}
     try:
         lines = (out / JOURNAL).read_bytes().splitlines()

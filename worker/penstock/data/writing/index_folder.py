@@ -138,7 +138,8 @@ def _index_local(root: Path, format: str | None, out: Path, ranges: bool) -> lis
 
 
 def _refuse_written(out: Path) -> None:
-    """Raise DatasetError if a writer of shards has written the index in a folder, which would be lost."""
+    """Raise DatasetError if the index in the folder is one that a writer of shards wrote, because it would be
+    replaced."""
     path = out / INDEX
     if not path.exists():
         return
@@ -151,7 +152,7 @@ def _refuse_written(out: Path) -> None:
 
 
 def _refuse_packed(root: Path, files: Sequence[Path], name: str) -> None:
-    """Raise DatasetError if some of a format's files are compressed, and would be left out."""
+    """Raise DatasetError if some files of the format `name` are compressed, because they would be left out."""
     for path in files:
         if path.suffix.lower() in PACKED and INDEXABLE[name].find(root, [path.with_suffix("")]):
             raise DatasetError(
@@ -160,7 +161,8 @@ def _refuse_packed(root: Path, files: Sequence[Path], name: str) -> None:
 
 
 def _files(root: Path) -> list[Path]:
-    """Return the files below a folder, in the order of their paths, without hidden and temporary ones."""
+    """Return the files in a folder and its subfolders, in the order of their paths, without hidden and temporary
+    ones."""
     found = [path for path in sorted(root.rglob("*")) if not is_hidden(path.relative_to(root).as_posix())]
     for path in found:
         if path.is_symlink() and not path.is_file():
