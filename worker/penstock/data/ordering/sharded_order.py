@@ -75,8 +75,7 @@ class ShardedOrder:
             block: approximate number of samples that are shuffled with each other; None: all of them.
             partitions: number of equal partitions into which the sequence is cut.
             interleave: "shards": the shards of all streams are shuffled as one sequence; "samples" or "batches": the
-                streams
-                are interleaved in units of `partitions` samples, or of global batches.
+                streams are interleaved in units of `partitions` samples, or of global batches.
             batch: number of samples in a global batch; used with interleave="batches".
             files: for each stream, the number of the file that each of its shards is a block of, ascending over all
                 streams; None: each shard is a file.

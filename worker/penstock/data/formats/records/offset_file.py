@@ -1,8 +1,8 @@
-"""File of the offsets of records in another file, whose format has no index of its own.
+"""File of the offsets of records in another file (the data file), whose format has no index of its own.
 
-    [b"PENSTOCK OFFSETS"] [size of the other file: 8] [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
+    [b"PENSTOCK OFFSETS"] [size of the data file: 8] [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
-The file has the other one's name with ENDING, and lies beside it or in the index's own folder. Record i begins at
+The file is named like the data file, with ENDING, and lies beside it or in the index's own folder. Record i begins at
 offset i; the last offset is the end of the last record. The file is read whole and checked when it is opened.
 """
 
@@ -28,8 +28,8 @@ HEAD = struct.Struct("<16sQQQ")
 
 
 def write_offsets(path: Path, size: int, offsets: Ints) -> int:
-    """Write the file of the offsets of a file's records, whole or not at all. `size`: size of the data file in bytes.
-    Returns the size of the file of offsets in bytes. Raises OSError."""
+    """Write the file of the offsets of a data file's records, whole or not at all, and return its size in bytes.
+    `size`: size of the data file in bytes. Raises OSError."""
     table = np.ascontiguousarray(offsets, "<i8").tobytes()
     content = HEAD.pack(MAGIC, size, len(offsets) - 1, xxhash.xxh3_64_intdigest(table)) + table
     write_whole(path, content)
@@ -37,8 +37,9 @@ def write_offsets(path: Path, size: int, offsets: Ints) -> int:
 
 
 def read_offsets(path: Path, stored: StoredFile, size: int, records: int) -> memoryview:
-    """Return the offsets of a file's records, as 64-bit integers. `size`: size of the data file in bytes; `records`:
-    expected number of records. Raises ShardCorruptError."""
+    """Return the offsets of a data file's records, as 64-bit integers. `size`: size of the data file in bytes;
+    `records`: expected number of records. Raises ShardCorruptError if the file of offsets is damaged, or belongs to
+    another data file."""
     data = read_checked(path, stored)
     remedy = "Write the index again with index_folder"
     if len(data) < HEAD.size or not data.startswith(MAGIC):
