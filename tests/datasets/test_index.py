@@ -52,7 +52,7 @@ def test_invalid_index_is_refused_by_address(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ((), 3, "its entry must be an object, got int"),
+        ((), 3, "the entry must be an object, got int"),
         (("version",), 1, "version must be 2, got 1"),
         (("version",), GONE, "version must be 2, got None"),
         (("format",), "avro", "format must be one of mds, json.* got 'avro'"),

@@ -368,7 +368,7 @@ def test_nested_lists_in_a_footer_are_bounded() -> None:
         b"\x59\xf8" + b"\xff" * 8 + b"\x01",
         b"\x5b\x01",
     ):
-        with pytest.raises(ValueError, match="its footer"):
+        with pytest.raises(ValueError, match="the footer"):
             row_groups(data)
 
 

@@ -554,9 +554,9 @@ def test_ranges_of_an_index_are_checked(folder: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"ranges": shard.ranges[:-1]}, "2 offsets for each of 10 blocks"),
         ({"ranges": (shard.size + 1, *shard.ranges[1:])}, "offsets from 0 to"),
-        ({"ranges": (shard.ranges[1], shard.ranges[0], *shard.ranges[2:])}, "ends before it begins"),
+        ({"ranges": (shard.ranges[1], shard.ranges[0], *shard.ranges[2:])}, "an end at or after its beginning"),
         ({"blocks": (1, *shard.blocks[1:])}, "must add up to the shard's 500 samples"),
-        ({"blocks": (-1, 51 + 50, *shard.blocks[2:])}, "none below 0"),
+        ({"blocks": (-1, 51 + 50, *shard.blocks[2:])}, "each at least 0"),
     ]
     for changed, says in cases:
         with pytest.raises(DatasetError, match=f"shard 0: .*{says}"):

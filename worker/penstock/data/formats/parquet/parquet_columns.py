@@ -27,7 +27,7 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["Column", "column_of"]
 
 KEPT_TYPES = 256
-"""Number of pyarrow types whose kind of column is remembered."""
+"""Number of pyarrow types for which the function that makes their columns is remembered."""
 
 
 class Column(Protocol):
@@ -40,14 +40,16 @@ class Column(Protocol):
         """Return the values in these rows."""
 
     def view(self, row: int) -> Any:
-        """Return the value in a row, as `at` does; an array may be a view of the column."""
+        """Return the value in a row, as `at` does; but an array may be a view of the column's memory, without a
+        copy."""
 
     def batch(self, rows: Ints) -> Values:
-        """Return the values in these rows, at least one, as a column of a batch."""
+        """Return the values in these rows (at least one) joined into one column of a batch."""
 
 
 def column_of(chunks: Any) -> Column:
-    """Return the column of a pyarrow ChunkedArray. An array of text has at most 2 GiB, so there may be several."""
+    """Return the column of a pyarrow ChunkedArray. It may have several chunks, because an array of text has at most 2
+    GiB."""
     parts = [_column(chunk) for chunk in chunks.chunks]
     return parts[0] if len(parts) == 1 else _Chunks(parts, [len(chunk) for chunk in chunks.chunks])
 
@@ -58,7 +60,7 @@ def _column(array: Any) -> Column:
 
 @lru_cache(maxsize=KEPT_TYPES)
 def _maker(kind: Any) -> Callable[[Any], Column]:
-    """Return the function that makes a column of an array of a pyarrow type."""
+    """Return the function that makes a Column of a pyarrow array of type `kind`."""
     types = importlib.import_module("pyarrow.types")
     if is_extension(kind):
         return partial(_Extension, meaning=meaning_of(kind))

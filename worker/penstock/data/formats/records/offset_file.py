@@ -1,12 +1,12 @@
-"""File of the offsets of records in another file, whose format has no index of its own.
+"""File of the offsets of records in another file (the data file), whose format has no index of its own.
 
-    [b"PENSTOCK OFFSET2"] [size of the other file: 8] [fingerprint of the other file: 8]
+    [b"PENSTOCK OFFSET2"] [size of the data file: 8] [fingerprint of the data file: 8]
     [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
-The file has the other one's name with ENDING, and lies beside it or in the index's own folder. Record i begins at
+The file is named like the data file, with ENDING, and lies beside it or in the index's own folder. Record i begins at
 offset i; the last offset is the end of the last record. The file is read whole and checked when it is opened.
 
-The fingerprint shows that the other file was replaced by one of the same size, whose records begin elsewhere: the
+The fingerprint shows that the data file was replaced by one of the same size, whose records begin elsewhere: the
 offsets would cut its records without an error.
 """
 
