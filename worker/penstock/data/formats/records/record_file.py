@@ -162,12 +162,8 @@ def record_shard(
     """Write the file with the offsets of a data file's records, and return the shard that consists of both files.
 
     Args:
-<<<<<<< HEAD
-        format: name of the format.
-        data: the file; None for a remote one.
-=======
         format: name of the shard's format.
->>>>>>> prose4
+        data: the data file; None for a remote one.
         out: folder of the index.
         name: path of the data file, relative to the dataset's folder. The path of the file of offsets, relative to
             `out`, is `name` with an ending.
@@ -200,14 +196,9 @@ def offsets_shard(shard: Shard) -> Shard:
 
 
 def read_table(shard: Shard, path: Path) -> memoryview:
-<<<<<<< HEAD
-    """Return the offsets of a file's records, see `format_table.PartReading.read`."""
-    offsets, _ = read_offsets(path, shard.files[1].raw, shard.files[0].raw.size, shard.samples)
-=======
     """Return the offsets of a file's records, read from the file of offsets at `path`
     (`format_table.PartReading.read`)."""
-    offsets = read_offsets(path, shard.files[1].raw, shard.files[0].raw.size, shard.samples)
->>>>>>> prose4
+    offsets, _ = read_offsets(path, shard.files[1].raw, shard.files[0].raw.size, shard.samples)
     firsts = [0, *itertools.accumulate(shard.spans)]
     found = [offsets[at] for pair in itertools.pairwise(firsts) for at in pair]
     if found != list(shard.ranges[:-1]):
