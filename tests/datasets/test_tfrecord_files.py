@@ -88,7 +88,7 @@ def test_records_larger_than_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_flipped_bit_is_found(folder: Path) -> None:
-    """In a record's length, data and checksums."""
+    """In a record's length, data and checksums: a bit of every third byte."""
     index_folder(folder)
     path = folder / "a.tfrecord"
     data = path.read_bytes()
