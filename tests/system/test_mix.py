@@ -118,7 +118,7 @@ def test_change_in_a_second_epoch(cluster: Cluster, tmp_path: Path) -> None:
         for step in (12, 17, 18):  # the last of the first epoch, the last before the change, and the first after it
             request = ReplayRequest(job, step, 0, out=tmp_path / f"{step}.pst", allow=["mixed"], timeout_s=60)
             assert replay(request, RunningArchive(client), forker)["verified"]
-            batch = decode_state((tmp_path / f"{step}.pst").read_bytes())
+            batch: Any = decode_state((tmp_path / f"{step}.pst").read_bytes())
             assert batch.tolist() == run.global_batches[step - 1]
 
 
