@@ -68,7 +68,7 @@ def test_every_truncation_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["br", "gz", "bz2", "snappy", "zstd"])
 def test_what_is_something_else_is_found(name: str) -> None:
-    with pytest.raises(ShardCorruptError, match=f"its {name} data are damaged"):
+    with pytest.raises(ShardCorruptError, match=f"the {name} data are damaged"):
         unpack(b"\xff" * 100, name, limit=1 << 20)
 
 

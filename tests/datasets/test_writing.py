@@ -235,12 +235,6 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize(("encoding", "value"), [("float64", None), ("float32", "1.5"), ("float16", 7e4)])
-def test_what_would_be_another_number_is_refused(tmp_path: Path, encoding: str, value: object) -> None:
-    with pytest.raises(DatasetError, match=f"column 'x', '{encoding}'"):
-        MDSWriter(tmp_path, {"x": encoding}).write({"x": value})
-
-
 def test_ambiguous_separators_are_refused(tmp_path: Path) -> None:
     writer = XSVWriter(tmp_path, {"a": "str", "b": "str"}, separator="aa")
     writer.write({"a": "x", "b": "ay"})

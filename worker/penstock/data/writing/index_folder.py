@@ -13,7 +13,7 @@ from penstock.data.formats.index import INDEX, SOURCE_NOTE, join_indexes, read_i
 from penstock.data.formats.records.energon_folder import prepared_note
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
-from penstock.data.writing.index_each import JOURNAL, index_each
+from penstock.data.writing.index_each import index_each
 from penstock.data.writing.index_parquet import index_parquet, is_hidden
 from penstock.data.writing.index_prepared import index_prepared, warn_of_loader
 from penstock.data.writing.indexable_files import INDEXABLE
@@ -134,7 +134,6 @@ def _index_local(root: Path, format: str | None, out: Path, ranges: bool) -> lis
     if out != root:
         notes |= {SOURCE_NOTE: str(root)}
     write_whole(out / INDEX, write_index(shards, notes))
-    (out / JOURNAL).unlink(missing_ok=True)
     return shards
 
 

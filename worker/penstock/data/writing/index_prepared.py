@@ -99,7 +99,7 @@ def _archive(remote: RemoteFolder, folder: Path, timeout_s: float, name: str) ->
     end = int(offsets[-1])
     if remote.read_range(name, end, end + BLOCK, deadline_s=timeout_s).strip(b"\0"):
         _refuse(remote, name, f"the archive must end at byte {end}, but has data there")
-    return record_shard("webdataset", folder, name, size, offsets)
+    return record_shard("webdataset", None, folder, name, size, offsets)
 
 
 def _offsets(remote: RemoteFolder, name: str, timeout_s: float) -> Ints:
