@@ -34,7 +34,7 @@ WORTH_S = 2.0
 0.3 s of processor time."""
 
 _Key = tuple[str, str, int, int, int, int]
-"""Identity of a file's content as a format: name, format, size in bytes, mtime and ctime in nanoseconds, inode
+"""Identity of a file's content, read in a format: name, format, size in bytes, mtime and ctime in nanoseconds, inode
 number."""
 
 
