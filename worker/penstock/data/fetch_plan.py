@@ -210,7 +210,7 @@ def _by_tick(fetch: Ints, step: Ints, tick: Ints) -> tuple[Ints, Ints, Ints, Int
 
 
 class _Node:
-    """Model of a node in a run: its cache, its transfers and its clock."""
+    """Model of a node (a machine) in a run: its cache, its transfers and its clock."""
 
     def __init__(self, run: PlannedRun, steps: int, fetches: Fetches, uses: _Uses, node: int) -> None:
         self._run, self._steps, self._fetches, self._uses = run, steps, fetches, uses
@@ -252,7 +252,7 @@ class _Node:
             self._coming[uses.fetch[begin:end]] -= 1
 
     def _touch(self, fetch: int, now: int, needed: int) -> None:
-        """Use a unit. Transfer it first if it is not in the cache."""
+        """Model the use of a unit. Model its transfer first if the unit is not in the cache."""
         cache = self._cache
         if fetch in cache.there:
             cache.there.move_to_end(fetch)
@@ -263,7 +263,7 @@ class _Node:
             self._transfer(fetch, now, needed)
 
     def _ahead(self, fetch: int, now: int, needed: int, *, used: bool) -> bool:
-        """Prefetch a unit. Return False if the cache has no space for it."""
+        """Model the prefetch of a unit. Return False if the cache has no space for it."""
         cache = self._cache
         if used or fetch in cache.there:
             return True

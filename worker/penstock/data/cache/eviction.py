@@ -211,7 +211,8 @@ def _encoded_bound(bound: int) -> bytes:
 
 
 def _decoded_bound(text: bytes) -> int | None:
-    """Return the upper bound of the bytes in use that the eviction lock's file holds; None if its text has none."""
+    """Return the upper bound of the bytes in use that was written into the eviction lock's file; None for other text in
+    the file."""
     found = _BOUND_TEXT.fullmatch(text)
     return int(found[1]) if found else None
 

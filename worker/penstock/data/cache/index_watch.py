@@ -35,7 +35,7 @@ __all__ = ["IndexWatch", "RemoteIndex", "check_index", "digest_of", "is_index_of
 VERSION_TIMEOUT_S = 10.0
 """Seconds to wait for the remote's answer about its index's version."""
 LARGEST_PAGE = 4 << 20
-"""Size of an index, in bytes, up to which all of it is parsed to see that it is one, and not a login page."""
+"""Size of a fetched file, in bytes, up to which all of it is parsed to see that it is an index and not a login page."""
 
 
 @dataclass

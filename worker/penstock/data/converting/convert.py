@@ -60,7 +60,7 @@ PROGRAM = "penstock.data.converting.part_process"
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion has made."""
+    """Result of a conversion."""
 
     shards: list[Shard]
     """Shards of the result, as its index lists them."""

@@ -71,7 +71,7 @@ class Units:
         """True for each opened piece that is a single unit and not the whole file."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy in another process, without what its tables map again."""
+        """Return the state for a copy in another process, without the arrays that the copy takes from its tables."""
         given = dict(self.__dict__)
         if len(self._tables) == 1:
             del given["sizes"]

@@ -57,8 +57,9 @@ class OrderLayout:
 
     @staticmethod
     def noted(notes: Mapping[str, Any], table: ShardTable, name: str) -> OrderLayout:
-        """Return the division that the index's notes describe, or if they describe none, that of its shards. Raise
-        DatasetError for notes that do not fit the shards. `name`: name of the dataset, for errors."""
+        """Return the layout that the notes of the dataset's index describe; without such a note, the layout of the
+        dataset's own shards. Raise DatasetError for a note that does not fit the shards. `name`: name of the dataset,
+        for errors."""
         note = notes.get("order")
         if note is None:
             return OrderLayout.of(table)

@@ -104,7 +104,7 @@ class _Collected:
 
 
 class ShardTable(ShardsOnDemand):
-    """Sequence of an index's shards, in its order, with columns (arrays) of what all of them are like."""
+    """Sequence of an index's shards, in its order, with columns: arrays of facts about all of the shards."""
 
     facts: Facts
     sizes: Ints

@@ -26,8 +26,8 @@ MARKS = 64
 """Largest number of marks that are kept. A mark is the time and the position at which the loop asked for a batch. The
 rate is the mean since the oldest mark: a second, or 64 batches ago."""
 FEW_MARKS = 16
-"""Number of newest marks whose mean rate is used if it is higher, which happens after a pause of the loop such as
-compilation."""
+"""Number of newest marks (requests for batches) whose mean rate is used instead, if it is higher than the mean rate of
+all marks: so after a pause of the loop, for example for compilation."""
 MARK_PAUSE_S = 1.0 / MARKS
 """Shortest time in seconds between two marks (times and positions at which the loop asked for a batch)."""
 

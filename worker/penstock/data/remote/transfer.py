@@ -53,8 +53,8 @@ PIECE = 4 << 20
 enough that a slow connection does not count as stalled."""
 PARALLEL, LARGE_PIECE = 4, 8 << 20
 """Number and size in bytes of pieces of a file that are requested at the same time, as long as nothing fails. A request
-to an object store has a latency of tens of milliseconds and a limited rate; these bring 32 MiB in little more than the
-time of one. boto3's pieces have the same size."""
+to an object store has a latency of tens of milliseconds and a limited rate, so four requests at a time bring 32 MiB in
+little more time than one request takes for 8 MiB. boto3's pieces have the same size."""
 LARGEST_COPY = 1 << 44
 """Largest size in bytes of a file of unknown size that is copied to a disk."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -252,8 +252,8 @@ async def http_headers(fs: Any, url: str) -> Any:
 
 
 def age_of(info: Any) -> str | None:
-    """Return a text that changes when a file is written, from a remote's `info` about it; None if the `info` has no
-    such field."""
+    """Return a text that changes when a file is written, from what a filesystem's `info` returned for the file; None if
+    `info` names neither a time nor a version."""
     return next((f"{name}: {info[name]}" for name in _AGES if info.get(name)), None)
 
 

@@ -30,11 +30,11 @@ PROGRAM = "penstock.data.writing.index_process"
 MEASURE_S = 0.5
 """Seconds of indexing in this process after which the time for the remaining files is estimated."""
 WORTH_S = 2.0
-"""Estimated seconds for the remaining files from which other processes are started. Each takes 0.3 s of processor time
-until it begins."""
+"""Estimated seconds for the remaining files from which on other processes are started to help. Starting a process takes
+0.3 s of processor time."""
 
 _Key = tuple[str, str, int, int, int, int]
-"""Identity of a file's content as a format: name, format, size in bytes, mtime and ctime in nanoseconds, inode
+"""Identity of a file's content, read in a format: name, format, size in bytes, mtime and ctime in nanoseconds, inode
 number."""
 
 

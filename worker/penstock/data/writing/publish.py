@@ -31,7 +31,7 @@ __all__ = ["check_columns", "check_no_versions", "newest_index", "publish"]
 LOCK = ".penstock-publishing"
 """Name of the file in a local dataset's folder that is locked while a version is published."""
 LOOK_S = 0.01
-"""Seconds between two attempts to acquire the lock."""
+"""Seconds between two attempts to acquire the lock of a dataset's folder."""
 _COLUMNS = ("column_names", "column_encodings", "columns")
 
 

@@ -419,8 +419,8 @@ class _Runner:
             del producer.wanted[stale]
 
     def _is_counted(self, point: RestartPoint) -> bool:
-        """Return True if the point is a number of batches since the stream's start, so that it needs no
-        verification."""
+        """Return True if the restart point is no state of the loader, but a number of batches since the stream's start.
+        Such a point needs no verification."""
         return self._counts and point.behind is not None
 
     def _step_of(self, total: int) -> int:

@@ -32,9 +32,10 @@ class LoaderFindings:
     not_used: str = ""
     """Reason why the loader's snapshots are not used, as logged once; "" = snapshots are used."""
     checked: bool = False
-    """True if the loader was verified at least once. A loader that declares exact_states is then trusted."""
+    """True if a restart point of the loader was verified at least once. A loader with exact_states, which promises that
+    its states are exact, is then trusted."""
     inexact: bool = False
-    """True if a verification failed, so that exact_states is not trusted any more."""
+    """True if a verification failed, so that the loader's promise (exact_states) is not trusted any more."""
     unrepeatable: ReplayMismatchError | None = None
     """Error that a save must raise; None = no error. Set if the loader has no state methods, and a replay from its
     beginning yields other batches."""

@@ -242,8 +242,8 @@ class Slot:
         return not all(header.size for header, _ in kept)
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
-        """Begin or stop preparing a move of the slot to another worker, as the coordinator's newest assignment for it
-        says."""
+        """Begin or stop preparing a move of the slot to another worker, as the coordinator's newest assignment of the
+        slot says."""
         if not assignment.prepare_migration:  # a later migration makes its own restart points durable
             self._migration_task, self._migration_ready = None, False
         elif self._migration_task is None:

@@ -26,7 +26,7 @@ because hundreds of requests would otherwise keep the event loop busy."""
 NEXT_S = 0.5
 """Seconds to wait until the batch after a state is made, so that a resume can be compared with that batch."""
 CHEAP_S = 5.0
-"""Seconds that the runner may have worked since its launch for a replay of all its batches to count as cheap."""
+"""A replay of all batches of a runner counts as cheap if the runner has worked at most so many seconds on them."""
 HELPER_SHARE = 0.7
 """Share of the time left to a state request that its helper process may take. The rest is a reserve: the stack of a
 helper that takes longer must reach the caller before the request's deadline."""
