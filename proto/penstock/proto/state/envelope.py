@@ -60,7 +60,7 @@ class EnvelopeReader:
         start = self.position
         if not 0 <= nbytes <= self.end - start:
             raise ValueError(
-                f"a value in the state must lie within the {self.end - start} bytes left, got {nbytes} bytes"
+                f"a value in the state must lie within the {self.end - start} bytes that are left, got {nbytes} bytes"
             )
         self.position = start + nbytes + -nbytes % ALIGN
         return start
