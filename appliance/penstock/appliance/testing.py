@@ -151,12 +151,16 @@ class FakeBox:
     reply: pb.OpenRunReply
     position: Position | None = None
     abandoned: dict[int, int] = field(default_factory=dict)
+    epoch_starts: list[Position] = field(default_factory=list)
+    omits_epoch_starts: bool = False
     epoch_ended: bool = False
 
     def progress(self) -> pb.WatchRunRequest:
         request = pb.WatchRunRequest(run=self.reply.run, attempt=self.reply.attempt, box=self.request.box)
         request.client_id, request.epoch_ended = self.request.client_id, self.epoch_ended
         request.abandoned.extend(pb.AbandonedEpoch(epoch=epoch, step=step) for epoch, step in self.abandoned.items())
+        request.epoch_starts.extend(start.to_proto() for start in self.epoch_starts)
+        request.omits_epoch_starts = self.omits_epoch_starts
         if self.position is not None:
             request.delivered.CopyFrom(self.position.to_proto())
         return request

@@ -14,10 +14,12 @@ whole fleet, with a runner started in vain each time. So the reports of a box co
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.opening import resumes
-from penstock.appliance.model.entities import Attempt, Box, Run, Slot, Worker
-from penstock.proto.errors import InvalidArgumentError
+from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Run, Slot, Worker
+from penstock.proto.errors import SAME_RELEASE, InvalidArgumentError
 from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -62,6 +64,27 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
             cluster.snapshot_index.trim(slot.key, history[0].total[slot.key.slot])
 
 
+def note_epoch_starts(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
+    """Record the positions at which the box began epochs. After a restart of the coordinator, the box counts as
+    reported only after a report with all of them. Raises InvalidArgumentError for a position that starts no epoch."""
+    spacing = max(1, box.retention // cluster.limits.history_entries)
+    for message in request.epoch_starts:
+        start = Position.received(owned(message), InvalidArgumentError)
+        if not box.is_fresh(start) or start.step < box.start.step:
+            raise InvalidArgumentError(
+                f"an epoch's start must have no batch of its epoch, and must be after step {box.start.step} of epoch "
+                f"{box.start.epoch}, where this launch began, got step {start.step} of epoch {start.epoch}. "
+                f"{SAME_RELEASE}"
+            )
+        _note_ends(cluster, attempt, box, start)
+        at = bisect_right(box.history, start.step, key=lambda position: position.step)
+        if at > 0 and start.step - box.history[at - 1].step >= spacing:
+            box.history.insert(at, start)
+    if not (box.reported or request.omits_epoch_starts):
+        box.reported = True
+        cluster.touch(attempt, box)
+
+
 def note_sources(box: Box, request: pb.WatchRunRequest) -> None:
     """Record what the box reports about its data sources: counts of samples by source, and the imbalance of cost."""
     if request.sources:
@@ -76,6 +99,18 @@ def note_fence(cluster: ClusterState, box: Box, request: pb.WatchRunRequest) -> 
     if fence != box.fence:
         box.fence = fence
         cluster.changed(("mixture", request.run))
+
+
+def ask(cluster: ClusterState, run_name: str, number: int) -> Box | None:
+    """Answer the long poll of a live box, so that its client reports its present position with the next poll, at once.
+    A box reports once in a third of its lease otherwise. Return the box; None if no live client holds it."""
+    run = cluster.runs.get(run_name)
+    attempt = run.current if run is not None else None
+    box = attempt.boxes.get(number) if attempt is not None else None
+    if attempt is None or box is None or box.presence is not BoxPresence.LIVE:
+        return None
+    cluster.bump_box(attempt, box)
+    return box
 
 
 def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:

@@ -227,9 +227,7 @@ class Registry:
         attempt, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
         check_progress(request, attempt.num_workers, self.limits)
         self._renew(attempt, box, now, request.lease_s)
-        if not box.reported:
-            box.reported = True
-            self.cluster.touch(attempt, box)
+        box_progress.note_epoch_starts(self.cluster, attempt, box, request)
         delivered = request.delivered
         box_progress.note_abandoned(self.cluster, attempt, box, request)
         box_progress.note_fence(self.cluster, box, request)

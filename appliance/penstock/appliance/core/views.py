@@ -68,6 +68,7 @@ def watch_reply(
         heartbeat_s=lease_policy.heartbeat_s,
         lease_s=lease_policy.lease_s,
         fence=attempt.fence,
+        wants_epoch_starts=not box.reported,
     )
 
 

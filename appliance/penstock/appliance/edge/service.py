@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
 
-from penstock.appliance.core import box_history
+from penstock.appliance.core import box_history, box_progress
 from penstock.appliance.core.cluster_state import Topic
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.core.state_queries import ANSWERS_FREED
@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     from penstock.appliance.edge.coordinator_metrics import CoordinatorCounters
 
 log = logging.getLogger("penstock.appliance")
+
+REPORT_S = 2.0
+"""Longest wait for the report of a live box, in seconds."""
 
 _Result = TypeVar("_Result")
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -177,7 +180,7 @@ class Service(CoordinatorServicer):
         self._disk.close()
         self._journal.close()
 
-    async def _hold(self, topic: Topic, hold_s: float, seen: int, version: Callable[[], int]) -> None:
+    async def _hold(self, topic: Topic, hold_s: float, seen: float, version: Callable[[], float]) -> None:
         """Hold a long poll: wait until `version()` differs from `seen`, for at most `hold_s` seconds. The topic wakes
         it."""
         loop = asyncio.get_running_loop()
@@ -204,6 +207,7 @@ class Service(CoordinatorServicer):
         registry = self._registry
         async with self._journal.synced():
             registry.report_box(request)
+            self._signals.changed(("report", request.run, request.box))
             topic = ("box", request.run, request.attempt, request.box)
             hold_s, seen = registry.box_hold(request), request.seen_version
             await self._hold(topic, hold_s, seen, lambda: registry.box_version(request))
@@ -518,6 +522,7 @@ class Service(CoordinatorServicer):
                 async for piece in self._read("FetchHistory", found[1]):
                     yield pb.HistoryPart(data=piece)
             return
+        await self._renew_report(request.run, request.box)
         cluster = self._registry.cluster
         journal, track = cluster.journal.path, cluster.track(request.run, request.box)
         past = [] if journal is None else await asyncio.to_thread(box_history.past, journal, request.run, request.box)
@@ -526,6 +531,12 @@ class Service(CoordinatorServicer):
                 yield pb.HistoryPart(history=one)
         if track is not None:
             yield pb.HistoryPart(history=await asyncio.to_thread(track.message))
+
+    async def _renew_report(self, run: str, number: int) -> None:
+        """Wait until a live box has reported its present position, for at most REPORT_S."""
+        box = box_progress.ask(self._registry.cluster, run, number)
+        if box is not None:
+            await self._hold(("report", run, number), REPORT_S, box.reported_at, lambda: box.reported_at)
 
     async def EndRun(self, request: pb.EndRunRequest, context: _Context) -> pb.EndRunReply:
         async with self._journal.synced():

@@ -199,6 +199,9 @@ class Limits:
     abandoned_at_once: int = 4096
     """Largest number of abandoned epochs in one report. Writing this many to the journal takes 15 ms. A box reports an
     epoch again until the coordinator has confirmed it."""
+    epoch_starts_at_once: int = 256
+    """Largest number of epoch starts in one report. A box reports each once, and all again after a restart of the
+    coordinator."""
     ends_max: int = 1 << 20
     """Largest number of ends of epochs kept for a box. An end that is older than the retained steps is dropped, so this
     limit matters only if `retention_steps` is unlimited."""

@@ -93,11 +93,12 @@ def check_progress(request: pb.WatchRunRequest, num_workers: int, limits: Limits
     check_number("abandoned epochs in a report", len(request.abandoned), limits.abandoned_at_once)
     for abandoned_epoch in request.abandoned:
         check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
-    entries = len(request.delivered.slots)
-    if entries not in (0, num_workers):
+    check_number("epoch starts in a report", len(request.epoch_starts), limits.epoch_starts_at_once)
+    entries = {len(start.slots) for start in request.epoch_starts} | ({len(request.delivered.slots)} - {0})
+    if entries - {num_workers}:
         raise InvalidArgumentError(
-            f"a reported position must have one entry for each of the box's {num_workers} workers, got {entries}"
-            f"{_REMEDY}"
+            f"a reported position must have one entry for each of the box's {num_workers} workers, got "
+            f"{min(entries - {num_workers})}{_REMEDY}"
         )
 
 
