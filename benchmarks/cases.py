@@ -15,7 +15,7 @@ from typing import Any
 __all__ = ["BUSY_S", "PATH", "SLOW", "SNAPSHOTS", "Case", "Times", "calibrate", "spin"]
 
 BUSY_S = 0.002
-"""Seconds of pure Python that a slow source spends on each batch."""
+"""Seconds for which a slow source runs Python code for each batch."""
 LEAF_SHAPE = (8, 128)
 """Shape of each tensor in a batch that is a dict: int64, 8 KiB."""
 
@@ -61,8 +61,8 @@ class Times:
     latency_s: float = 0.2
     """Seconds for which, after that, every `next()` is timed by itself."""
     at_least: int = 20
-    """Smallest number of batches in each of these measurements, which are longer if that many take longer, up to
-    `at_most_s` seconds."""
+    """Smallest number of batches in each of these measurements. A measurement that has fewer after its time goes on, up
+    to `at_most_s` seconds."""
     at_most_s: float = 6.0
 
 

@@ -113,8 +113,9 @@ class Turn:
             return True
         if status == 0:
             return False
-        why = f"had no result after {DEADLINE_S:.0f} s" if status is None else f"exit status {status}"
-        raise RuntimeError(": ".join([why, *_lines(self._errors)[-1:]]))
+        why = f"no result after {DEADLINE_S:.0f} s" if status is None else f"exit status {status}"
+        last = _lines(self._errors)[-1:]
+        raise RuntimeError(": ".join([f"the process of this mode had {why}", *last]))
 
     def end(self) -> None:
         """Kill the process and all its descendants. torch's writer process may outlive its parent; it is then a child

@@ -91,7 +91,10 @@ def measure(batches: Iterator[Any], case: Case, times: Times, roles: Sequence[Ro
     root = os.getpid()
     first = next(batches)
     if batch_bytes(first) != case.nbytes:
-        raise ValueError(f"a batch of {batch_bytes(first)} bytes where {case.nbytes} were due")
+        raise ValueError(
+            f"a batch must have {case.nbytes} bytes, as its case says, got {batch_bytes(first)}: correct the source of "
+            "this mode"
+        )
     del first
     consume(batches, times.warm_s, 3, times.at_most_s)
     states = count_of(case.counter)

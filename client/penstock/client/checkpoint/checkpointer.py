@@ -124,7 +124,10 @@ class AsyncCheckpointer:
             ("buffers", buffers, 1),
         ):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise InvalidArgumentError(f"AsyncCheckpointer: {name} must be an int >= {least}, got {value!r}")
+                raise InvalidArgumentError(
+                    f"AsyncCheckpointer: {name} must be an int >= {least}, got {value!r}: pass such an int, or leave "
+                    f"{name} out"
+                )
         if buffers > 2:
             raise InvalidArgumentError(f"AsyncCheckpointer: buffers must be 1 or 2, got {buffers}")
         if not 0 < timeout_s <= LONGEST_S:

@@ -159,7 +159,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         """
         if self.write_buckets is None:
             raise CheckpointError(
-                "retrieve_write_results() must be called after prepare_write_data(), which has not been called"
+                "retrieve_write_results() must be called after prepare_write_data(), got a call before it: call "
+                "prepare_write_data() first"
             )
         if self._buffer is not None:
             result = self.write_buckets.result()

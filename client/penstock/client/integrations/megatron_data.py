@@ -106,7 +106,9 @@ class DataIterator:
         if stages not in ("ends", "all"):
             raise InvalidArgumentError(f'stages must be "ends" or "all", got {stages!r}')
         if timeout_s <= 0:
-            raise InvalidArgumentError(f"timeout_s must be > 0, got {timeout_s}")
+            raise InvalidArgumentError(
+                f"timeout_s must be > 0, got {timeout_s}: pass the longest wait for another rank in seconds"
+            )
         self._ranks = ranks = ranks or RankGroups.of_megatron()
         self._loader, self._stages = loader, stages
         self._executor = DataExecutor(loader, num_steps, checkpoint_steps)
@@ -147,7 +149,10 @@ class DataIterator:
     def chunks(self, count: int) -> list[Iterator[Any]]:
         """Return one iterator over all microbatches for each model chunk of this rank, for a virtual pipeline."""
         if count < 1:
-            raise InvalidArgumentError(f"the number of model chunks passed to chunks() must be >= 1, got {count}")
+            raise InvalidArgumentError(
+                f"the number of model chunks passed to chunks() must be >= 1, got {count}: pass the number of parts of "
+                "the model on this rank"
+            )
         if self._cursors and len(self._cursors) != count:
             raise InvalidArgumentError(
                 f"the number of model chunks must stay {len(self._cursors)}, got {count}: call chunks() before next(), "

@@ -225,8 +225,8 @@ class SlotLane:
         self.unreachable = ""
 
     def begin_try(self, replied_at: float) -> None:
-        """Record the start of an attempt to open the lane. replied_at: monotonic time of the coordinator's last
-        reply."""
+        """Record the start of an attempt to connect the lane. `replied_at`: time of the coordinator's last reply, a
+        time of time.monotonic()."""
         self.network_works = replied_at > self.cut_off_at > 0.0
 
     def cut_off(self, now: float, silent_s: float, why: str) -> bool:

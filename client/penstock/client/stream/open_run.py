@@ -397,7 +397,8 @@ class OpenRun:
         return self.link.force_tcp or view.host_id != self.link.host or not view.local_address
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """Return the state records of all workers of all boxes at a step."""
+        """Return the positions of all boxes, and the records of all workers (counts and loader state), at a step.
+        Raises an error if they are not available within `deadline_s` seconds."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, step=step, deadline_s=deadline_s)
         return self._fetched(request)
 

@@ -32,7 +32,7 @@ class _Watched(Generic[_Thing]):
             self._things.add(thing)
 
     def all(self) -> list[_Thing]:
-        """Return the objects that are alive."""
+        """Return the objects of the set that were not garbage-collected yet."""
         with self._lock:
             return list(self._things)
 

@@ -284,7 +284,9 @@ class OrderedReader:
         if run.error is not None:
             raise run.error
         if run.closed:
-            raise PenstockError(f"{self._label}: its Appliance was closed in the loop: leave the loop before close()")
+            raise PenstockError(
+                f"{self._label}: its Appliance was closed inside the loop: close the Appliance after the loop"
+            )
         now = time.monotonic()
         if not self._waiting_since:
             self._waiting_since = now

@@ -174,7 +174,8 @@ class StreamRun(Protocol):
         """End the run with an error. May be called from any thread."""
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """Return the state records of all workers of all boxes at a step."""
+        """Return the positions of all boxes, and the records of all workers (counts and loader state), at a step.
+        Raises an error if they are not available within `deadline_s` seconds."""
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
         """Run the loader's aggregate_state_dict. `states`: envelope (encoded bytes) with the list of the workers'

@@ -74,15 +74,15 @@ class _Plain(pickle.Unpickler):
             return _encoded  # protocol 2 writes bytes with it
         if name == "bytes" and module in ("__builtin__", "builtins"):
             return _no_bytes  # protocol 2 writes b"" with it
-        raise pickle.UnpicklingError(f"{module}.{name}")
+        raise pickle.UnpicklingError(f"a plain value must contain no class, got {module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("a tensor")
+        raise pickle.UnpicklingError("a plain value must contain no tensor, got one")
 
 
 def _encoded(text: Any, encoding: Any) -> bytes:
     if type(text) is not str or encoding != "latin1":
-        raise pickle.UnpicklingError(f"encoding {encoding!r}")
+        raise pickle.UnpicklingError(f"bytes in a plain value must be encoded as latin1, got {encoding!r}")
     return text.encode("latin1")
 
 
@@ -131,7 +131,8 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
         is_tensor = isinstance(tensor, torch.Tensor)
         got = f"a {tensor.dtype} tensor of shape {list(tensor.shape)}" if is_tensor else type(tensor).__name__
         raise CheckpointCorruptError(
-            f"{name!r} must be a {dtype} tensor of shape {list(sizes)}, as in the checkpoint's index, got {got}"
+            f"{name!r} must be a {dtype} tensor of shape {list(sizes)}, as in the checkpoint's index, got {got}: "
+            "restore another checkpoint"
         )
     return tensor
 

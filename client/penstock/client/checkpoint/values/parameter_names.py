@@ -41,8 +41,8 @@ def unwrapped(value: Any) -> Any:
 
 
 def clean_keys(module: nn.Module, keys: list[str]) -> dict[str, str]:
-    """Return, by the keys of a module's state_dict, the same keys without the names of wrappers (such as DDP) inside
-    the module."""
+    """Return a dict from each key of a module's state_dict to this key without the names of wrappers (such as DDP)
+    inside the module."""
     parallel = {
         f"{path}.module" if path else "module"
         for path, inner in module.named_modules(remove_duplicate=False)

@@ -215,8 +215,8 @@ def decode(value: Any, recipe: Any) -> Any:
 
 
 def value_digest(value: Any) -> str:
-    """Return a digest of a value. It is the same for equal values of the same types. The order of keys in dicts does
-    not matter, nor does it whether equal parts are the same object."""
+    """Return a digest of a value. Equal values of the same types have equal digests. The order of keys in dicts makes
+    no difference."""
     hasher = xxhash.xxh3_64()
     _feed(hasher, value, 0)
     return hasher.hexdigest()
