@@ -37,9 +37,10 @@ class Case:
     """Number of rounds of `spin`, a fixed amount of work, that the source does for each batch, instead of `busy_s`.
     Such work takes longer if other programs use the processor, which `busy_s`, measured by the clock, would hide."""
     state_tensors: int | None = None
-    """Number of tensors of 1 KiB in the source's state; None: no state methods."""
+    """Number of tensors of 1 KiB in the source's state; None: the source has no state methods."""
     checkpoint_every: int | None = None
-    """Penstock's `checkpoint_steps`: N requests a snapshot at every N-th step."""
+    """Value of Penstock's `checkpoint_steps`: N lets the worker take a snapshot at every N-th step. None: no checkpoint
+    steps."""
     counter: str = ""
     """Path of a file of 8 bytes in which the source counts the calls of its state_dict; "": the calls are not
     counted."""

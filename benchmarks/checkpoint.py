@@ -205,7 +205,7 @@ def memory_turn(mode: str, amounts: Amounts, folder: Path) -> dict[str, int]:
 
 
 def filesystem(folder: Path) -> str:
-    """Return the type and device of a folder's file system."""
+    """Return a text with the type and the device of the file system that a folder is on."""
     found, longest = "unknown", -1
     for line in Path("/proc/mounts").read_text().splitlines():
         device, mount, kind, *_ = line.split()

@@ -23,7 +23,7 @@ __all__ = ["batch_bytes", "consume", "count_of", "latencies", "measure", "percen
 
 Clock = Callable[[], float]
 CHECK_S = 0.01
-"""Seconds between two checks of the time."""
+"""Seconds between two readings of the clock while throughput is measured."""
 
 
 def consume(

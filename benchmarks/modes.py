@@ -26,7 +26,7 @@ __all__ = ["ALONE", "DATALOADER", "MEMCPY", "MODES", "PENSTOCK", "RAW_TCP", "STA
 
 ROOT = Path(__file__).parent.parent
 START_S, MEASURE_S, STOP_S = 120.0, 90.0, 15.0
-"""Deadlines of a player's start, of one measurement, and of its end, in seconds."""
+"""Seconds within which a player must have started, must answer one request to measure, and must have ended."""
 
 PENSTOCK, TCP = "Penstock, same host", "Penstock, TCP lane"
 DATALOADER, STATEFUL = "torch DataLoader, 1 worker", "torchdata StatefulDataLoader, 1 worker"

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 CONSUMER = "consumer"
-"""Role of the tree's root: the process with the training loop."""
+"""Role of the root of a tree of processes: the process with the training loop, which takes the batches."""
 TICKS = os.sysconf("SC_CLK_TCK")
 PR_SET_CHILD_SUBREAPER = 36
 RING_NAME = "memfd:penstock-ring"

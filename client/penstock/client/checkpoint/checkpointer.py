@@ -151,7 +151,7 @@ class AsyncCheckpointer:
         self._pending: list[PendingSave] = []
         """Saves that are being written, and ended saves whose results were not read yet, oldest first."""
         self._unraised: list[CheckpointError] = []
-        """Errors of failed saves that have not been raised yet."""
+        """Errors of failed saves that no call has raised yet."""
         self._last: PendingSave | None = None
         self._closed = False
         self._calls = CallLock()

@@ -28,7 +28,7 @@ from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
 __all__ = ["MAX_MESSAGE_BYTES", "Kind", "Message", "Relay"]
 
 MAX_MESSAGE_BYTES: Final = 4 << 30
-"""Largest message in bytes for which a rank allocates memory."""
+"""Largest size in bytes of a message that a rank accepts, and allocates memory for."""
 
 
 class Kind(IntEnum):

@@ -231,7 +231,7 @@ class StagedFiles:
         write_file(path, region, size, durable=self._durable, passing=lambda _: None)
 
     def close(self) -> None:
-        """Close the memory's descriptor, in a process that has received it."""
+        """Close the descriptor of the shared memory in the process that has received it."""
         if self._received and self._image is not None:
             self._image.close()
 

@@ -147,7 +147,8 @@ class DataIterator:
         return next(self._cursors[0])
 
     def chunks(self, count: int) -> list[Iterator[Any]]:
-        """Return one iterator over all microbatches for each model chunk of this rank, for a virtual pipeline."""
+        """Return, for a virtual pipeline, `count` iterators over all microbatches, one for each part of the model on
+        this rank (model chunk)."""
         if count < 1:
             raise InvalidArgumentError(
                 f"the number of model chunks passed to chunks() must be >= 1, got {count}: pass the number of parts of "
@@ -173,7 +174,7 @@ class DataIterator:
         return self._messages.unpack(self._batches[number - self._first])
 
     def _passed(self) -> None:
-        """Drop the microbatches that all model chunks have taken."""
+        """Drop the microbatches from `_batches` that all model chunks of this rank have taken."""
         least = min(one.taken for one in self._cursors if one.takes)
         while self._first < least:
             self._batches.popleft()

@@ -37,7 +37,7 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["FORMAT", "KEY", "STATE", "BoxStart", "SavedState", "WorkerPart", "blank", "is_to_be_filled", "read"]
 
 KEY = "__penstock__"
-"""Reserved key of a saved state."""
+"""Key of a saved state under which it has Penstock's part."""
 STATE = "state"
 """Key under which a saved state has the result of aggregate_state_dict if that is not a dict."""
 FORMAT = 3
@@ -105,7 +105,8 @@ class SavedState:
     topology (numbers of boxes and workers)."""
     num_workers_per_box: int
     seed: int | None
-    """Seed of the run; None only in a state that an older release saved before its run was opened."""
+    """Seed of the run. None: unknown, because an older release saved the state before the run was opened, or Penstock
+    did not save it."""
     positions: list[Position] = field(default_factory=list)
     """Positions of the boxes, by box number; empty at step 0."""
     full_digest: bool = False

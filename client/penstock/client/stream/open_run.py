@@ -90,7 +90,7 @@ class RunLink(Protocol):
     """Interface by which a run uses the Appliance that it was opened on."""
 
     host: str
-    """Id of this host; see penstock.proto.rpc.channel.host_id."""
+    """Id of this host, by which workers on the same host are recognised; see penstock.proto.rpc.channel.host_id."""
     force_tcp: bool
     compression: str | None
     """Name of the codec that compresses batches over TCP, see penstock.proto.lane.compression.NAMES; None: no
@@ -133,8 +133,8 @@ class OpenRun:
         """Number of the newest abandoned epoch that the coordinator has in its journal; -1: none. This epoch and
         earlier ones are not reported again."""
         self._commit_mark = b""
-        """Signed number of the last commit in the coordinator's journal, from its last reply. Each report returns it,
-        so that a coordinator with an older journal notices that."""
+        """Signed number of the last commit in the coordinator's journal, from its last reply. Each report returns it.
+        So a coordinator that was started with an older copy of its journal notices that."""
         self.ended_boxes: dict[int, int] = {}
         """Last step of the epoch, for each box of the run that has ended its epoch and not begun another, by the box's
         number."""

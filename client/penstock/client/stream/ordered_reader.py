@@ -84,7 +84,7 @@ class OrderedReader:
         self.first_step = position.step
         """Number of the last step before the first batch of this reader."""
         self.wait_s = 0.0
-        """Seconds that the loop waited for the last batch."""
+        """Seconds for which the loop waited for the last batch."""
         self.layout: tuple[Structure, list[int]] | None = None
         """Structure (nesting, keys, dtypes) and shapes of the last batch."""
         self.thread = threading.get_ident()
@@ -557,7 +557,7 @@ class OrderedReader:
 
     @property
     def copies(self) -> int:
-        """Number of batches delivered as copies instead of views."""
+        """Number of batches delivered as copies and not as views of the ring."""
         return sum(lane.copies for lane in self._lanes)
 
     @property

@@ -21,7 +21,7 @@ from penstock.proto.errors import CheckpointError, InvalidArgumentError
 __all__ = ["CallLock", "SignalWatch"]
 
 POLL_S = 0.002
-"""Seconds between two checks for the end of another thread's call."""
+"""Seconds between two checks of whether another thread's call of the checkpointer has ended."""
 
 Handler = Callable[[int, Any], Any]
 

@@ -23,7 +23,7 @@ from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 __all__ = ["load_object", "load_tensor", "plain_bytes"]
 
 PROTOCOL = 2
-"""Pickle protocol of torch.save."""
+"""Number of the pickle protocol that torch.save uses."""
 HEADER = 30
 """Number of bytes before a file's name in its header in a zip archive."""
 
@@ -67,7 +67,7 @@ def _pickle_at(data: bytes) -> int | None:
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickler that refuses all classes."""
+    """Unpickler of plain values: it raises UnpicklingError for any class except bytes, and for tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):

@@ -22,7 +22,8 @@ from penstock.proto.tracebacks import warn_user
 __all__ = ["clean_keys", "parameter_names", "unwrapped"]
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module"}
-"""Attributes in which torch.compile, activation checkpointing, Lightning Fabric and FSDP1 keep the wrapped module."""
+"""Names of the attributes in which wrappers keep the wrapped module: torch.compile, activation checkpointing, Lightning
+Fabric and FSDP1."""
 
 Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 """Place of a tensor's values in memory: address, dtype, shape and strides. Tensors that share memory have equal

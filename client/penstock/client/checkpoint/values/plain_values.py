@@ -31,7 +31,7 @@ Mapping)` takes a microsecond, and a state has thousands of values."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 """Default factories with which a defaultdict can be restored, by name."""
 DEPTH = 60
-"""Largest number of levels of nested values that are encoded."""
+"""Largest number of levels of nesting in a value that is encoded. A deeper value counts as one without a recipe."""
 
 
 class EncodedValue(NamedTuple):

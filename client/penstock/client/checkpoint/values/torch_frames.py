@@ -30,7 +30,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class TorchFrame:
-    """Bytes that torch.save writes around the values of a tensor."""
+    """Frame: the bytes that torch.save writes before and after the values of a tensor."""
 
     before: bytes
     nbytes: int
