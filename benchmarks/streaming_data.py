@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -64,12 +65,12 @@ def _tokens(number: int) -> Any:
     return np.frombuffer(_noise(4 * 2049)(number), np.int32)
 
 
-def _image(number: int) -> Any:
+def _image(number: int, size: int = 64) -> Any:
     """Return the image of a sample, read from a JPEG in memory. The image is smooth, because noise takes three times as
     long to decode as a photograph."""
-    small = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
+    small = np.random.default_rng(number).integers(0, 256, (size // 8, size // 8, 3), np.uint8)
     out = BytesIO()
-    Image.fromarray(small).resize((64, 64), Image.Resampling.BICUBIC).save(out, "JPEG")
+    Image.fromarray(small).resize((size, size), Image.Resampling.BICUBIC).save(out, "JPEG")
     return Image.open(out)
 
 
@@ -80,6 +81,7 @@ KINDS = {
         Kind("64 KiB", "data", "bytes", 2_000, 64 << 10, 16 << 20, _noise(64 << 10)),
         Kind("tokens", "tokens", "ndarray:int32:2049", 16_000, 4 * 2049, 16 << 20, _tokens),
         Kind("JPEG", "image", "jpeg", 8_000, 1_200, 1 << 20, _image),
+        Kind("JPEG of 256", "image", "jpeg", 2_000, 9_000, 16 << 20, partial(_image, size=256)),
         # Read from a server: 50 shards.
         Kind("cold", "data", "bytes", 50_000, 1 << 10, 1 << 20, _noise(1 << 10)),
     )

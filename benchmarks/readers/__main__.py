@@ -32,6 +32,7 @@ FULL = tuple(
     replace(KINDS[name], samples=samples) for name, samples in (("1 KiB", 20_000), ("64 KiB", 4_000), ("tokens", 8_000))
 )
 """Kinds of data, each with so many samples that the slowest reader reads an epoch in some seconds."""
+IMAGES = (KINDS["JPEG"], KINDS["JPEG of 256"])
 QUICK = tuple(kind.fewer(50) for kind in FULL)
 AT_LEAST_S = 0.4
 """Smallest number of seconds for which a reader is measured at a time."""
@@ -59,14 +60,20 @@ def compare(pair: Pair, kind: Kind, players: Players, folder: Path, rounds: int,
 
 
 def figures(
-    pairs: Sequence[Pair], kinds: Sequence[Kind], rounds: int, peers: Path | None, at_least_s: float, folder: Path
+    pairs: Sequence[Pair],
+    kinds: Sequence[Kind],
+    images: Sequence[Kind],
+    rounds: int,
+    peers: Path | None,
+    at_least_s: float,
+    folder: Path,
 ) -> dict[str, Any]:
     """Compare all pairs of readers, each with new processes (players), and return their figures by name."""
     results: dict[str, Any] = {"rounds": rounds, "versions": {}, "pairs": {}, "missing": {}, "failures": []}
     for pair in pairs:
         players = Players(peers, folder, pair.modes)
         try:
-            for kind in kinds:
+            for kind in (*kinds, *(images if pair.images else ())):
                 place = folder / pair.module / kind.name.replace(" ", "-")
                 place.mkdir(parents=True)
                 found = compare(pair, kind, players, place, rounds, at_least_s)
@@ -98,7 +105,8 @@ def main(given: Sequence[str] | None = None) -> int:
     command = " ".join(["python -m benchmarks.readers", *options.only, f"--rounds {options.rounds}"])
     pairs = [pair for pair in PAIRS if not options.only or pair.module in options.only]
     kinds, at_least_s = (QUICK, 0.0) if options.quick else (FULL, AT_LEAST_S)
-    work = partial(figures, pairs, kinds, options.rounds, options.peers, at_least_s)
+    images = [kind.fewer(50) for kind in IMAGES] if options.quick else IMAGES
+    work = partial(figures, pairs, kinds, images, options.rounds, options.peers, at_least_s)
     results = with_conditions(work, command + (" --quick" if options.quick else ""))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from benchmarks.streaming_data import BATCH, KINDS
+from benchmarks.streaming_data import BATCH, KINDS, collate
 from benchmarks.streaming_player import Reader
 
 from penstock.data import StreamingDataset, StreamingLoader
@@ -44,4 +44,5 @@ class Ours(BatchReader):
     packages: tuple[str, ...] = ("torch", "numpy")
 
     def batches(self, kind: str, folder: str, *, shuffle: bool, workers: int, remote: str = "") -> Iterable[Any]:
-        return StreamingLoader(StreamingDataset(local=folder), batch_size=BATCH, shuffle=shuffle, seed=SEED)
+        images: dict[str, Any] = {"collate_fn": collate} if value_column(kind) == "image" else {}
+        return StreamingLoader(StreamingDataset(local=folder), batch_size=BATCH, shuffle=shuffle, seed=SEED, **images)

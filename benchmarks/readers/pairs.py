@@ -27,6 +27,8 @@ class Pair:
     theirs: str = "Theirs"
     ours: str = "Ours"
     orders: Sequence[str] = tuple(ORDERS)
+    images: bool = False
+    """True if the two readers are also compared on images."""
 
     @property
     def name(self) -> str:
@@ -44,7 +46,7 @@ class Pair:
 
 
 PAIRS = (
-    Pair("mosaicml-streaming", "MDS", "mds"),
+    Pair("mosaicml-streaming", "MDS", "mds", images=True),
     Pair("litdata", "its own; Penstock: MDS", "litdata"),
     Pair("Lance", "Lance", "lance"),
     Pair("datasets, buffer", "Arrow", "huggingface", "TheirsSaved", "OursSaved"),

@@ -174,7 +174,7 @@ def test_a_split_is_taken_of_columns(columns: Path, tmp_path: Path) -> None:
         ('{"version": 2, "shards": [], "a": NaN}', "the index must be JSON"),
         ('{"version": 2, "shards": [] "a": 1}', "the index must be JSON"),
         ('{"version": 2, "shards": [{"a": "bbbbbbbbbbbbbb', "the index must be JSON"),
-        ('{"version": 2, "shards": [1]}', "shard 0: its entry must be an object"),
+        ('{"version": 2, "shards": [1]}', "shard 0: the entry must be an object"),
         ('{"version": 2, "shards": []} 1', "the index must be JSON"),
         ('{"version": 2, "shards": [], "shards": []}', "shards must be given once"),
         ('{"version": 2, "a": ' + "[" * 100_000, "the index must be JSON"),

@@ -68,7 +68,7 @@ def test_every_truncation_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["br", "gz", "bz2", "snappy", "zstd"])
 def test_what_is_something_else_is_found(name: str) -> None:
-    with pytest.raises(ShardCorruptError, match=f"its {name} data are damaged"):
+    with pytest.raises(ShardCorruptError, match=f"the {name} data are damaged"):
         unpack(b"\xff" * 100, name, limit=1 << 20)
 
 
@@ -148,5 +148,5 @@ def test_hashes_of_bytes_and_files(name: str, made: Callable[[str, bytes], Any],
 
 @pytest.mark.parametrize("name", ["", "shake_128", "new", "sha1024"])
 def test_an_unknown_hash_lists_the_known(name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"the hash must be one of.*sha256.*xxh64"):
+    with pytest.raises(InvalidArgumentError, match=r"the hash algorithm must be one of.*sha256.*xxh64"):
         digest_of(b"", name)

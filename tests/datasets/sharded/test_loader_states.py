@@ -337,7 +337,7 @@ def test_loader_is_pickled_in_mid_epoch(source: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"described": lambda: {"words": {"a", "b"}}}, "described.. of Listed must return a JSON value: .*set"),
+        ({"described": lambda: {"words": {"a", "b"}}}, "described.. of Listed must return a JSON value.*set"),
         ({"described": lambda: {"rate": float("nan")}}, "described.. of Listed must return a JSON value"),
         ({"lengths": lambda epoch: [5, -3, 0, 1, 2]}, "lengths.. of the source must be at least 0, got -3 in epoch 0"),
     ],

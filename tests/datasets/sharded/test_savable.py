@@ -288,7 +288,7 @@ def test_unseeded_draws_are_found_by_the_replay() -> None:
     source = Savable(lambda shard: (os.urandom(4) for _ in range(9)), shards=1)
     position = position_after(source, 5)
     with pytest.raises(
-        ReplayMismatchError, match=r"stream 0 of 1 must yield the same samples .* but its samples differ from the 5"
+        ReplayMismatchError, match=r"stream 0 of 1 must yield the same samples .* but the samples differ from the 5"
     ):
         rest(source, position)
 
@@ -324,7 +324,7 @@ def test_undigestible_samples_count_by_number() -> None:
 
     position = position_after(source(5), 4)
     assert len(rest(source(5), position)) == 1
-    with pytest.raises(DatasetError, match=r" must have the 4 samples .* but it ends after 3 samples"):
+    with pytest.raises(DatasetError, match=r" must have the 4 samples .* but the stream ends after 3 samples"):
         rest(source(3), position)
 
 
@@ -338,7 +338,7 @@ def test_stream_ending_early_names_both_numbers(stateful: bool) -> None:
     for _ in range(2):
         with (
             pytest.warns(UserWarning, match="must restore that position") if stateful else nullcontext(),
-            pytest.raises(DatasetError, match=r" must have the 15 samples .* but it ends after 7 samples"),
+            pytest.raises(DatasetError, match=r" must have the 15 samples .* but the stream ends after 7 samples"),
         ):
             next(cursor)
         assert saved(cursor.saved_position()) == position, "what failed changed nothing"

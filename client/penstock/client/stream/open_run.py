@@ -200,7 +200,7 @@ class OpenRun:
         progress = self.progress
         waits = progress.waits()
         fence_key, fence_taken = self.fence.answer
-        return pb.WatchRunRequest(
+        request = pb.WatchRunRequest(
             run=self.name,
             attempt=self.attempt,
             box=self.box,
@@ -223,6 +223,8 @@ class OpenRun:
             sources=_sources(progress),
             imbalance=imbalance_of(progress.counts.rows()) or 0.0 if progress.counts is not None else 0.0,
         )
+        progress.epoch_starts.put_into(request)
+        return request
 
     def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:
         """Report progress to the coordinator, and return the reply. The reply shows that the reported abandoned epochs
@@ -230,6 +232,7 @@ class OpenRun:
         may delay the reply if nothing is newer than that version."""
         request = self._watch_request(seen, hold_s)
         reply = self._client.watch_run(request)
+        self.progress.epoch_starts.answered(request, reply)
         if request.abandoned:
             self._confirmed_epoch = max(self._confirmed_epoch, request.abandoned[-1].epoch)
         return reply
@@ -461,18 +464,7 @@ class OpenRun:
         self._closing.set()
         try:
             if self.attempt and not isinstance(self.error, UnknownRunError):
-                self._report_abandoned()
-                self._client.close_run(
-                    pb.CloseRunRequest(
-                        run=self.name,
-                        attempt=self.attempt,
-                        box=self.box,
-                        client_id=self._request.client_id,
-                        forget=forget and self.link.embedded,
-                        progress=self._watch_request(0, 0.0),
-                    ),
-                    deadline_s=CLOSE_S,
-                )
+                self._tell_end(forget=forget)
         except PenstockError:
             pass  # superseded, or the coordinator has ended: there is nothing to close
         self._client.close()
@@ -482,6 +474,30 @@ class OpenRun:
         self.version += 1
         os.eventfd_write(self.wake_fd, 1)
         self._on_closed(self)
+
+    def _tell_end(self, *, forget: bool) -> None:
+        """Report the end of the box, for at most CLOSE_S. A coordinator that is restarted just now is called again,
+        because it would wait for the box in each later state query; an embedded one is not restarted."""
+        until = time.monotonic() + CLOSE_S
+        while True:
+            left = max(RETRY_S, until - time.monotonic())
+            try:
+                self._report_abandoned()
+                request = pb.CloseRunRequest(
+                    run=self.name,
+                    attempt=self.attempt,
+                    box=self.box,
+                    client_id=self._request.client_id,
+                    forget=forget and self.link.embedded,
+                    progress=self._watch_request(0, 0.0),
+                )
+                self._client.close_run(request, deadline_s=left)
+                return
+            except AWAY:
+                if self.link.embedded or time.monotonic() >= until:
+                    return
+            time.sleep(SHORTEST_BACKOFF_S)
+            self._client.reach(max(0.0, until - time.monotonic()))
 
     def __del__(self) -> None:
         try:

@@ -224,9 +224,12 @@ class OrderedReader:
                 position.carry()
             self._moving = True
             try:
-                return position.exhaust()
+                epoch_over = position.exhaust()
             finally:
                 self._moving = False
+            if epoch_over:
+                self._run.progress.epoch_starts.add(position)
+            return epoch_over
         if kind == BATCH:
             if frame.total <= position.total[slot]:
                 lane.skip(frame)
@@ -551,6 +554,7 @@ class OrderedReader:
         self._moving = True
         position.abandon_epoch()
         self._moving = False
+        self._run.progress.epoch_starts.add(position)
         # Report now: if another box requests a state before this box's next report, the state would lack the abandoned
         # epoch.
         self._run.report()

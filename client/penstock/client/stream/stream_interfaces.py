@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn, Protocol
 
 from penstock.client.states.delivered_counts import DeliveredCounts
+from penstock.client.states.epoch_starts import EpochStarts
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.batch.structure import Structure
@@ -59,6 +60,7 @@ class BoxProgress:
     """Counts of the delivered samples, by source and key; None before the run has a reader."""
     abandoned: tuple[tuple[int, int], ...] = field(default=())
     """Pairs (epoch, last step) of the epochs that the loop left by `break`."""
+    epoch_starts: EpochStarts = field(default_factory=EpochStarts)
     _reported_waits: tuple[list[float], list[float]] = field(default=([], []))
 
     def waits(self) -> list[float]:

@@ -21,17 +21,17 @@ __all__ = ["COMPRESSIONS", "FileCompression", "extension_of", "pack", "parse_com
 
 
 class FileCompression(NamedTuple):
-    """A compression by its family and level."""
+    """Compression of a file: a family such as "zstd", and a level."""
 
     family: str
-    """Name of the family, which is also the extension of packed files."""
+    """Name of the family, which is also the extension of compressed files' names."""
     level: int
     """Level of the compression; 0 for snappy, which has no levels."""
 
 
 class _Family(NamedTuple):
     package: str
-    """Name of the Python module that compresses, if it is not in the standard library; otherwise ""."""
+    """Name of the Python module that compresses; "" if it is in the standard library."""
     default: int
     levels: range
 
@@ -45,16 +45,18 @@ COMPRESSIONS = {
 }
 
 FIRST_PIECE, LARGEST_PIECE = 1 << 8, 1 << 24
-"""Bytes passed to a decompressor at a time: at first, and at most; the number doubles each time. A file may consist of
-many members (streams in a row). Bytes after a member's end are copied, so large pieces of a file with many 20-byte
-members would take quadratic time."""
+"""Number of compressed bytes passed to a decompressor in one call: at first, and at most; the number doubles with each
+call. A file may consist of many members (streams in a row). The bytes after a member's end are copied, so with large
+pieces a file with many 20-byte members would take quadratic time."""
 _ZEROS = re.compile(rb"\0*")
 ZSTD_PIECE = 1 << 10
-"""Bytes passed to the decompressor at a time for a zstd frame without its length. One byte may expand to 32 KiB."""
+"""Number of compressed bytes passed to the decompressor in one call, for a zstd file that does not say how long its
+content is. One compressed byte may expand to 32 KiB."""
 
 
 def parse_compression(name: str) -> FileCompression:
-    """Return the compression of this name. Raises InvalidArgumentError for an unknown one."""
+    """Return the compression that a name such as "zstd:3" stands for. Raises InvalidArgumentError for an unknown
+    name."""
     family, colon, level = name.partition(":")
     known = COMPRESSIONS.get(family)
     if known is None:
@@ -70,12 +72,12 @@ def parse_compression(name: str) -> FileCompression:
 
 
 def extension_of(compression: str) -> str:
-    """Return the extension of a packed file's name, without the dot."""
+    """Return the extension of a compressed file's name, without the dot."""
     return parse_compression(compression).family
 
 
 def pack(data: bytes, compression: str) -> bytes:
-    """Return `data`, compressed. The result is reproducible: a gzip header contains no time."""
+    """Return `data`, compressed. The same data always give the same bytes: a gzip header contains no time."""
     family, level = parse_compression(compression)
     match family:
         case "br":
@@ -92,7 +94,8 @@ def pack(data: bytes, compression: str) -> bytes:
 
 
 def unpack(data: bytes, compression: str, *, limit: int) -> bytes:
-    """Return the unpacked data, at most `limit` bytes. Raises ShardCorruptError for more, and for broken data."""
+    """Return the decompressed data, at most `limit` bytes. Raises ShardCorruptError if there are more, or if the
+    compressed data are damaged."""
     family = parse_compression(compression).family
     return _UNPACKERS[family](data, limit)
 
@@ -109,13 +112,13 @@ def _library(family: str) -> Any:
 
 def _too_long(family: str, limit: int) -> ShardCorruptError:
     return ShardCorruptError(
-        f"its {family} data must decompress to at most {limit} bytes, as the dataset's index lists, got more. "
+        f"the {family} data must decompress to at most {limit} bytes, as the dataset's index lists, got more. "
         "Fetch the file again, or index the folder again"
     )
 
 
 def _broken(family: str, why: object) -> ShardCorruptError:
-    return ShardCorruptError(f"its {family} data are damaged: {why}. Fetch the file again")
+    return ShardCorruptError(f"the {family} data are damaged: {why}. Fetch the file again")
 
 
 class _Member(Protocol):
@@ -129,8 +132,8 @@ class _Member(Protocol):
 
 
 def _members(family: str, make: Callable[[], _Member], data: bytes, limit: int) -> bytes:
-    """Unpack a gzip or bzip2 file, which may consist of several members (streams in a row) with zeros after each.
-    `make`: returns a new decompressor; `limit`: largest size of the result in bytes."""
+    """Decompress a gzip or bzip2 file, which may consist of several members (streams in a row) with zeros after each.
+    `make`: function that returns a new decompressor; `limit`: largest size of the result in bytes."""
     parts: list[bytes] = []
     view, left, at = memoryview(data), limit, 0
     while True:
@@ -140,7 +143,7 @@ def _members(family: str, make: Callable[[], _Member], data: bytes, limit: int) 
             if not piece:
                 raise _broken(family, f"they end too early, after {len(data)} bytes")
             try:
-                # One byte more than is left, so that a member that fills the limit can still reach its end.
+                # One byte more than the limit leaves, so that a member that fills the limit can still reach its end.
                 part = member.decompress(piece, left + 1)
             except (OSError, ValueError, zlib.error) as error:
                 raise _broken(family, error) from error

@@ -1,5 +1,5 @@
 """Memory limit shared by the decoded blocks of all readers in this process. A block is a row group of Parquet, or a
-record batch of Arrow.
+record batch of Arrow; a reader keeps it in memory after it was decoded.
 
 Readers keep their own blocks; this module only counts the blocks' bytes and calls `drop` of a reader. So a reader's
 blocks are freed with the reader. The least recently used block of all readers is dropped first.
@@ -30,8 +30,8 @@ class BlockOwner(Protocol):
 
 
 class BlockMemory:
-    """Count of the decoded blocks that readers keep, in the order of their last use (LRU). Safe for threads; empty in a
-    forked child."""
+    """Count of the decoded blocks that all readers of a process keep, in the order of their last use. Drops blocks when
+    their bytes exceed a limit. Safe for threads; empty in a forked child."""
 
     def __init__(self, limit: int = DECODED_BYTES) -> None:
         self.limit = limit
@@ -40,22 +40,24 @@ class BlockMemory:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all blocks."""
+        """Forget all blocks and readers, without dropping the blocks."""
         # Reentrant: garbage collection of a reader may run in the thread that holds this lock.
         self._lock = threading.RLock()
         self._blocks: OrderedDict[tuple[int, int], int] = OrderedDict()
-        """Bytes of each block, by (owner, block), the least recently used one first."""
+        """Number of bytes of each block, by (number of its reader, number of the block), the least recently used block
+        first."""
         self._released: OrderedDict[tuple[int, int], None] = OrderedDict()
-        """Blocks that are not needed soon, which are dropped before all others."""
+        """Blocks that are not needed soon, by (number of the reader, number of the block). They are dropped before all
+        others."""
         self._owners: dict[int, weakref.ref[BlockOwner]] = {}
         self._ended: deque[int] = deque()
-        """Owners that were garbage-collected. Their blocks are forgotten at the next call: a finalizer may run at any
-        point, so it only appends here."""
+        """Numbers of readers that were garbage-collected. Their blocks are forgotten at the next call: a finalizer may
+        run at any point, so it only appends here."""
         self.nbytes = 0
-        """Bytes of all blocks."""
+        """Number of bytes of all blocks together."""
 
     def raise_limit(self, limit: int | None) -> None:
-        """Raise the limit to `limit` bytes, if it is lower now; None: do nothing."""
+        """Raise the limit to `limit` bytes, if it is lower now. None changes nothing."""
         if limit is not None:
             self.limit = max(self.limit, limit)
 
@@ -67,7 +69,7 @@ class BlockMemory:
         return number
 
     def used(self, number: int, blocks: Iterable[int]) -> None:
-        """Mark these blocks as the most recently used ones."""
+        """Mark these blocks of reader `number` as the most recently used ones."""
         with self._lock:
             for block in blocks:
                 if (number, block) in self._blocks:
@@ -75,8 +77,8 @@ class BlockMemory:
                     self._released.pop((number, block), None)
 
     def make_room(self, nbytes: int) -> None:
-        """Drop blocks until a block of `nbytes`, which is decoded next, fits below the limit. Released blocks of at
-        least `nbytes` in total are dropped in any case."""
+        """Drop blocks until another block of `nbytes` bytes, which the caller is about to decode, fits below the limit.
+        Released blocks of at least `nbytes` bytes together are dropped in any case."""
         with self._lock:
             self._forget_ended()
             freed = 0
@@ -89,7 +91,8 @@ class BlockMemory:
         self._drop(limit, keep=0)
 
     def add(self, number: int, block: int, nbytes: int) -> None:
-        """Count a block, and drop others if the limit is exceeded."""
+        """Count a block of `nbytes` bytes that reader `number` has decoded, and drop other blocks if the limit is
+        exceeded."""
         with self._lock:
             if number not in self._owners:  # the reader was registered before a fork
                 return
@@ -98,14 +101,14 @@ class BlockMemory:
         self._drop(self.limit, keep=1)
 
     def release(self, number: int, block: int) -> None:
-        """Mark a block as not needed soon: `make_room` drops it before the next block is decoded, because memory that
-        is freed just before it is allocated again need not come from the kernel."""
+        """Mark a block of reader `number` as not needed soon. `make_room` then drops it before the next block is
+        decoded: memory that is freed just before it is allocated again need not come from the kernel."""
         with self._lock:
             if (number, block) in self._blocks:
                 self._released[number, block] = None
 
     def remove_owner(self, number: int) -> None:
-        """Forget all blocks of a reader that has dropped them itself."""
+        """Forget all blocks of reader `number`, which has dropped them itself."""
         self._ended.append(number)
 
     def _drop(self, limit: int, keep: int) -> None:
@@ -134,6 +137,6 @@ class BlockMemory:
 
 
 MEMORY = BlockMemory()
-"""Block memory of this process."""
+"""Count and limit of the decoded blocks in this process."""
 
 os.register_at_fork(after_in_child=MEMORY.reset)

@@ -1,9 +1,9 @@
 """Open files that belong to an object, and are closed with it.
 
-A descriptor is a small number. Once the file is closed, the kernel gives the number to the next file that is opened,
-and code that kept the bare number then reads another file without any error: one thread closes a shard while another is
-about to read it, and a third opens a file in between. So no code keeps the bare number. A reader keeps the object, and
-the file is closed when the last reference to the object is dropped.
+A descriptor is a small number that the kernel gives to an open file. Once the file is closed, the kernel gives the
+number to the next file that is opened, and code that kept the bare number then reads another file without any error:
+one thread closes a shard while another is about to read it, and a third opens a file in between. So no code keeps the
+bare number. A reader keeps the object, and the file is closed when the last reference to the object is dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Descriptor"]
 
 
 class Descriptor:
-    """An open file. Any number of threads and forked children may read it at the same time, because it has no current
+    """Open file. Any number of threads and forked children may read it at the same time, because it has no current
     position.
 
     The file is closed when the last reference to this object is dropped. Call `close` only if nothing else uses the
@@ -38,12 +38,12 @@ class Descriptor:
         self._number = open_plain(path, flags, mode, folder=folder)
 
     def fileno(self) -> int:
-        """Return the descriptor's number, or -1 once it is closed. Use it only in calls that end before the reference
-        to this object is dropped."""
+        """Return the number that the kernel gave to the open file; -1 once the file is closed. Use the number only in
+        calls that end before the reference to this object is dropped."""
         return self._number
 
     def read(self, size: int, begin: int) -> bytes:
-        """Return `size` bytes from position `begin`, or fewer at the file's end. Raises OSError."""
+        """Return `size` bytes from byte `begin` of the file, or fewer at the file's end. Raises OSError."""
         data = os.pread(self._number, size, begin)
         while len(data) < size:  # the kernel may return fewer bytes, and returns at most 2 GiB
             more = os.pread(self._number, size - len(data), begin + len(data))
@@ -57,8 +57,8 @@ class Descriptor:
         return self.read(os.fstat(self._number).st_size, 0)
 
     def read_into(self, array: np.ndarray[Any, Any], begin: int) -> int:
-        """Fill a contiguous array from position `begin`. Returns the number of bytes read, which is smaller than the
-        array's at the file's end. Raises OSError."""
+        """Fill a contiguous array with the file's bytes from byte `begin` on. Return the number of bytes read, which is
+        smaller than the array's size at the file's end. Raises OSError."""
         done = os.preadv(self._number, [array.data], begin)
         if done < array.nbytes:  # as in `read`
             rest = array.reshape(-1).view(np.uint8).data
@@ -67,7 +67,7 @@ class Descriptor:
         return done
 
     def close(self) -> None:
-        """Close the file; does nothing when called again."""
+        """Close the file. A second call does nothing."""
         number, self._number = self._number, -1
         if number >= 0:
             os.close(number)

@@ -36,20 +36,20 @@ class Encoding:
     size: int | None
     """Number of bytes of each encoded value; None if it varies."""
     decode: Callable[[bytes, int, int], Any]
-    """Function from (sample, begin, end) to the value in these bytes of the sample. Raises any exception for bytes that
-    are not a value."""
+    """Function (sample, begin, end) that returns the value stored in the bytes from `begin` to `end` of the sample.
+    Raises any exception for bytes that are not a value."""
     encode: Callable[[Any], bytes]
-    """Function from a value to bytes. Raises TypeError, ValueError or OverflowError for a value that cannot be stored
-    unchanged."""
+    """Function that returns a value as bytes. Raises TypeError, ValueError or OverflowError for a value that cannot be
+    stored unchanged."""
     decode_array: Callable[[bytes, int, int], Any] | None = None
-    """Decoder of images to arrays; None for values other than images."""
+    """As `decode`, but returns an image as an array; None for values other than images."""
     decode_file: Callable[[bytes, int, int], Any] | None = None
-    """Decoder of images to the bytes of their files, and of pickles to bytes; None for other values."""
+    """As `decode`, but returns an image as the bytes of its file, and a pickle as bytes; None for other values."""
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
-    """Return the encoding of this name. Raises InvalidArgumentError if it is unknown, DatasetError if its decoder would
-    run code from the data (pickle) and `allow_unsafe_types` is False."""
+    """Return the encoding with this name. Raises InvalidArgumentError for an unknown name, DatasetError if the decoder
+    would run code from the data (pickle) and `allow_unsafe_types` is False."""
     check_encoding(name)
     if name in UNSAFE and not allow_unsafe_types:
         raise DatasetError(
@@ -77,7 +77,7 @@ def _typed(value: Any, kind: type | tuple[type, ...], what: str) -> None:
 
 
 def as_bytes(sample: bytes, begin: int, end: int) -> bytes:
-    """Return a value as it is stored."""
+    """Return the bytes from `begin` to `end` of the sample: a value as it is stored."""
     return sample[begin:end]
 
 
@@ -147,14 +147,14 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 _BY_NAME = {dtype.name: dtype for dtype in _NUMBERS}
 _SHAPES = tuple(struct.Struct(f"={letter}") for letter in "BHIQ")
-"""Structs that store one dimension of an array's shape. The two lowest bits of the byte that holds the number of
-dimensions say which one is used."""
+"""Structs that store one dimension of an array's shape, in 1, 2, 4 or 8 bytes. The byte that holds the number of
+dimensions says in its two lowest bits which struct is used."""
 MAX_DIMENSIONS = 63
 
 
 def _ndarray(config: str) -> Encoding:
-    """Return the encoding "ndarray:dtype:shape". `config`: the part after "ndarray". A dtype or shape that `config`
-    leaves out is stored before each value."""
+    """Return the encoding "ndarray:dtype:shape". `config`: the part of the name after "ndarray". A dtype or shape that
+    the name leaves out is stored before each value."""
     name, colon, dims = config.partition(":")
     if not config:
         return ENCODINGS["ndarray"]
@@ -255,7 +255,8 @@ def _image(
 
 
 def _images(one: Encoding, encode: images.Encode) -> Encoding:
-    """Return the encoding of a list of images. `one`: encoding of one image."""
+    """Return the encoding of a list of images. `one`: encoding of one image; `encode`: function that encodes the
+    list."""
     decoders = (one.decode, one.decode_array or one.decode, one.decode_file or as_bytes)
     pil, array, file = map(images.list_decoder, decoders)
     return Encoding(None, pil, images.list_encoder(encode), array, file)

@@ -1,9 +1,10 @@
-"""Reading and writing of index.json, in version 2 of mosaicml-streaming's format. Every field is checked when it is
-read.
+"""Reading and writing of index.json, in version 2 of mosaicml-streaming's format.
 
-The index describes all of a dataset, and may come from anywhere, so every field is checked: a wrong number is an error
-that names its shard and field, and not a later failure elsewhere. Datasets have up to hundreds of thousands of shards.
-What is the same for all of them (names and encodings of columns) is checked once and stored once.
+The index describes all of a dataset, and may come from anywhere, so every field is checked when it is read: a wrong
+number is an error that names its shard and field, and not a later failure elsewhere. Datasets have up to hundreds of
+thousands of shards. What is the same for all of them (names and encodings of columns) is checked once and stored once.
+
+Notes are entries of the index for Penstock alone, such as the number of a version; other readers ignore them.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".
 """Endings of files in a folder that `index_folder` can index."""
 INDEX = "index.json"
 VERSION_NOTE = "dataset_version"
-"""Note of the number of the dataset's version that an index is of, see cache/dataset_versions.py."""
+"""Name of the note with the number of the dataset's version that the index describes (cache/dataset_versions.py)."""
 SOURCE_NOTE = "folder"
-"""Note of the local folder that the files of an index lie in, if it is not the index's own folder."""
+"""Name of the note with the local folder of the dataset's files, if the index lies in another folder."""
 VERSION = 2
 NOTES = "penstock"
-"""Name of the index's entry that holds the notes; it is the first one, because entries are sorted."""
+"""Name of the index's entry that holds the notes. It is the first entry, because entries are sorted by name."""
 _NOTES_BEGIN = f'{{"{NOTES}": '.encode()
 INDEX_END = f'], "version": {VERSION}}}'.encode()
-"""Text of an index after its last entry."""
+"""Text of an index after the entry of its last shard."""
 MAX_NUMBER = 1 << 44
 """Largest size of a file in bytes, and largest number of samples in it. With this limit, sums over all shards stay
 below 64 bits."""
 
 PRECEDED_NOTE = "preceded_by"
-"""Note, in the index of version 1, of the digest of the index that the dataset had before it had versions."""
+"""Name of a note in the index of version 1: the digest of the index that the dataset had before it had versions."""
 
 _OWN = {"version", "format", "samples", "compression", "hashes", "blocks", "decoded_bytes", "spans", "ranges"}
 _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta")}
@@ -71,14 +72,15 @@ _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta"
 _STEP = r"(?!\.{1,2}(?:/|\Z))[^/\\\0]+"
 _PLAIN_PATH = re.compile(f"{_STEP}(?:/{_STEP})*")
 _OURS = re.compile(r"(?:.*/)?(?:index(?:-\d{6,})?\.json|\.penstock(?:/.*)?)", re.DOTALL | re.IGNORECASE)
-"""Names of files in a cache's folder that are not shards. A shard with such a name would overwrite the cache's own
+"""Pattern of names in a cache's folder that are not shards. A shard with such a name would overwrite the cache's own
 state, which decides which of the user's files are removed."""
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]+")
 _NONE: Mapping[str, str] = {}
 
 
 def read_index(data: bytes, where: str) -> list[Shard]:
-    """Return the shards of an index. `where` is its address, for messages. Raises DatasetError."""
+    """Return the shards of an index. `data`: bytes of the index; `where`: its address, for errors. Raises DatasetError
+    if the index is invalid."""
     try:
         entries = _entries(data)
     except InvalidField as error:
@@ -102,13 +104,13 @@ def invalid_index(where: str, error: Exception) -> DatasetError:
 
 
 def write_index(shards: Iterable[Shard], notes: Mapping[str, Any] | None = None) -> bytes:
-    """Return the index as mosaicml-streaming writes it, byte for byte. `notes`: entries for Penstock alone (see
-    `index_notes`), which its reader ignores."""
+    """Return an index as mosaicml-streaming writes it, byte for byte. `notes`: entries for Penstock alone, which other
+    readers ignore."""
     return index_begin(notes) + b", ".join(map(entry_text, shards)) + INDEX_END
 
 
 def index_begin(notes: Mapping[str, Any] | None = None) -> bytes:
-    """Return the text of an index before its first entry. `notes`: as in `write_index`."""
+    """Return the text of an index before the entry of its first shard. `notes`: entries for Penstock alone."""
     begin = _NOTES_BEGIN + json.dumps(dict(notes), sort_keys=True).encode() + b", " if notes else b"{"
     return begin + b'"shards": ['
 
@@ -119,12 +121,13 @@ def entry_text(shard: Shard) -> bytes:
 
 
 def version_index(version: int) -> str:
-    """Return the name of the index of a version of a dataset."""
+    """Return the file name of the index that describes version `version` of a dataset."""
     return f"index-{version:06}.json"
 
 
 def index_notes(data: bytes) -> dict[str, Any]:
-    """Return the notes that `write_index` put into an index; empty without any. The list of shards is not parsed."""
+    """Return the notes (entries for Penstock alone) of an index; an empty dict if the index has none. The list of
+    shards is not parsed."""
     if not data.startswith(_NOTES_BEGIN):
         return {}
     try:
@@ -135,8 +138,8 @@ def index_notes(data: bytes) -> dict[str, Any]:
 
 
 def first_notes(first: Callable[[int], bytes]) -> dict[str, Any]:
-    """Return the notes of an index of any size, of which only the beginning is read. `first(size)` returns its first
-    `size` bytes, or all if there are fewer."""
+    """Return the notes of an index of which only the beginning is read, because it may be large. `first(size)` returns
+    the first `size` bytes of the index, or all bytes if there are fewer."""
     size = 1 << 16
     while True:
         data = first(size)
@@ -147,18 +150,19 @@ def first_notes(first: Callable[[int], bytes]) -> dict[str, Any]:
 
 
 def file_notes(file: Descriptor) -> dict[str, Any]:
-    """Return the notes of an index file, as `first_notes` does."""
+    """Return the notes of an open index file, of which only the beginning is read."""
     return first_notes(lambda size: file.read(size, 0))
 
 
 def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:
-    """Return the shards of several folders as those of one dataset in their common folder. `parts`: (path of the folder
-    below the common one, its shards) for each."""
+    """Return the shards of several folders as those of one dataset in their common parent folder. `parts`: for each
+    folder, (path relative to the parent folder, its shards)."""
     return [shard_below(folder, shard) for folder, shards in parts for shard in shards]
 
 
 def shard_below(folder: str, shard: Shard) -> Shard:
-    """Return a shard of a folder as one of a folder above. `folder`: path from that one."""
+    """Return a shard of a folder as a shard of a parent folder. `folder`: path of the folder, relative to the parent
+    folder."""
     return replace(shard, files=tuple(_below(folder, file) for file in shard.files))
 
 
@@ -182,19 +186,24 @@ def _entries(data: bytes) -> list[Any]:
 
 
 def check_version(version: object) -> None:
-    """Raise InvalidField if an index, or a shard's entry, has another version."""
+    """Raise InvalidField unless the version of an index, or of a shard's entry in it, is the one that this module
+    reads."""
     if type(version) is not int or version != VERSION:
         raise InvalidField("version", f"must be {VERSION}, got {version!r}")
 
 
 def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, StoredFile]) -> Shard:
-    """Return the shard of an entry of an index. Raises InvalidField or DatasetError.
+    """Return the shard that an entry of an index describes.
 
-    known: settings of the shards before, which equal ones share. files: files of the shards before, by name, to find a
-    name that has two meanings.
+    Args:
+        entry: the entry, as parsed JSON.
+        known: settings of the shards before, by their text, so that shards with equal settings share them.
+        files: files of the shards before, by name, to find a name that two entries use for different files.
+
+    Raises InvalidField or DatasetError for an invalid entry.
     """
     if not isinstance(entry, dict):
-        raise InvalidField("its entry", f"must be an object, got {kind_of(entry)}")
+        raise InvalidField("the entry", f"must be an object, got {kind_of(entry)}")
     check_version(entry.get("version"))
     form = entry.get("format")
     known_format = FORMATS.get(form) if isinstance(form, str) else None
@@ -246,7 +255,7 @@ def _parts_of(entry: dict[str, Any], kind: str, samples: int) -> tuple[int, ...]
     if parts is None:
         return ()
     if not isinstance(parts, list) or not all(type(rows) is int and rows >= 0 for rows in parts):
-        raise InvalidField(kind, "must be a list of numbers of samples, none below 0")
+        raise InvalidField(kind, "must be a list of numbers of samples, each at least 0")
     if sum(parts) != samples:
         raise InvalidField(kind, f"must add up to the shard's {samples} samples, got {sum(parts)}")
     return tuple(parts)
@@ -260,7 +269,7 @@ def _ranges(entry: dict[str, Any], parts: int, size: int) -> tuple[int, ...]:
     if ranges and len(ranges) != 2 * parts + 1:
         raise InvalidField("ranges", f"must have 2 offsets for each of {parts} blocks, and 1 more, got {len(ranges)}")
     if any(begin > end for begin, end in zip(ranges[:-1:2], ranges[1::2], strict=True)):
-        raise InvalidField("ranges", "must not have a block that ends before it begins")
+        raise InvalidField("ranges", "must give each block an end at or after its beginning")
     return tuple(ranges)
 
 
@@ -307,7 +316,7 @@ def _count(entry: dict[str, Any], key: str, field: str) -> int:
 
 
 def remedy_without_index(folder: str) -> str:
-    """Return the remedy that the error for a folder without an index gives. Looks only one folder down: there may be
+    """Return the remedy for the error about a folder without an index. Looks only one folder down: there may be
     millions of files."""
     for pattern in ("*.*", "*/*.*"):
         if any(path.suffix.lower() in INDEXABLE_ENDINGS for path in Path(folder).glob(pattern)):

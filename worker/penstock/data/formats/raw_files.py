@@ -1,4 +1,4 @@
-"""Bytes of samples in a raw shard file, found by its table of offsets.
+"""Bytes of samples in a raw (not compressed) shard file, found by the table of offsets in it.
 
 The file is read with pread and not mapped. A mapped file that is truncated kills its reader without a message (SIGBUS);
 pread returns too few bytes, which becomes a named error. With pread, a sample of 1 KiB takes 0.8 us longer. Values are
@@ -51,12 +51,12 @@ class SampleFile:
         return self._count
 
     def close(self) -> None:
-        """Drop the reference to the file. Reads in progress end normally, and the file is closed after the last of
-        them."""
+        """Drop the reader's reference to the file. Reads in progress end normally, and the file is closed after the
+        last of them."""
         self._file = None
 
     def _set_offsets(self, table: bytes, samples: int, begin: int) -> None:
-        """Read the table of offsets, [count: 4] [offset: 4] * (count + 1), from the start of `table`, and check it.
+        """Read and check the table of offsets, [count: 4] [offset: 4] * (count + 1), which is at the start of `table`.
         `samples`: expected count; `begin`: smallest allowed offset."""
         count = int.from_bytes(table[:4], "little")
         if len(table) < 4 or count != samples:
@@ -80,7 +80,8 @@ class SampleFile:
         self._count = count
 
     def _bytes_of(self, index: int) -> bytes:
-        """Return the bytes of a sample. Raises IndexError, ShardCorruptError."""
+        """Return the bytes of a sample. Raises IndexError for a number that does not exist, ShardCorruptError for a
+        truncated file."""
         if not 0 <= index < self._count:
             raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {self._count}, got {index}")
         begin = self._offsets[index]

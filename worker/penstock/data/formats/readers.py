@@ -17,8 +17,8 @@ __all__ = ["check_columns", "open_part", "open_shard"]
 def open_shard(
     shard: Shard, paths: Sequence[Path], options: ReadOptions = DEFAULT_OPTIONS, *, source: str = ""
 ) -> ShardReader:
-    """Return a reader of a shard. `paths`: the shard's raw files, in the order of `shard.files`. `source`: address of
-    the files, for errors.
+    """Return a reader of a shard. `paths`: the shard's raw (decompressed) files, in the order of `shard.files`;
+    `source`: address of the files, for errors.
 
     Raises ShardCorruptError if the files differ from the index, and DatasetError for a column with pickles unless the
     options allow it.
@@ -35,7 +35,8 @@ def open_shard(
 
 
 def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
-    """Raise InvalidArgumentError for a column that the index shows to be missing. All shards have the same columns."""
+    """Raise InvalidArgumentError if the index shows that a column in `columns` does not exist. All shards have the same
+    columns."""
     known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
     missing = [name for name in columns or () if known is not None and name not in known]
     if missing and known is not None:
@@ -45,15 +46,17 @@ def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where:
 def open_part(
     shard: Shard, part: int, path: Path, table: Any, options: ReadOptions = DEFAULT_OPTIONS, *, source: str
 ) -> ShardReader:
-    """Return a reader of one part of a shard (see ranges/file_ranges.py).
+    """Return a reader of one part of a shard: a block or span that was fetched without the rest
+    (ranges/file_ranges.py).
 
     Args:
-        part: number of the part.
-        path: file of the part.
-        table: what the format's `PartReading.read` returned.
+        shard: the whole shard.
+        part: number of the part, from 0.
+        path: file of the part in the cache.
+        table: what the readers of all parts need, as the format's `PartReading.read` returned it.
         options, source: as in `open_shard`.
 
-    Raises ShardCorruptError, DatasetError.
+    Raises ShardCorruptError if the part differs from the index, DatasetError for a column that may not be read.
     """
     try:
         by_part = FORMATS[shard.format].by_part
@@ -72,7 +75,7 @@ def _with_clips(reader: ShardReader, options: ReadOptions) -> ShardReader:
 
 
 def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:
-    """Return a reader whose samples have only these columns."""
+    """Return a reader whose samples have only the columns `columns`."""
     if isinstance(reader, ColumnReader):
         reader.select(columns)
         return reader
@@ -80,7 +83,7 @@ def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:
 
 
 class _Projected:
-    """Reader that reads whole samples and leaves out the other columns."""
+    """Reader that reads whole samples and removes all columns but those that were asked for."""
 
     def __init__(self, reader: ShardReader, columns: Sequence[str]) -> None:
         self._reader, self._columns = reader, columns

@@ -1,7 +1,9 @@
 """Description of a dataset's shards: plain data from the index that readers, writers and the cache share.
 
 A dataset is a folder with an index and shards. A shard is a file of consecutive samples, with a second file for formats
-that lack a table of the samples' offsets. Each file is stored raw, compressed, or in both forms.
+that lack a table of the samples' offsets. Each file is stored raw, packed (compressed), or in both forms. A large file
+may be fetched in parts: blocks, which are decoded as a whole (row groups of Parquet), or spans, which are only
+consecutive samples.
 """
 
 from __future__ import annotations
@@ -29,27 +31,28 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """File in the dataset's folder."""
+    """One file in the dataset's folder, or a range of a remote file that the cache stores as a file."""
 
     name: str
     """Path relative to the folder, with forward slashes. Never absolute, and never outside of the folder."""
     size: int
     """Size in bytes."""
     hashes: Mapping[str, str] = field(default_factory=dict)
-    """Digests in hexadecimal by the algorithm's name; empty if the writer stored none."""
+    """Digests of the content in hexadecimal, by the algorithm's name; empty if the writer stored no digest."""
     source: str = ""
-    """Name of the remote file that this one is a range of; "" for a whole file. Ranges are files only in a cache."""
+    """Name of the remote file of which this file is a range; "" for a whole file. Only a cache has ranges as files."""
     begin: int = 0
-    """Offset of the range in `source`, in bytes."""
+    """Offset in `source` of the range's first byte; 0 for a whole file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """File of a shard, in its raw form and perhaps also in a compressed one."""
+    """File of a shard, in its raw form and perhaps also in a packed (compressed) form."""
 
     raw: StoredFile
     packed: StoredFile | None = None
-    """Compressed form of the file, or None. If there is one, the dataset's folder may lack the raw form."""
+    """Packed form of the file; None if there is only the raw form. With a packed form, the dataset's folder may lack
+    the raw one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +69,30 @@ class Shard:
     """Other fields of the shard's entry in the index, which its format's reader needs: column names, encodings,
     separator."""
     blocks: tuple[int, ...] = ()
-    """Number of samples in each block of the file, in the order of the file, if its format has blocks that are decoded
-    as a whole: the row groups of Parquet. Empty for a format without blocks, or an index that does not list them."""
+    """Number of samples in each block of the file, in the order of the file. A block, such as a row group of Parquet,
+    is decoded as a whole. Empty for a format without blocks, or if the index does not list them."""
     decoded_bytes: int = 0
     """Smallest number of bytes that all blocks take in memory once they are decoded; 0 if it is unknown."""
 
     spans: tuple[int, ...] = ()
-    """Number of samples in each span of the file, in the order of the file, if its format has no blocks, but
-    consecutive samples can be fetched without the rest. Empty for other formats, small files, and files with
-    blocks."""
+    """Number of samples in each span of the file, in the order of the file. A span is a group of consecutive samples
+    that can be fetched without the rest. Empty for files with blocks, for small files, and for formats that are read
+    whole."""
     ranges: tuple[int, ...] = ()
-    """Offsets in the file, in bytes, so that its parts can be fetched without the rest: the beginning and the end of
-    each part, then the border of what all of them need: the beginning of Parquet's footer, the end of Arrow's header,
-    and else the end of the file; shape (2 * parts + 1,). Empty if unknown."""
+    """Offsets in the file, in bytes, so that its parts (blocks or spans) can be fetched without the rest; shape (2 *
+    parts + 1,), empty if unknown. First the beginning and the end of each part. Then one border of the bytes that all
+    parts need: the beginning of Parquet's footer, the end of Arrow's header; for other formats the end of the file."""
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Number of samples in each unit that decides the order: each block, or else the shard."""
+        """Number of samples in each unit that the shuffle moves as a whole: each block, or the shard if it has no
+        blocks."""
         return self.blocks or (self.samples,)
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Number of samples in each part that can be fetched without the rest of the file: each block or span, or else
-        the shard."""
+        """Number of samples in each part that can be fetched without the rest of the file: each block or span; or the
+        whole shard, if it has neither."""
         return self.blocks or self.spans or (self.samples,)
 
     @property
@@ -98,7 +102,7 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Name of the shard's first file, which names the shard in errors."""
+        """Name of the shard's first file, by which errors name the shard."""
         return self.files[0].raw.name
 
     @property
@@ -117,11 +121,11 @@ class ReadOptions:
     """Type of the values of image columns: "pil": images of Pillow; "array": numpy arrays; "file": bytes of the stored
     file, or of a PNG file for raw pixels. With "file", pickles stay bytes, too."""
     columns: Sequence[str] | None = None
-    """Names of the columns that samples have; None: all."""
+    """Names of the columns that samples have; None: all columns."""
     encoded: bool = False
-    """True if the values of MDS columns are bytes, as they are stored."""
+    """True if the values of MDS columns are returned as bytes, as they are stored."""
     clips: Mapping[str, Any] = field(default_factory=dict)
-    """VideoClip or AudioClip of each column of videos or sounds that is decoded, by the column's name."""
+    """VideoClip or AudioClip to decode, by the name of the column with the videos or sounds."""
 
 
 DEFAULT_OPTIONS = ReadOptions()
@@ -131,8 +135,8 @@ class ShardReader(Protocol):
     """Open shard. Safe for threads, and for forked children.
 
     Readers may also have `get_many(rows: Sequence[int]) -> list[dict]`, which returns the samples at these indexes, in
-    this order, and is faster than one call for each (see `rows_of`); and `get_columns(rows: Ints) -> Columns | None`,
-    which returns the same by column (see `columns_of_rows`).
+    this order, and is faster than one call for each sample (see `rows_of`); and `get_columns(rows: Ints) -> Columns |
+    None`, which returns the same samples by column (see `columns_of_rows`).
     """
 
     name: str
@@ -160,8 +164,9 @@ def rows_of(reader: ShardReader, rows: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def columns_of_rows(reader: ShardReader, rows: Ints) -> Columns | None:
-    """Return the columns of the samples at these indexes, at least one, by the reader's own `get_columns`; None if the
-    reader lacks one, or if a sample cannot be read, because reading by row names the sample in its error."""
+    """Return the samples at these indexes (at least one) by column, read by the reader's own `get_columns`. Return None
+    if the reader has no such method, or if a sample cannot be read: reading by row then names the sample in its
+    error."""
     columns = getattr(reader, "get_columns", None)
     if columns is None:
         return None
@@ -182,10 +187,10 @@ class ColumnReader(Protocol):
 
 @runtime_checkable
 class BlockReader(Protocol):
-    """Open shard of blocks that are decoded as a whole."""
+    """Open shard that consists of blocks, which are decoded as a whole."""
 
     def load(self, block: int) -> None:
-        """Decode a block, if it is not in memory. Raises what `__getitem__` raises."""
+        """Decode block number `block`, if it is not in memory. Raises what `__getitem__` raises."""
 
     def forget(self, block: int) -> None:
-        """Mark a block as not needed soon, so that its memory is freed first."""
+        """Mark block number `block` as not needed soon, so that its memory is freed before that of others."""

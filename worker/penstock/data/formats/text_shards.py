@@ -1,7 +1,7 @@
 """Readers of shards in text form. A sample is a line of JSON, or a line of separated values; a second file has the
 offsets of the lines.
 
-Lines are found by these offsets and not by line ends, so a value may contain a newline. Quotes have no meaning:
+Lines are found by these offsets and not by line ends, so a value may contain a newline. Quotes are ordinary characters:
 mosaicml-streaming writes none, and refuses values that would need them.
 """
 
@@ -34,7 +34,7 @@ SEPARATORS = {"csv": ",", "tsv": "\t"}
 
 
 def check_json(settings: dict[str, Any]) -> None:
-    """Check the settings of a shard's entry in the index. Raises InvalidField."""
+    """Check the settings of a JSON shard in the dataset's index. Raises InvalidField."""
     columns = settings.get("columns")
     if not isinstance(columns, dict) or not all(isinstance(encoding, str) for encoding in columns.values()):
         raise InvalidField("columns", "must be an object of strings" if "columns" in settings else "is missing")
@@ -42,8 +42,8 @@ def check_json(settings: dict[str, Any]) -> None:
 
 
 def check_separated(settings: dict[str, Any], *, any_separator: bool = False) -> None:
-    """Check the settings of a shard's entry in the index. `any_separator`: True if the entry must name the separator.
-    Raises InvalidField."""
+    """Check the settings, in the dataset's index, of a shard of separated values. `any_separator`: True if the entry
+    must name the separator. Raises InvalidField."""
     _check_encodings("column_encodings", column_encodings(settings))
     check_text(settings, "newline")
     if any_separator:

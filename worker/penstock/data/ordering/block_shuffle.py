@@ -2,14 +2,15 @@
 
     index in a partition -> index in the sequence -> permuted within its block -> part -> shard and sample
 
-A block is a few neighbouring parts, cut at the partition's borders. To find the sample at a position, only the shards
-of its block are needed. The memory used is one number for each part, where it begins in the sequence: 4 MiB for a
-million shards of fewer than 2^32 samples together.
+A part is a shard, or a piece of a shard. A block is a few neighbouring parts, cut at the partition's borders. To find
+the sample at a position, only the shards of its block are needed. The memory used is one number for each part, where it
+begins in the sequence: 4 MiB for a million shards of fewer than 2^32 samples together.
 
 Files with blocks of their own (row groups of Parquet) add a level. All parts of such a file are neighbours in the
-sequence, in a run: runs are permuted, and a block of the sequence is a few neighbouring runs, so a few files are needed
-at a time. Within this block the parts are permuted, and samples only within some neighbouring parts, which fit in
-memory together (see nested_blocks.py).
+sequence and form a file run: file runs are permuted, and a block of the sequence is a few neighbouring file runs, so a
+few files are needed at a time. Within this block the parts are permuted, and samples only within some neighbouring
+parts, which fit in memory together (see nested_blocks.py). If each shard is a file, each part is a file run of its own.
+The rank of a file run is its place among all file runs after they are permuted.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from penstock.data.ordering.shard_selection import ShardParts
 __all__ = ["Blocks", "PartSequence"]
 
 RANKS = 1 << 16
-"""Runs whose places in the sequence are computed at a time."""
+"""Number of file runs whose place in the sequence is computed in one step, which limits the memory of the
+computation."""
 Blocks = list[tuple[int, Ints]]
-"""List of blocks, each as (index of the first requested position in the block, numbers of the block's shards)."""
+"""Blocks that a request for some positions needs, each as (index in the request of the first position that lies in the
+block, numbers of the block's shards)."""
 
 
 class PartSequence:
-    """Shuffled sequence of the samples of some parts (shards or pieces of shards) in one epoch. `key`: key of the
-    epoch; `block`: approximate number of samples that are permuted together."""
+    """Shuffled sequence of the samples of some parts (shards or pieces of shards) in one epoch. Part, block, partition,
+    file run and rank are explained at the head of this module."""
 
     def __init__(
         self,
@@ -52,6 +55,13 @@ class PartSequence:
     ) -> None:
         """
         Args:
+            parts: the parts, in the order before they are permuted.
+            sizes: number of samples in each shard.
+            starts: number of the first sample of each shard, then the number of all samples.
+            key: key of the epoch's permutations, 64 bits.
+            shuffle: False: the samples come in the order of `parts`.
+            block: approximate number of samples that are permuted together; None: all samples of a partition.
+            partitions: number of equal partitions into which the sequence is cut.
             files: number of the file that each shard is a block of; None: each shard is a file.
             inner: approximate number of samples that are permuted together in files with blocks; None: as `block`.
         """
@@ -59,12 +69,13 @@ class PartSequence:
         self._key, self._shuffle, self._partitions, self._inner = key, shuffle, partitions, inner
         self._part_bounds = starts if parts.count is sizes else _sums(parts.count)
         self._runs: Ints | Consecutive = _runs(parts.shard, files)
-        """Number of the first part of each run, then the number of parts; shape (runs + 1,)."""
+        """Number of the first part of each file run, then the number of parts; shape (file runs + 1,)."""
         self._nested = shuffle and files is not None
         self._known: OrderedDict[int, NestedBlocks] = OrderedDict()
         self._length = int(self._part_bounds[-1])
         self._bounds = self._run_bounds(parts.count if files is None else np.diff(self._part_bounds[self._runs]))
-        """Index in the sequence at which the run of each rank begins, and at the end the length."""
+        """Index in the sequence at which the file run of each rank begins, then the length of the sequence; shape (file
+        runs + 1,)."""
         mean = self._length / max(1, self._count)
         self._block = self._count if block is None else max(1, min(self._count, round(block / max(1.0, mean))))
         partition = np.arange(partitions + 1)
@@ -73,16 +84,16 @@ class PartSequence:
         """Index in the sequence at which each partition begins. If the sequence cannot be divided evenly, the first
         partitions have one sample more."""
         self._first = self._rank(self._partition_starts[:-1])
-        """Rank in the permuted sequence of the run in which each partition begins; shape (partitions,)."""
+        """Rank of the file run in which each partition begins; shape (partitions,)."""
 
     @property
     def _count(self) -> int:
-        """Number of runs."""
+        """Number of file runs."""
         return len(self._runs) - 1
 
     def ids(self, positions: Ints) -> Ints:
-        """Return the numbers of the samples at these positions, which lie in [0, length). With C partitions, position p
-        is sample p div C of partition p mod C."""
+        """Return the numbers of the samples at these positions of the sequence, each in [0, length). With C partitions,
+        the sample at position p is sample p div C of partition p mod C."""
         at = self._at(positions)
         if self._shuffle:
             low, high, keys = self._blocks(at, positions % self._partitions)
@@ -120,8 +131,9 @@ class PartSequence:
         return found
 
     def _windows(self, low: Ints, high: Ints, keys: Words) -> list[tuple[Ints, NestedBlocks]]:
-        """Return, for each block of the sequence that occurs, the positions in the block and the order within the
-        block."""
+        """Return, for each block of the sequence that the indexes lie in: which of the indexes lie in it, and the order
+        of the samples within the block. The arguments are the beginning, the end and the key of each index's block, as
+        `_blocks` returns them."""
         found = []
         for begin in np.unique(low).tolist():
             chosen = np.flatnonzero(low == begin)
@@ -142,13 +154,13 @@ class PartSequence:
         return NestedBlocks(begins[inside], ends[inside], key=key, block=self._inner)
 
     def _at(self, positions: Ints) -> Ints:
-        """Return the index in the sequence of each position, before the permutation within blocks."""
+        """Return, for each position, its index in the sequence before the samples are permuted within blocks."""
         at: Ints = self._partition_starts[positions % self._partitions] + positions // self._partitions
         return at
 
     def _blocks(self, at: Ints, partition: Ints) -> tuple[Ints, Ints, Words]:
-        """Return, for each index in the sequence, the beginning, the end and the key of the block that contains it.
-        `partition`: partition of each index."""
+        """Return the block that contains each index `at` of the sequence, as (index at which the block begins, index at
+        which it ends, key of the block's permutation). `partition`: number of the partition of each index."""
         first = self._first[partition]
         number = (self._rank(at) - first) // self._block
         low = np.maximum(self._bounds[first + number * self._block], self._partition_starts[partition])
@@ -157,11 +169,12 @@ class PartSequence:
         return low, high, mix(self._key, partition, number)
 
     def _rank(self, at: Ints) -> Ints:
-        """Return, for each index in the sequence, the rank of the run that contains it."""
+        """Return the rank of the file run that contains each index `at` of the sequence."""
         return np.searchsorted(self._bounds, at.astype(self._bounds.dtype), side="right") - 1
 
     def _run_bounds(self, samples: Ints) -> npt.NDArray[Any]:
-        """Return `_bounds`. `samples`: samples in each run. Some ranks at a time, so that little memory is needed."""
+        """Return the value of `_bounds`, computed for RANKS file runs at a time, so that little memory is needed.
+        `samples`: number of samples in each file run."""
         bounds = np.zeros(self._count + 1, np.uint32 if self._length < 1 << 32 else np.int64)
         total = 0
         for begin in range(0, self._count, RANKS):
@@ -171,11 +184,12 @@ class PartSequence:
         return bounds
 
     def _run_at(self, ranks: Ints) -> Ints:
-        """Return the number of the run at each rank of the permuted sequence of runs."""
+        """Return the number of the file run that has each rank."""
         return permuted(ranks, self._count, np.uint64(self._key)) if self._shuffle else ranks
 
     def _part_of(self, at: Ints) -> tuple[Ints, Ints]:
-        """Return, for each index in the sequence, the number of its part, and the offset in the part."""
+        """Return, for each index `at` of the sequence, the number of the part that contains it, and the offset from the
+        part's first sample."""
         rank = self._rank(at)
         run = self._run_at(rank)
         first = self._runs[run]
@@ -187,8 +201,8 @@ class PartSequence:
         return part, among - self._part_bounds[part]
 
     def _parts_of(self, first: int, last: int) -> tuple[Ints, Ints]:
-        """Return the numbers of the parts of the runs with ranks `first` to `last`, and the index in the sequence at
-        which each part begins."""
+        """Return the numbers of the parts in the file runs with ranks `first` to `last`, and the index in the sequence
+        at which each part begins."""
         runs = self._run_at(np.arange(first, last + 1))
         begins, counts = self._runs[runs], self._runs[runs + 1] - self._runs[runs]
         parts = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
@@ -201,7 +215,9 @@ def _sums(counts: Ints) -> Ints:
 
 
 def _runs(shards: Ints | Consecutive, files: Ints | None) -> Ints | Consecutive:
-    """Return the part at which each run begins, and the number of parts. `shards`: shard of each part."""
+    """Return the number of the first part of each file run (parts of one file that are neighbours), then the number of
+    parts. `shards`: number of the shard of each part; `files`: number of the file of each shard, None if each shard is
+    a file."""
     if files is None or not len(shards):
         return Consecutive(0, len(shards) + 1)
     shards = np.asarray(shards)

@@ -1,5 +1,5 @@
-"""Columns of numbers that follow from their index, so that they take no memory: an order of a million shards needs
-several. They are read as numpy arrays are, by arrays of indexes."""
+"""Arrays of numbers that can be computed from their index, so that they take no memory: an order of a million shards
+needs several. They are read like numpy arrays, with an array of indexes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Consecutive", "Zeros"]
 
 @dataclass(frozen=True)
 class Consecutive:
-    """Column of the numbers `first`, `first` + 1, ..."""
+    """Array of the numbers `first`, `first` + 1, ..., in all `count` numbers, computed when they are read."""
 
     first: int
     count: int
@@ -32,7 +32,7 @@ class Consecutive:
 
 @dataclass(frozen=True)
 class Zeros:
-    """Column of zeros."""
+    """Array of `count` zeros that takes no memory."""
 
     count: int
 

@@ -1,9 +1,9 @@
 """Plan of an epoch: its batches, the samples of each batch, and where the next epoch begins.
 
-A position is (epoch, start), where `start` counts all samples of the epoch's order, also those that are skipped
-(skips.py). So skipped samples, the batch size and the number of boxes do not change the meaning of a position. `start`
-is negative if samples of earlier epochs are still to come, as with tail="carry". Batches are cut from the samples that
-are not skipped.
+A position in the data is (epoch, start), where `start` counts all samples of the epoch's order, also those that are
+skipped (skips.py). So skipped samples, the batch size and the number of boxes do not change the meaning of a position.
+`start` is negative if samples of earlier epochs are still to come, as with tail="carry". Batches are cut from the
+samples that are not skipped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ORDERED_AT_ONCE = 2048
 
 
 Assign = Callable[[Ints, int, int], tuple[Sequence[Ints], float]]
-"""(samples of a global batch, number of boxes, turn of the boxes) -> (the rows of each box, cost of the most expensive
-box divided by the mean of all boxes)."""
+"""Function that assigns a step's rows to boxes: (samples of a global batch, number of boxes, number of the step) ->
+(the rows of each box, cost of the most expensive box divided by the mean over all boxes)."""
 
 
 class SampleOrder(Protocol):
@@ -49,28 +49,29 @@ class BatchPlan(NamedTuple):
     positions: Ints
     """Positions of the batch's rows in the epoch; negative positions belong to earlier epochs."""
     ids: Ints
-    """Numbers of the samples in the batch's rows."""
+    """Numbers of the samples in the batch's rows, in the order of the rows."""
     empty: bool = False
-    """True if the box has no row in this batch. The plan then has one row of another box, from which a batch without
-    rows is derived."""
+    """True if the box has no row in this batch. The plan then has one row of another box, whose tensors show the shapes
+    for a batch without rows."""
     imbalance: float | None = None
     """Cost of the step's most expensive box, divided by the mean of all boxes; None: not measured."""
 
     def position_of(self, row: int, length: int) -> tuple[int, int]:
-        """Return the (epoch, position) of a row of the batch. `length`: number of samples in an epoch."""
+        """Return the epoch of a row of the batch, and the row's position in that epoch. `length`: number of samples in
+        an epoch."""
         epochs, position = divmod(int(self.positions[row]), length)
         return self.epoch + epochs, position
 
 
 class EpochRemainder:
-    """Rest of an epoch from position `start` on, divided into batches for all boxes; see Partition."""
+    """Rest of an epoch from position `start` on, divided into batches for all boxes (see Partition)."""
 
     def __init__(self, epochs: EpochPlan, epoch: int, start: int, batch: int, boxes: int) -> None:
         self.epochs, self.epoch, self.start, self.boxes = epochs, epoch, start, boxes
         self.kept = KeptPositions(epochs.skip, epoch * epochs.length)
         self._partition = Partition(self.kept.rank(epochs.length), self.kept.rank(start), batch, boxes, epochs.tail)
         self.batches = self._partition.batches
-        """Number of batches that each box gets."""
+        """Number of batches that each box gets of this rest of the epoch."""
 
     def position(self, batches: int) -> int:
         """Return the position in the epoch after the last sample of the first `batches` batches."""
@@ -83,12 +84,12 @@ class EpochRemainder:
         return int(self.kept.positions(np.array([self._partition.position(batches) - 1]))[0]) + 1
 
     def position_after(self, batches: int) -> tuple[int, int]:
-        """Return the (epoch, start) after `batches` batches; at the end of this epoch, the beginning of the next epoch
-        that has a batch."""
+        """Return (epoch, start) of the first sample after `batches` batches; after all batches, of the first sample of
+        the next epoch that has a batch."""
         return self.following() if batches >= self.batches else (self.epoch, self.position(batches))
 
     def following(self) -> tuple[int, int]:
-        """Return (epoch, start) of the next epoch that has a batch."""
+        """Return (epoch, start) of the beginning of the next epoch that has a batch."""
         length, skip = self.epochs.length, self.epochs.skip
         number = self.epoch * length + self.position(self.batches)
         """Number of the next sample, over all epochs."""
@@ -105,15 +106,15 @@ class EpochRemainder:
         return EpochRemainder(self.epochs, epoch, start, self._partition.batch, self.boxes)
 
     def positions(self, number: int, box: int) -> Ints:
-        """Return the positions of a box's rows in batch `number`."""
+        """Return the positions in the epoch of a box's rows in batch `number`."""
         return self.kept.positions(self._partition.rows(number, box))
 
     def all_positions(self, number: int) -> Ints:
-        """Return the positions of all boxes' rows in batch `number`."""
+        """Return the positions in the epoch of all boxes' rows in batch `number`."""
         return self.kept.positions(self._partition.rows(number, boxes=1))
 
     def kept_ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return the ranges (first, end) of consecutive positions in global batch `number`."""
+        """Return the positions of all rows of global batch `number` as ranges (first, end) of consecutive positions."""
         rows = np.sort(self.all_positions(number))
         if not len(rows):
             return []
@@ -122,16 +123,17 @@ class EpochRemainder:
         return [(int(rows[first]), int(rows[end]) + 1) for first, end in zip(firsts, ends, strict=True)]
 
     def skipped_ranges(self, number: int) -> list[tuple[int, int]]:
-        """Return the ranges (first, end) of skipped positions of this epoch between the ends of batches `number` - 1
-        and `number`."""
+        """Return the ranges (first, end) of skipped positions that lie between the last row of batch `number` - 1 and
+        the last row of batch `number`."""
         begin, end = max(0, self.position(number)), self.position(number + 1)
         offset = self.epoch * self.epochs.length
         found = [(max(first - offset, begin), min(last - offset, end)) for first, last in self.epochs.skip]
         return [(first, last) for first, last in found if first < last]
 
     def near(self, box: int | None, begin: int, count: int, *, run: int, runs: int) -> Ints:
-        """Return some of a box's positions, or of all boxes' if `box` is None, among the next `count` samples of this
-        epoch, from position `begin` on. The positions come from at most `runs` evenly spread runs of `run` samples."""
+        """Return a spread-out choice of positions among the `count` samples that follow position `begin` of this epoch.
+        The positions come from at most `runs` evenly spread groups of `run` neighbouring samples. `box`: number of the
+        box whose rows they are; None: those of all boxes."""
         partition = self._partition
         first = max(self.kept.rank(begin), self.kept.rank(0))
         end = min(partition.length, first + count)
@@ -154,8 +156,8 @@ class EpochPlan:
         return EpochRemainder(self, epoch, start, batch, boxes)
 
     def begin(self, epoch: int, batch: int, position: tuple[int, int]) -> int:
-        """Return the beginning (`start`) of an epoch, from any position in it. With tail="carry" the beginning lies a
-        whole number of batches before `position`; otherwise it is 0."""
+        """Return the position (`start`) at which the first batch of an epoch begins, from any later position in the
+        epoch. With tail="carry" it lies a whole number of batches before `position`; otherwise it is 0."""
         if self.tail != "carry":
             return 0
         kept = KeptPositions(self.skip, epoch * self.length)
@@ -169,22 +171,23 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class WorkerBatches:
-    """Batches that one worker makes of an epoch's remainder."""
+    """Batches that one worker makes of the rest of an epoch."""
 
     remainder: EpochRemainder
     order: SampleOrder
     turn: WorkerTurn
     box: int
     assign: Assign | None = None
-    """Function that assigns the rows of a global batch to the boxes; None: box b of N takes the rows b, b + N, ..."""
+    """Function that assigns the rows of a global batch to the boxes; None: box b of N takes the rows b, b + N, b + 2N,
+    ..."""
 
     def ended(self, done: int) -> bool:
-        """Return True if the worker has no further batch after its first `done` batches."""
+        """Return True if the worker has no further batch in this epoch after its first `done` batches."""
         return self.turn.batch(done) >= self.remainder.batches
 
     def plans(self, done: int) -> list[BatchPlan]:
-        """Return the plans of some of the worker's batches, after its first `done` batches; an empty list at the
-        epoch's end."""
+        """Return the plans of the worker's next batches after its first `done` batches. They are as many as one look-up
+        of samples serves; an empty list says that the epoch has ended."""
         remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []
@@ -203,10 +206,10 @@ class WorkerBatches:
         return [*plans[:-1], plans[-1]._replace(empty=empty)]
 
     def _assigned(self, number: int, assign: Assign) -> BatchPlan:
-        """Return the plan of the box's rows in batch `number`, which `assign` chooses."""
+        """Return the plan of batch `number`, whose rows the function `assign` chooses for the box."""
         positions = self.remainder.all_positions(number)
         ids = self._ids(positions)
-        # the turn follows from the position, so that it is the same after any resume
+        # the number of the step follows from the position, so that it is the same after any resume
         assigned, imbalance = assign(ids, self.remainder.boxes, int(positions[0]) // len(positions))
         own = assigned[self.box]
         empty = not len(own)
@@ -214,7 +217,7 @@ class WorkerBatches:
         return BatchPlan(self.remainder.epoch, positions[own], ids[own], empty, imbalance)
 
     def all_plans(self, done: int) -> Iterator[BatchPlan]:
-        """Yield the plans of all of the worker's batches after its first `done`."""
+        """Yield the plans of all of the worker's batches after its first `done` batches."""
         while found := self.plans(done):
             yield from found
             done += len(found)

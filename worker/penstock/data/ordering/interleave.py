@@ -1,5 +1,5 @@
 """Interleaving of several sequences, so that every prefix of the result has each sequence's share: a function from
-position to (sequence, unit).
+position to (sequence, unit). A unit is one element of a sequence: a sample, a batch or a group of samples.
 
 The sequences are the leaves of a binary tree, a Huffman tree ("A Method for the Construction of Minimum-Redundancy
 Codes", 1952): the two smallest trees are joined repeatedly. If an inner node has n units and its left child has l, then
@@ -29,7 +29,8 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["MAX_DEVIATION", "Interleaving"]
 
 MAX_DEVIATION = 1.68
-"""Largest deviation of a sequence from its share, in units."""
+"""Exclusive upper bound of the difference, in any prefix of an interleaving, between the units that a sequence has had
+and its exact share of the prefix."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class _Inner:
     units: int
 
     def left_of(self, units: Ints) -> Ints:
-        """Return the number of units of the left child among the node's first x = `units` units: floor(x l / n +
-        1/2)."""
+        """Return how many of the node's first x = `units` units belong to its left child: floor(x l / n + 1/2), where
+        the left child has l of the node's n units."""
         n, part = self.units, self.left.units
         found: Ints = np.floor(units * (part / n) + 0.5).astype(np.int64)
         # A float has 53 bits, so for n < 2^48 the quotient is off by less than one. The division's remainder is small:
@@ -58,7 +59,7 @@ class _Inner:
 
 
 class Interleaving:
-    """Interleaving of sequences, made from the number of units of each sequence. The sum of units must be below
+    """Interleaving of sequences, made from each sequence's number of units. The numbers must sum up to less than
     2^48."""
 
     def __init__(self, units: Sequence[int]) -> None:
@@ -75,8 +76,8 @@ class Interleaving:
         """Number of units of all sequences together."""
 
     def split(self, positions: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield, for each sequence that occurs at these positions, (number of the sequence, its indexes in `positions`,
-        number of the sequence's unit at each of these indexes)."""
+        """Yield, for each sequence that occurs at these positions of the interleaving: its number, the indexes in
+        `positions` at which it occurs, and for each of these indexes which of the sequence's units stands there."""
         if self._root is not None and len(positions):
             yield from _split(self._root, np.arange(len(positions)), positions)
 

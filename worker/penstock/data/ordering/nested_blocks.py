@@ -22,14 +22,15 @@ _PIECES, _SAMPLES = 1, 2
 
 
 class NestedBlocks:
-    """Order of the samples in a range of a sequence. The range consists of pieces: blocks of files, or parts of blocks
-    that a partition's border has cut."""
+    """Order of the samples in one range of a sequence. The range consists of pieces: whole blocks of files, or the part
+    of a block that is left where the border of a partition cuts it."""
 
     def __init__(self, begins: Ints, ends: Ints, *, key: int, block: int | None) -> None:
         """
         Args:
             begins, ends: index in the sequence at which each piece begins and ends, ascending and without gaps; shape
-                (pieces,), at least one.
+                (pieces,), at least one piece.
+            key: key of the range's permutations, 64 bits.
             block: approximate number of samples that are permuted with each other; None: all of them.
         """
         count = len(begins)
@@ -38,18 +39,20 @@ class NestedBlocks:
         sizes = (ends - begins)[pieces]
         self._begins: Ints = begins[pieces]
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        """Index, in the permuted order, at which each piece begins, then the number of samples."""
+        """Number of samples before each piece, when the pieces are in permuted order; then the number of all samples.
+        Shape (pieces + 1,)."""
         mean = int(self._bounds[-1]) / count
         together = count if block is None else max(1, min(count, round(block / mean)))
         firsts = np.append(np.arange(0, count, together), count)
         self._firsts: Ints = firsts
-        """First piece of each group of pieces that are permuted together, then the number of pieces."""
+        """Number, in permuted order, of the first piece of each group of pieces whose samples are permuted together;
+        then the number of pieces. Shape (groups + 1,)."""
         self._group_bounds: Ints = self._bounds[firsts]
         self._key = int(mix(key, _SAMPLES))
 
     def indexes(self, at: Ints) -> Ints:
-        """Return the indexes in the sequence of the samples at indexes `at` of the range. All indexes are counted from
-        the sequence's beginning."""
+        """Return, for each index `at` in the sequence (within this range), the index in the sequence of the sample that
+        stands there after the permutation."""
         inside = at - self._low
         group = self._group(inside)
         low = self._group_bounds[group]
@@ -59,8 +62,8 @@ class NestedBlocks:
         return found
 
     def blocks(self, at: Ints) -> Iterator[tuple[int, Ints]]:
-        """Yield, for each group of pieces that the indexes `at` need, (position in `at` of the first index that needs
-        the group, index in the sequence at which each piece of the group begins)."""
+        """Yield, for each group of pieces that holds samples for the indexes `at`: the position in `at` of the first
+        index that needs the group, and the index in the sequence at which each piece of the group begins."""
         groups, firsts = np.unique(self._group(at - self._low), return_index=True)
         for group, first in zip(groups.tolist(), firsts.tolist(), strict=True):
             yield first, self._begins[self._firsts[group] : self._firsts[group + 1]]

@@ -33,7 +33,7 @@ MAGIC, FORMAT = b"PENORDER", 1
 _HEADER = struct.Struct("<8sIIqqQ24x")
 _EPOCH = struct.Struct("<qq")
 CHUNK = 1 << 24
-"""Sample numbers that are checked at a time."""
+"""Number of sample numbers that are checked in one step, which limits the memory of the check."""
 
 
 def write_order(path: Path, epoch: int, ids: Ints) -> OrderFile:
@@ -54,7 +54,7 @@ def write_order(path: Path, epoch: int, ids: Ints) -> OrderFile:
 
 @dataclass(frozen=True)
 class OrderFile:
-    """Order of one epoch."""
+    """Order of one epoch that was read from a file, or has just been written to one."""
 
     path: Path
     epoch: int
@@ -63,11 +63,11 @@ class OrderFile:
     digest: str
     """Digest of the epoch's number and of the order, 16 hexadecimal digits."""
     numbers: npt.NDArray[Any]
-    """Numbers of the epoch's samples by position."""
+    """Numbers of the epoch's samples, in the order of the epoch; shape (samples,)."""
 
     @property
     def described(self) -> dict[str, Any]:
-        """Identity of this order in a loader's state."""
+        """Epoch and digest by which a loader's state names this order."""
         return {"epoch": self.epoch, "digest": self.digest}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,8 +115,9 @@ class FiledOrder:
         """
         Args:
             own: order of all other epochs.
+            file: order of the one epoch.
             name: name of the data, for errors.
-            count: samples of the data.
+            count: number of samples in the data.
 
         Raises DatasetError unless the file's epoch and an epoch of `own` have each sample of the data once.
         """

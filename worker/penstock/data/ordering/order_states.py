@@ -3,11 +3,11 @@
 A state contains the settings that decide the order, with a fingerprint of the data. A position means nothing in another
 order, so a mismatch of settings is an error that names both values.
 
-The workers of one topology share the batches from `start` on; `done` counts the batches that one worker has made. If a
-run is resumed on the same topology, each worker continues after its `done` batches. On another topology, the box's
-batches before the first one that no worker has made count as done, and the samples after them are partitioned anew. If
-only the batch size differs, the next batch still comes from the worker that would have made it, because the box reads
-from that worker next.
+The workers of one topology share the batches from position `start` of the epoch on; `done` counts the batches that one
+worker has made since. If a run is resumed on the same topology, each worker continues after its `done` batches. On
+another topology, the box's batches before the first one that no worker has made count as done, and the samples after
+them are partitioned anew. If only the batch size differs, the next batch still comes from the worker that would have
+made it, because the box reads from that worker next.
 
 Positions count skipped samples, too (skips.py). A state records the skipped ranges, which show which samples its
 batches had. A resumed run may skip other ranges after the position. Skipping more samples before the position is an
@@ -56,7 +56,7 @@ NUMBER_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class Topology:
-    """Numbers of boxes (data-parallel ranks) and of workers of each box, and number of samples in a global batch."""
+    """Number of boxes (data-parallel ranks), number of workers of each box, and number of samples in a global batch."""
 
     boxes: int
     workers: int
@@ -65,22 +65,22 @@ class Topology:
 
 @dataclass(frozen=True)
 class OrderProgress:
-    """Progress in the order of samples, of one worker or of all workers of a topology."""
+    """How far one worker, or all workers of a topology together, have come in the order of samples."""
 
     epoch: int
     start: int
     """Position in the epoch from which the batches are counted; negative if samples of earlier epochs were left
     over."""
     done: int
-    """Number of batches made since `start`, by this worker or by all workers of a box."""
+    """Number of batches made since `start`, by this worker or by all workers of a box together."""
     topology: Topology
     """Numbers of boxes and workers that share the batches, and the size of the global batch."""
     first: int = 0
     """Number of the worker, in each box, that makes the first batch after `start`."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the progress as the fields of a state. `dataclasses.asdict` is not used: it takes 10 us, and a loop
-        may save at every step."""
+        """Return the progress as the fields of a state: numbers by name. `dataclasses.asdict` is not used: it takes 10
+        us, and a loop may save at every step."""
         topology = {"boxes": self.topology.boxes, "workers": self.topology.workers, "batch": self.topology.batch}
         return {"epoch": self.epoch, "start": self.start, "done": self.done, "topology": topology, "first": self.first}
 
@@ -99,8 +99,7 @@ class OrderProgress:
         return progress
 
     def turn(self, number: int) -> WorkerTurn:
-        """Return the turn of a worker among the workers of its box, which selects its batches. `number`: the worker's
-        number within its box."""
+        """Return which of its box's batches a worker makes. `number`: the worker's number within its box."""
         return WorkerTurn((number - self.first) % self.topology.workers, self.topology.workers)
 
     def of_worker(self, number: int) -> OrderProgress:
@@ -110,13 +109,14 @@ class OrderProgress:
 
 
 def _in_range(name: str, number: object, least: int, limit: int = NUMBER_LIMIT) -> None:
-    """Raise ValueError unless the field of a state is an int, at least `least` and below `limit`."""
+    """Raise ValueError unless the field `name` of a state is an int, at least `least` and below `limit`."""
     if type(number) is not int or not least <= number < limit:
         raise ValueError(f"{name} must be an integer from {least} to {limit - 1}, got {number!r}")
 
 
 def state_of(progress: OrderProgress, order: Mapping[str, Any], skip: Ranges = ()) -> dict[str, Any]:
-    """Return the state of one worker's loader: its progress, its order, and the ranges of samples that it skips."""
+    """Return the state of one worker's loader: its progress, the settings of its order, and the ranges of samples that
+    it skips."""
     state = {"format": FORMAT, **progress.plain(), "order": dict(order)}
     return {**state, "skip": [list(piece) for piece in skip]} if skip else state
 
@@ -124,8 +124,8 @@ def state_of(progress: OrderProgress, order: Mapping[str, Any], skip: Ranges = (
 def progress_of(state: Any) -> OrderProgress:
     """Return the progress that a state contains.
 
-    Raises StateMismatchError for a state of another kind, StateVersionError for a state of another version,
-    StateCorruptError for a damaged state.
+    Raises StateMismatchError for the state of another kind of loader, StateVersionError for another version of the
+    format, StateCorruptError for a damaged state.
     """
     check_format(state, "a StreamingLoader or MapLoader")
     try:
@@ -150,8 +150,9 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
 
 
 def epoch_to_begin(state: Mapping[str, Any], tail: Tail) -> int | None:
-    """Return the epoch that begins at a state's position, if the position lies between two epochs; None for any other
-    position, for the state of one of several workers, and for a state with skipped samples. `tail`: the loader's."""
+    """Return the number of the epoch that begins at a state's position, if the position lies between two epochs. Return
+    None for a position within an epoch, for the state of one of several workers, and for a state with skipped samples.
+    `tail`: the loader's setting."""
     progress, samples = progress_of(state), state["order"].get("samples")
     several = progress.topology.workers > 1 and "others" not in state
     if several or skip_of(state) or others_of(state, {}) or not isinstance(samples, list | int):
@@ -184,8 +185,8 @@ def check_format(state: Any, loader: str, *names: str) -> None:
 
 
 def others_of(state: Mapping[str, Any], default: Any = None) -> Mapping[str, Any]:
-    """Return the states of those workers that are not at the common position of an aggregated state, by
-    global_worker_id."""
+    """Return the states of those workers whose position differs from the common position of an aggregated state, by the
+    worker's global_worker_id."""
     others = state.get("others", default)
     if not isinstance(others, Mapping):
         raise StateCorruptError(
@@ -215,11 +216,9 @@ def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: Epoc
 def _deciding(
     state: Mapping[str, Any], order: Mapping[str, Any], epoch: int
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the settings, of a state and of a loader, that decide the order at the state's position and after it.
-
-    An imported state has only an order file (order_file.py); the loader's other settings decide later epochs. An order
-    file decides only its own epoch. `epoch`: epoch of the next sample.
-    """
+    """Return those settings that decide the order from a state's position on, first the state's, then the loader's. An
+    imported state has only an order file (order_file.py); the loader's other settings decide later epochs. An order
+    file decides only its own epoch. `epoch`: epoch of the next sample."""
     saved = state["order"]
     if saved.keys() == {ORDER_FILE}:
         if ORDER_FILE not in order:
@@ -282,8 +281,8 @@ def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict:
     """Return the position in the epoch after `done` batches of each box since the state's `start`. `epochs`: plan of
     the loader that resumes, which may skip other ranges than the saved run did.
 
-    Raises StateMismatchError, or warns without `strict`, if the loader skips more before the position than the saved
-    run did.
+    Raises StateMismatchError (without `strict` it warns) if the loader skips more samples before this position than the
+    saved run did.
     """
     progress, saved = progress_of(state), skip_of(state)
     position = _remainder(progress, replace(epochs, skip=saved)).position(done)
@@ -299,8 +298,9 @@ def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict:
 
 
 def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], epochs: EpochPlan) -> dict[str, Any]:
-    """Merge the states of all workers, in order of global_worker_id, into one. `order`: settings of the calling
-    loader's order. Topology and skipped ranges are taken from the states, because any process may call this."""
+    """Return one state merged from the states of all workers, which are in order of global_worker_id. `order`: settings
+    of the calling loader's order. Topology and skipped ranges are taken from the states, because any process may call
+    this."""
     if not states:
         raise InvalidArgumentError("aggregate_state_dict needs the states of all workers, got an empty list")
     workers_progress, skip = [progress_of(state) for state in states], skip_of(states[0])
@@ -324,8 +324,16 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
 def deaggregated(
     state: Mapping[str, Any], number: int, workers: int, topology: Topology, epochs: EpochPlan, *, strict: bool
 ) -> OrderProgress:
-    """Return the progress at which worker `number` (global_worker_id) of `workers` workers starts in this topology,
-    from an aggregated state."""
+    """Return the progress at which one worker starts in a topology, from an aggregated state.
+
+    Args:
+        state: the aggregated state.
+        number: global_worker_id of the worker.
+        workers: number of all workers, `number` included.
+        topology: topology on which the run resumes.
+        epochs: plan of the loader's epochs.
+        strict: False to warn instead of raising StateMismatchError.
+    """
     whole = progress_of(state)
     same = state.get("workers") == workers and whole.topology.workers == topology.workers
     if same and whole.topology == topology and skip_of(state) == epochs.skip:

@@ -1,9 +1,8 @@
-"""Partition of an epoch into batches, and of each batch into the boxes' rows.
+"""Partition of an epoch into batches, and of each batch into the rows of each box (data-parallel rank).
 
-Global batch j of a partition is the next B positions of the epoch's order. Box b of N takes its rows b, b + N, b + 2N
-..., so the order of all rows is the same for any number of boxes. A box's batches are made by its workers in turn. (A
-box is one data-parallel rank.) All boxes have the same number of batches, so that a training loop ends on all boxes at
-the same step.
+Global batch j is the next B samples in the epoch's order, in rows 0 to B - 1. Box b of N takes its rows b, b + N, b +
+2N ..., so the order of all rows is the same for any number of boxes. The workers of a box make its batches in turn. All
+boxes have the same number of batches, so that a training loop ends on all boxes at the same step.
 """
 
 from __future__ import annotations
@@ -20,37 +19,38 @@ __all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
-"""Value of `tail` for an order whose samples are whole batches. An incomplete last batch is emitted as with "emit", but
-is never added to the batch before."""
+"""Value of the setting `tail` for an order whose samples are whole batches. An incomplete last batch is emitted as with
+tail="emit", but its rows are never added to the batch before."""
 
 
 @dataclass(frozen=True)
 class WorkerTurn:
-    """Turn of a worker among the `of` workers of its box: the worker makes the box's batches number, number + of,
-    number + 2 of, and so on."""
+    """Share of one worker in the batches of its box, which has `of` workers: the worker makes the box's batches
+    `number`, `number` + `of`, `number` + 2 `of`, and so on."""
 
     number: int
     of: int
 
     def done(self, batches: int) -> int:
-        """Return the number of batches that this worker makes among the box's first `batches` batches."""
+        """Return how many of the box's first `batches` batches this worker makes."""
         return max(0, -(-(batches - self.number) // self.of))
 
     def batch(self, done: int) -> int:
-        """Return the number, among all batches of the box, of this worker's next batch after its first `done`
-        batches."""
+        """Return the number, counted over all batches of the box from 0, of the batch that this worker makes after its
+        first `done` batches."""
         return self.number + done * self.of
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Rest of an epoch, from position `start` on, in global batches of `batch` samples for `boxes` boxes.
+    """Rest of an epoch, from position `start` (an index in the epoch's order) on, in global batches of `batch` samples
+    for `boxes` boxes.
 
-    `tail` decides whether an incomplete last batch is emitted, padded with positions from the epoch's beginning,
-    dropped, or carried. The samples of a carried batch become the first ones of the next epoch, whose `start` is then
-    negative. If a batch to emit has fewer rows than there are boxes, its rows are added to the batch before. If there
-    is no batch before (the epoch has too few samples, or too few are left after a resume on more boxes), the last boxes
-    get a batch without rows. So no sample is repeated.
+    The setting `tail` decides what becomes of an incomplete last batch: "emit" yields it, "pad" fills it with samples
+    from the epoch's beginning, "drop" leaves it out, and "carry" makes its samples the first ones of the next epoch,
+    whose `start` is then negative. If a batch to emit has fewer rows than there are boxes, its rows are added to the
+    batch before. If there is no batch before (the epoch has too few samples, or too few are left after a resume on more
+    boxes), the last boxes get a batch without rows. So no sample is repeated.
     """
 
     length: int
@@ -61,21 +61,21 @@ class Partition:
 
     @cached_property
     def batches(self) -> int:
-        """Number of batches that each box gets."""
+        """Number of batches that each box gets of this rest of the epoch."""
         whole, rest = divmod(self.length - self.start, self.batch)
         if rest == 0 or self.tail in ("drop", "carry") or (self.tail == "emit" and rest < self.boxes and whole):
             return whole
         return whole + 1
 
     def position(self, batches: int) -> int:
-        """Return the position after the first `batches` batches."""
+        """Return the position in the epoch's order that follows the samples of the first `batches` global batches."""
         if batches >= self.batches and self.tail != "carry":
             return self.length
         return self.start + min(batches, self.batches) * self.batch
 
     def rows(self, number: int, box: int = 0, boxes: int | None = None) -> Ints:
-        """Return the positions of a box's rows in batch `number`; with boxes=1, those of all boxes. With tail="emit" a
-        box other than box 0 may have no row in the last batch."""
+        """Return the positions, in the epoch's order, of a box's rows in global batch `number`; with boxes=1, those of
+        all rows. With tail="emit" only box 0 is sure to have a row in the last batch."""
         begin = self.start + number * self.batch
         size = self.batch
         if number == self.batches - 1 and self.tail in ("emit", APART):

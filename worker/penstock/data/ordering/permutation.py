@@ -21,8 +21,8 @@ Words = npt.NDArray[np.uint64]
 
 ROUNDS = 8
 MIN_BITS = 6
-"""Smallest width of the Feistel network, in bits. Halves of one or two bits would give too few permutations to choose
-from."""
+"""Smallest width of the Feistel network, in bits. If its halves had only one or two bits, there would be too few
+permutations to choose from."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -37,8 +37,8 @@ def _scrambled(words: Words) -> Words:
 
 
 def mix(key: int, *parts: npt.ArrayLike) -> Words:
-    """Return a key of 64 bits for each element of `parts`, which are integers or arrays of integers, broadcast to one
-    shape. Different parts give different keys."""
+    """Return a key of 64 bits for each element of `parts` (integers or arrays of integers, broadcast to one shape),
+    derived from `key`. Different parts give different keys."""
     with np.errstate(over="ignore"):
         words = _scrambled(np.asarray(key & (2**64 - 1), np.uint64) + _GOLDEN)
         for part in parts:
@@ -51,7 +51,7 @@ def permuted(positions: npt.ArrayLike, count: npt.ArrayLike, keys: npt.ArrayLike
 
     Args:
         positions: integers in [0, count), of any shape.
-        count: sizes of the domains, at least 1 and below 2^62; broadcast.
+        count: number of values that are permuted, for each position; at least 1 and below 2^62; broadcast.
         keys: keys of 64 bits, see `mix`; broadcast.
     """
     at, size, key = np.broadcast_arrays(
@@ -69,7 +69,7 @@ def permuted(positions: npt.ArrayLike, count: npt.ArrayLike, keys: npt.ArrayLike
 
 
 def _bits(size: Words) -> Words:
-    """Return the number of bits that can represent `size` values, at least MIN_BITS."""
+    """Return the number of bits that can represent `size` different values, at least MIN_BITS."""
     _, exponent = np.frexp((size - _ONE).astype(np.float64))
     exponent = exponent.astype(np.uint64)
     # A float of 53 bits may have been rounded up to the next power of two. One bit too many would still be correct, but

@@ -3,7 +3,7 @@ stream's length.
 
 An epoch that takes q L + r samples of a stream of L samples takes every shard q times, and r samples more. Each epoch's
 r samples begin where the r samples of the epoch before ended. So no sample repeats before the whole stream was read,
-and each repeat has a new order. With a share of a tenth, every sample is seen once in ten epochs.
+and each repeat has a new order. If an epoch takes a tenth of the stream, every sample is seen once in ten epochs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ __all__ = ["ShardParts", "parts_of"]
 
 @dataclass(frozen=True)
 class ShardParts:
-    """Shards and pieces of shards that an epoch takes; each field is a column with one entry per piece."""
+    """Parts that an epoch takes: whole shards, and pieces of shards. Each field is an array with one entry for each
+    part."""
 
     shard: Ints | Consecutive
-    """Number of the shard that the piece belongs to."""
+    """Number of the shard that the part belongs to."""
     count: Ints
-    """Number of samples in the piece."""
+    """Number of samples in the part."""
     first: Ints | Zeros
-    """Index, in the shard's shuffled order, at which the piece begins; 0 for a whole shard."""
+    """Index, in the shard's shuffled order, at which the part begins; 0 for a whole shard."""
     key: Words | Zeros
-    """Key of the shard's shuffled order, used only for a piece of a shard."""
+    """Key of the shard's shuffled order, 64 bits; used only for a piece of a shard."""
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -56,13 +57,15 @@ def parts_of(
     shuffle: bool,
     files: Ints | None = None,
 ) -> ShardParts:
-    """Return the shards and pieces of shards that an epoch takes from a stream.
+    """Return the parts (whole shards and pieces of shards) that an epoch takes from a stream.
 
     Args:
         sizes: number of samples in each of the stream's shards.
         share: number of samples that the epoch takes of the stream.
         first_shard: number of the stream's first shard.
-        key: key of the stream.
+        epoch: number of the epoch.
+        key: key of the stream's permutations, 64 bits.
+        shuffle: False: the parts come in the order of the shards.
         files: number of the file that each of the stream's shards is a block of, ascending; None: each shard is a file.
             The shards that an epoch takes from a file stay consecutive.
     """
@@ -85,7 +88,8 @@ def parts_of(
 def _piece(
     sizes: Ints, start: int, stop: int, first_shard: int, *, key: int, shuffle: bool, files: Ints | None
 ) -> ShardParts:
-    """Return the parts that contain samples [start, stop) of one repeat of the stream."""
+    """Return the parts that contain the samples [start, stop) of one repeat of the stream, counted in that repeat's
+    order."""
     order = np.arange(len(sizes))
     if shuffle and files is None:
         order = permuted(order, len(sizes), np.uint64(key))

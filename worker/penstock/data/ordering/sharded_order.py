@@ -40,14 +40,15 @@ __all__ = ["Interleave", "ShardedOrder"]
 Interleave = Literal["shards", "samples", "batches"]
 
 KEPT_EPOCHS = 2
-"""Number of epochs whose sequences stay in memory: the present epoch and the next one, whose shards are prefetched
-already."""
+"""Number of epochs whose shuffled sequences stay in memory: the present epoch and the next one, whose shards are
+already prefetched."""
 SAMPLE_LIMIT = 1 << 48
 """Exclusive upper bound of the number of samples in an epoch. Positions are divided as floats, which have 53 bits."""
 
 
 class ShardedOrder:
-    """Order of the samples of all epochs. Samples are numbered shard by shard, beginning with the first stream's."""
+    """Order of the samples of all epochs. A sample's number (id) counts shard by shard, beginning with the first
+    stream's shards."""
 
     def __init__(
         self,
@@ -67,14 +68,20 @@ class ShardedOrder:
         """
         Args:
             streams: for each stream, the number of samples in each of its shards.
-            shares: number of samples that an epoch takes of each stream; it may be smaller or larger than the stream.
+            shares: for each stream, the number of its samples that an epoch takes; it may be smaller or larger than the
+                stream.
+            seed: seed of the shuffle.
+            shuffle: False: the samples come in the order of their numbers.
             block: approximate number of samples that are shuffled with each other; None: all of them.
+            partitions: number of equal partitions into which the sequence is cut.
+            interleave: "shards": the shards of all streams are shuffled as one sequence; "samples" or "batches": the
+                streams are interleaved in units of `partitions` samples, or of global batches.
             batch: number of samples in a global batch; used with interleave="batches".
             files: for each stream, the number of the file that each of its shards is a block of, ascending over all
                 streams; None: each shard is a file.
             inner: approximate number of samples that are shuffled with each other in files with several blocks; None:
                 as `block`.
-            starts: what `starts` returns, if it is in memory already; None: computed.
+            starts: value of the property `starts`, if the caller has it in memory already; None: computed.
 
         Raises DatasetError for an epoch without samples, or with too many.
         """
@@ -112,8 +119,8 @@ class ShardedOrder:
         return self._starts
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the ids of the samples at these positions of an epoch. Each position must lie in [0, len(self)); an id
-        is the number of a sample among all samples of all shards (see `starts`)."""
+        """Return the numbers (ids) of the samples at these positions of an epoch, each in [0, len(self)). An id counts
+        all samples of all shards from 0 (see `starts`)."""
         at = np.asarray(positions, np.int64)
         ids = np.empty_like(at)
         for sequence, chosen, inner in self._split(epoch, at):
@@ -121,13 +128,14 @@ class ShardedOrder:
         return ids
 
     def shards_of(self, ids: Ints) -> Ints:
-        """Return the numbers of the samples' shards."""
+        """Return the number of the shard that holds each of the samples `ids`."""
         found: Ints = np.searchsorted(self._starts, ids, side="right") - 1
         return found
 
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of all shards that are needed for the samples at these positions, in the order in which
-        the positions need them. All shards of the positions' blocks are included."""
+        """Return the numbers of all shards that must be read for the samples at these positions, in the order in which
+        the positions need them. All shards of the positions' blocks are included, also those of other samples of a
+        block."""
         at = np.asarray(positions, np.int64)
         blocks = [
             (int(chosen[index]), shards)
@@ -140,8 +148,8 @@ class ShardedOrder:
         return needed[np.sort(first)]
 
     def _split(self, epoch: int, at: Ints) -> Iterator[tuple[PartSequence, Ints, Ints]]:
-        """Yield, for each sequence of the epoch that occurs at the positions `at`, (the sequence, its indexes in `at`,
-        the positions in the sequence)."""
+        """Yield, for each sequence of the epoch that has samples at the positions `at` of the epoch: the sequence, the
+        indexes of its positions in `at`, and these positions counted within the sequence."""
         sequences = self._epoch(epoch)
         if len(sequences) == 1:
             yield sequences[0], np.arange(len(at)), at

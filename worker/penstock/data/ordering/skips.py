@@ -2,7 +2,7 @@
 
 A sample's number counts from the run's beginning over all epochs: epoch * samples of an epoch + position. Skipping
 removes numbers from the order and changes no other number, so the meaning of a position does not depend on the skipped
-samples. A sample's rank counts only the samples that are not skipped.
+samples. Samples that are not skipped are kept. A kept sample's rank counts the kept samples before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Ranges = tuple[tuple[int, int], ...]
 any two."""
 
 MAX_DISTANCE = 1 << 61
-"""Largest distance of a skipped sample from an epoch's beginning. With this limit, 64 bits suffice for all sums."""
+"""Largest distance of a skipped sample from an epoch's beginning, in samples. With this limit, 64 bits suffice for all
+sums."""
 
 
 def ranges_of(skip: Iterable[range]) -> Ranges:
@@ -47,8 +48,8 @@ def ranges_of(skip: Iterable[range]) -> Ranges:
 
 
 def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] | None:
-    """Return the first range of numbers before `position` that is skipped in `now` but not in `saved`; None if there is
-    none."""
+    """Return the first range of sample numbers before `position` that is skipped in `now` but not in `saved`; None if
+    `now` skips no further number before `position`."""
     ends = [end for _, end in saved]
     for first, end in now:
         index = bisect_right(ends, first)
@@ -60,8 +61,8 @@ def added_before(saved: Ranges, now: Ranges, position: int) -> tuple[int, int] |
 
 
 class KeptPositions:
-    """Conversion between positions in an epoch and ranks, which count only the positions that are not skipped. Rank 0
-    is the first such position of the epoch; positions before the epoch have negative ranks."""
+    """Conversion between the positions of an epoch and the ranks of its kept samples (those that are not skipped). The
+    first kept sample of the epoch has rank 0; kept samples of earlier epochs have negative ranks."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]], begin: int) -> None:
         """
@@ -74,19 +75,19 @@ class KeptPositions:
         self._ends = [end for _, end in near]
         before = sum(max(0, min(end, 0) - first) for first, end in near)
         self._out = list(accumulate((end - first for first, end in near), initial=-before))
-        """Number of skipped samples before each range, counted from the epoch's beginning, then the number before the
-        end of the last range."""
+        """Number of samples skipped before each range, counted from the epoch's beginning; then the number skipped up
+        to the end of the last range."""
         ranks = [first - out for first, out in zip(self._firsts, self._out, strict=False)]
         self._arrays = (np.array(ranks, np.int64), np.array(self._out, np.int64)) if near else None
 
     def rank(self, position: int) -> int:
-        """Return the rank of `position`, or of the next position that is not skipped."""
+        """Return the rank of the sample at `position`; if it is skipped, the rank of the next kept sample."""
         index = bisect_right(self._ends, position)
         inside = max(0, position - self._firsts[index]) if index < len(self._ends) else 0
         return position - self._out[index] - inside
 
     def positions(self, ranks: Ints) -> Ints:
-        """Return the positions that have these ranks."""
+        """Return the positions in the epoch of the kept samples with these ranks."""
         if self._arrays is None:
             return ranks
         firsts, out = self._arrays

@@ -23,7 +23,7 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["UnshardedOrder"]
 
 SAMPLE_LIMIT = 1 << 48
-"""Exclusive upper bound of the number of samples in a dataset, and in an epoch."""
+"""Exclusive upper bound of the number of samples in a dataset, and of the number in an epoch."""
 _BLOCKS, _SHORT, _INSIDE = 0, 1, 2
 """Constants mixed into keys, so that three random choices of a repeat get different keys: the order of its blocks, the
 place of the short block, and the order of the samples within a block."""
@@ -37,6 +37,8 @@ class UnshardedOrder:
         Args:
             count: number of samples in the dataset.
             epoch_size: number of samples in an epoch; it may be smaller or larger than `count`.
+            seed: seed of the shuffle.
+            shuffle: False: the samples come in the order of the dataset.
             block: number of neighbouring samples that are shuffled with each other; None: all of them.
 
         Raises DatasetError for an epoch without samples, or with too many.
@@ -69,7 +71,7 @@ class UnshardedOrder:
         if block == count:
             return permuted(at, count, keys)
         blocks, rest = divmod(count, block)
-        # A keyed number of whole blocks precedes the short block, which has the dataset's last samples.
+        # The short block has the dataset's last samples. Its key decides how many whole blocks come before it.
         short = _chosen(keys, blocks + 1) * block
         inside_short = (at >= short) & (at < short + rest)
         whole = np.where(at >= short + rest, at - rest, at)

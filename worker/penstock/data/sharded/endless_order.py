@@ -6,10 +6,10 @@ the r-th sample of column t is sample r div C of shard t * C + r mod C.
 
 The order does not depend on batches, boxes and workers. A batch is a range of positions of any size, so a batch may
 also be halved and accumulated. Only the choice of which worker reads which shard depends on the block. A shard is read
-by a single worker if two conditions hold. First, the block is the global batch, or a multiple or divisor of the global
-batch, and each worker's batches fall on columns of its own (T is a multiple of the number of workers, if the block is
-the global batch). Second, the number of boxes divides both C and the batch, so that each box takes its rows from its
-own shards of each column.
+by a single worker if two conditions hold. First, the block size equals the global batch size, or is a multiple or
+divisor of it, and each worker's batches fall on columns of its own (T is a multiple of the number of workers, if the
+block is the global batch). Second, the number of boxes divides both C and the batch, so that each box takes its rows
+from its own shards of each column.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from penstock.data.sharded.protocol import PositionOf
 __all__ = ["EndlessOrder"]
 
 POSITIONS_PER_CALL = 1 << 20
-"""Largest number of positions that are looked up in one call."""
+"""Largest number of positions whose shards are looked up in one call."""
 
 
 @dataclass(frozen=True)
 class EndlessOrder:
-    """Order of an endless source's samples, for a number of shards, partitions and a block size."""
+    """Order of an endless source's samples, for a number of shards, a number of partitions and a block size."""
 
     shards: int
     partitions: int
     block: int
-    """Number of consecutive positions whose samples come from one column (a group of shards, one of each partition)."""
+    """Number of consecutive positions whose samples come from one column: a group of shards, one of each partition."""
 
     @property
     def columns(self) -> int:
         return self.shards // self.partitions
 
     def at(self, positions: Ints) -> tuple[Ints, Ints]:
-        """Return two arrays: for the sample at each position, its shard, and its index in the shard."""
+        """Return two arrays: the number of the shard of the sample at each position, and the sample's index in that
+        shard."""
         blocks, inside = np.divmod(positions, self.block)
         column_blocks, columns = np.divmod(blocks, self.columns)
         indices, partitions = np.divmod(column_blocks * self.block + inside, self.partitions)
         return columns * self.partitions + partitions, indices
 
     def counts(self, position: int) -> Ints:
-        """Return, for each shard, the number of its samples before `position` in the stream."""
+        """Return, for each shard, how many of its samples lie before `position` in the stream."""
         blocks, inside = divmod(position, self.block)
         column_blocks, column = divmod(blocks, self.columns)
         rows = np.full(self.columns, column_blocks * self.block, np.int64)
@@ -70,8 +71,15 @@ class EndlessOrder:
         return position_of
 
     def own(self, start: int, batch: int, workers: int, box: int, boxes: int) -> Ints:
-        """Return the numbers of the shards from which a box takes rows in every `workers`-th batch, counted from the
-        batch at position `start`. `batch`: samples of a global batch."""
+        """Return the numbers of the shards from which a worker takes rows: those of box number `box` in every
+        `workers`-th batch.
+
+        Args:
+            start: position at which the worker's first batch begins.
+            batch: number of samples in a global batch.
+            workers: number of workers of each box.
+            box, boxes: number of the worker's box, and number of all boxes.
+        """
         period = self.columns * self.block * (self.partitions // math.gcd(self.partitions, self.block))
         step = math.gcd(workers * batch, period)
         rows = np.arange(box, batch, boxes)

@@ -1,5 +1,5 @@
-"""Epoch of a finite source as one sequence of samples, each at a position. The samples of a worker's own batches are
-called its rows.
+"""Epoch of a finite source as one sequence of samples, each at a position. A worker's rows are the samples of the
+batches that it makes.
 
 If the lengths of the shards are known, positions are found by arithmetic (round_robin.py), and a worker skips the rows
 of other workers. If the lengths are unknown, each worker has to pass over the rows of all workers to find where shards
@@ -23,12 +23,12 @@ from penstock.proto.errors import DatasetError
 __all__ = ["EpochStream", "Rows"]
 
 Rows = list[tuple[int, int, bool]]
-"""List of rows, each (shard, index in the shard, True if the sample is a repetition in this epoch)."""
+"""List of rows, each (number of the shard, index in the shard, True if the sample is a repetition in this epoch)."""
 
 
 class EpochStream:
-    """Rest of an epoch from position `start` on, divided into global batches, with the rows that one box has in
-    each."""
+    """Rest of an epoch from position `start` on, divided into global batches, and which rows of each batch one box
+    has."""
 
     def __init__(
         self,
@@ -45,15 +45,21 @@ class EpochStream:
     ) -> None:
         """
         Args:
+            round_robin: order of the epoch's samples.
+            readers: cursors of the shards.
             ended: lengths of the shards whose ends are known from earlier reading, by shard.
-            every: n, where the worker makes every n-th batch of its box.
+            start: position in the epoch at which the first batch begins.
+            batch: number of rows of a global batch.
+            box, boxes: number of the worker's box, and number of all boxes.
+            tail: what becomes of an incomplete last batch: "emit", "pad" or "drop".
+            every: number of workers of the box; this worker makes every `every`-th batch.
         """
         self._round_robin, self._readers = round_robin, readers
         self._start, self._batch, self._tail, self._every = start, batch, tail, every
         self._box, self._boxes = box, boxes
         self._found = dict(ended)
         self._reached = 0
-        """Position before which all samples are known to exist, and have been read or skipped."""
+        """Position in the epoch before which all samples are known to exist, and have been read or skipped."""
 
     @property
     def length(self) -> int | None:
@@ -66,10 +72,12 @@ class EpochStream:
         return dict(self._found)
 
     def rows(self, number: int, *, read: bool = True) -> Rows | None:
-        """Return the box's rows of batch `number`, or None after the last batch. The last batch may have no rows for
-        this box.
+        """Return the box's rows of batch number `number`, or None after the last batch. The last batch may have no rows
+        for this box.
 
-        `read`: True if the caller will read the rows, False if it skips the batch.
+        Args:
+            number: number of the batch, counted from `start`.
+            read: True if the caller will read the rows, False if it skips the batch.
         """
         begin = self._start + number * self._batch
         if self._round_robin.length is None:
@@ -89,7 +97,7 @@ class EpochStream:
         return self._rows(partition.rows(number, self._box), begin)
 
     def first(self, number: int) -> tuple[int, int]:
-        """Return (shard, index in the shard) of the first row of batch `number`, which belongs to box 0."""
+        """Return (shard, index in the shard) of the first row of batch number `number`. The row belongs to box 0."""
         (shard,), (index,) = self._round_robin.at(np.array([self._start + number * self._batch]))
         return shard, index
 
@@ -100,16 +108,16 @@ class EpochStream:
         return self._round_robin.length is None or self._round_robin.length >= self._start + least
 
     def _rows(self, positions: Ints, begin: int | None = None) -> Rows:
-        """Return the rows at these positions. `begin`: position at which the batch starts, if samples of the epoch's
-        beginning may pad the batch."""
+        """Return the rows at these positions of the epoch. `begin`: position at which their batch starts, if the batch
+        may be padded with samples of the epoch's beginning; None: it is not padded."""
         again = [False] * len(positions)
         if begin is not None:
             again = (positions != begin + self._box + self._boxes * np.arange(len(positions))).tolist()
         return list(zip(*self._round_robin.at(positions), again, strict=True))
 
     def _look_ahead(self, begin: int, read: bool) -> None:
-        """Advance until it is certain that the batch at position `begin` is not the last one, or until the epoch's end
-        is found. `read`: True if the caller will read the batch."""
+        """Read or skip samples until it is certain that the batch at position `begin` is not the last one, or until the
+        epoch's end is found. `read`: True if the caller will read the batch."""
         end = begin + self._batch
         self._pass_over(begin)
         if self._round_robin.length is not None:
@@ -138,15 +146,15 @@ class EpochStream:
                     shards, indices = self._round_robin.at(np.arange(at, until))
 
     def _is_own(self, row: int, read: bool) -> bool:
-        """Return True if this worker may have to read a row. `row`: number of the row, counted from the batch's first
-        one. The worker may have to read the rows of the batch, the rows that may be added to the batch at the epoch's
-        end, and the rows of the next batch. `read`: True if the caller will read the batch."""
+        """Return True if this worker may have to read a row, because the row belongs to this batch, may be added to
+        this batch at the epoch's end, or belongs to the next batch. `row`: number of the row, counted from the batch's
+        first row; `read`: True if the caller will read the batch."""
         if row < self._batch or self._every > 1:
             return read and row % self._boxes == self._box
         return (read and row % self._boxes == self._box) or (row - self._batch) % self._boxes == self._box
 
     def _pass_over(self, position: int) -> None:
-        """Skip the samples before `position` in each shard, because this worker does not need these samples."""
+        """Skip, in each shard, the samples that lie before `position` in the epoch. This worker does not need them."""
         while self._reached < position and self._round_robin.length is None:
             targets: Ints = self._round_robin.counts(position)
             over = True

@@ -1,8 +1,8 @@
 """Changes of a mixture's weights from a saved position on: whether two descriptions of a source agree before it.
 
-A state records the order of samples, and is refused by a loader with another order. But orders that differ only from
-the state's position on are the same as far as the state goes: a position in one is that position in the other. So a run
-may be resumed with other weights, or with more sources, from any position that it has not reached.
+A state records the order of samples, and a loader with another order refuses it. But two orders that differ only from
+the state's position on give the same samples up to it. So a run may be resumed with other weights, or with more
+sources, from any position, as long as the weights change only after it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ __all__ = ["with_later_weights"]
 
 
 def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
-    """Return the description `was` of a source with the weights of `now`, for each mixture for which both give the same
-    samples before a position. What differs otherwise stays.
+    """Return a source's description `was`, in which each mixture has its weights from `now`, if both descriptions give
+    the same samples of the mixture before a position. All other differences stay.
 
     Descriptions in a damaged state raise KeyError, TypeError or AttributeError.
 
     Args:
-        position: first position that was not reached, of a mixture whose samples are those of the loader.
-        inner: the same for a mixture inside another one.
+        was, now: descriptions of two sources, as `described()` returns them.
+        position: first position that was not reached, for a mixture whose samples are those of the loader.
+        inner: first position that was not reached, for a mixture inside another one.
     """
     if not isinstance(was, Mapping) or not isinstance(now, Mapping) or was.get("kind") != now.get("kind"):
         return was
@@ -46,8 +47,8 @@ def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
 
 
 def _pairs(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], list[Any] | None]:
-    """Return the sources that both mixtures have, in pairs, and the descriptions of those that were added; None if some
-    are missing."""
+    """Return the descriptions of the sources that both mixtures have, in pairs; and of the sources that only `now` has.
+    The second value is None if `now` lacks a source of `was`."""
     first, second = was["sources"], now["sources"]
     if len(first) > len(second):
         return [], None
@@ -55,8 +56,8 @@ def _pairs(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[A
 
 
 def _before(described: Mapping[str, Any], position: int, count: int) -> list[Any]:
-    """Return the segments that begin before a position, with weights for `count` sources; those that were added later
-    have weight 0."""
+    """Return the segments (parts of the mixture's order with their weights) that begin before a position, with weights
+    for `count` sources. A source that a segment does not list has weight 0."""
     segments = described.get("schedule") or [{"start": 0, "parts": described.get("parts") or []}]
     return [
         {

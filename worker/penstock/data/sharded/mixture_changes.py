@@ -1,9 +1,9 @@
 """Changes of a mixture's weights that an operator ordered in mid-run (`penstock mix`).
 
-Code does not know such a change, so it belongs to the run: the coordinator gives it to each loader of the run, and each
-later state lists it. A loader applies a change to the mixture that its code made, as if the code had a Schedule with
-these weights from the change's position on. So what holds for a Schedule holds for a change: the rows are a function of
-the position, on any topology.
+The user's code does not know such a change, so it belongs to the run: the coordinator gives it to each loader of the
+run, and each later state lists it. A loader applies a change to the mixture that its code made, as if the code had a
+Schedule with these weights from the change's position on. So what holds for a Schedule holds for a change: the rows are
+a function of the position, on any topology.
 """
 
 from __future__ import annotations
@@ -42,36 +42,38 @@ __all__ = [
 ]
 
 LoadSource = Callable[[str], Any]
-"""Function from the name of a function ("module:function") to its result, a source."""
+"""Function that calls the function with a name ("module:function") and returns its result, a source."""
 CHANGES = "mixture_changes"
-"""Name of the entry of a state that lists the changes."""
+"""Name of the entry of a state that lists the changes of weights."""
 NUMBER_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
 class MixtureChange:
-    """Change of the weights of a loader's uppermost mixture."""
+    """Change of the weights of a loader's uppermost mixture that an operator ordered."""
 
     key: str
     """Text that identifies the change."""
     position: int
-    """Number of samples that the mixture gives before the change."""
+    """Number of samples that the mixture gives in the epoch before the change."""
     parts: Mapping[str, int]
-    """Weight of each source from then on, as whole numbers; sources that are left out have weight 0."""
+    """Weight of each source after the change, by name, as whole numbers. A source that is left out has weight 0."""
     added: Mapping[str, str] = field(default_factory=dict)
-    """Name of each added source -> name of the function that returns it."""
+    """Name ("module:function") of the function that returns each added source, by the source's name."""
     required: bool = False
-    """True if the change was made in the present launch: a state beyond it must list it."""
+    """True if the change was made since the job was started last: a state from behind the change must list it."""
     epoch: int = 0
-    """First epoch that has the change, from its position on. Earlier ones were delivered without it."""
+    """Number of the first epoch that has the change, from its position on. Batches of earlier epochs were made without
+    it."""
 
     @property
     def begins(self) -> tuple[int, int]:
-        """Epoch and position from which on the weights are others."""
+        """Epoch and position from which on the new weights apply."""
         return self.epoch, self.position
 
     def drops(self, earlier: MixtureChange) -> bool:
-        """Return True if this change, which was ordered after the earlier one, lets nothing of it remain."""
+        """Return True if this change, ordered after `earlier`, begins at or before it, so that the weights of `earlier`
+        never apply."""
         return self.epoch <= earlier.epoch and self.position <= earlier.position
 
     def plain(self) -> dict[str, Any]:
@@ -99,9 +101,11 @@ class MixtureChange:
             texts = [change.key, *change.parts, *change.added, *change.added.values()]
             numbers = [change.epoch, change.position, *change.parts.values()]
             if not all(type(text) is str for text in texts):
-                raise TypeError(f"names must be texts, got {texts!r:.200}")
+                raise TypeError(f"the names in its {CHANGES} must be texts, got {texts!r:.200}")
             if not all(type(number) is int and 0 <= number < NUMBER_LIMIT for number in numbers):
-                raise ValueError(f"numbers must be in range, got {numbers!r:.200}")
+                raise ValueError(
+                    f"the numbers in its {CHANGES} must be from 0 to {NUMBER_LIMIT - 1}, got {numbers!r:.200}"
+                )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise damaged_state("the ShardLoader's state is damaged", error) from error
         return change
@@ -119,13 +123,13 @@ def listed(state: Mapping[str, Any]) -> list[MixtureChange]:
 
 
 def in_epoch(changes: Iterable[MixtureChange], epoch: int) -> list[MixtureChange]:
-    """Return the changes that an epoch has."""
+    """Return the changes that apply in an epoch."""
     return [change for change in changes if change.epoch <= epoch]
 
 
 def still_to_come(changes: Sequence[MixtureChange], reached: tuple[int, int]) -> list[MixtureChange]:
-    """Return the changes that begin where nothing was reached yet, without those that a later order dropped. `reached`:
-    see `merged`."""
+    """Return the changes that begin at or after `reached` (see `merged`), without those that a later order makes
+    void."""
     return [
         change
         for number, change in enumerate(changes)
@@ -136,15 +140,18 @@ def still_to_come(changes: Sequence[MixtureChange], reached: tuple[int, int]) ->
 def merged(
     saved: Sequence[MixtureChange], assigned: Sequence[MixtureChange], reached: tuple[int, int]
 ) -> list[MixtureChange]:
-    """Return the changes for a loader that loads a state, in the order in which they were made: those that the state
-    lists, and those of the run that come after it. A change of an earlier launch that lies before the state and is not
-    in it belongs to a part of the run's history that was left: it does not count.
+    """Return the changes that apply after a loader has loaded a state, in the order in which they were made: those that
+    the state lists, and later ones of the run. If the run lists a change before the state's position that the state
+    does not list, the state comes from a time before the change was ordered in that part of the data, so the change
+    does not apply.
 
-    saved: the changes in the state. assigned: the changes of the run. reached: the state's epoch, and the first
-    position there that the state has not reached.
+    Args:
+        saved: changes that the state lists.
+        assigned: changes that the coordinator gave for the run.
+        reached: epoch of the state, and the first position in it that no worker has reached.
 
-    Raises ReplayMismatchError for a state of the present launch that lies beyond a change and lacks it: it does not
-    lead to the batches that the launch delivers.
+    Raises ReplayMismatchError if the state lies behind a change that was made since the job was started last, and does
+    not list it: batches made from this state would differ from the delivered ones.
     """
     listed_keys, own_keys = {change.key for change in saved}, {change.key for change in assigned}
     for change in assigned:
@@ -159,7 +166,8 @@ def merged(
 
 
 def refuse_to_import(name: str) -> Any:
-    """Refuse to call the function of an added source, in a process that has no list of allowed modules."""
+    """Raise StateMismatchError instead of calling the function of an added source. Used in a process that has no list
+    of the modules that it may import."""
     raise StateMismatchError(
         f"the state has a source of {name!r}, which `penstock mix --add` added: load the state in a run of an "
         "Appliance, or add the source to the Mixture in the code"
@@ -167,8 +175,8 @@ def refuse_to_import(name: str) -> Any:
 
 
 def mixture_of(source: ShardedSource) -> Mixture:
-    """Return the mixture whose weights can change: the uppermost source, or the one below layers that make one sample
-    of each. Raises InvalidArgumentError if there is none."""
+    """Return the mixture whose weights can change: the uppermost source, or the one below layers that yield one sample
+    for each sample of theirs. Raises InvalidArgumentError if there is no such mixture."""
     inner: Any = source
     while isinstance(inner, Mapped) and inner.one_to_one:
         inner = inner.source
@@ -182,7 +190,8 @@ def mixture_of(source: ShardedSource) -> Mixture:
 
 
 def changed(source: ShardedSource, changes: Iterable[MixtureChange], load: LoadSource) -> ShardedSource:
-    """Return a source with the changes in its uppermost mixture. Raises InvalidArgumentError if they do not fit."""
+    """Return a source in which the changes apply to the uppermost mixture. `load`: function that makes an added source.
+    Raises InvalidArgumentError if the changes do not fit the mixture."""
     changes = list(changes)
     if not changes:
         return source
@@ -200,16 +209,21 @@ def _around(source: Any, mixture: Mixture) -> ShardedSource:
 
 
 def shares_at(mixture: Mixture, position: int) -> dict[str, float]:
-    """Return each source's share of the weights at a position, by name."""
+    """Return the share of the weights that each source has at a position, by the source's name; they sum up to 1."""
     return dict(zip(mixture.names, mixture.wanted(position), strict=True))
 
 
 def stages_of(
     code: ShardedSource, changes: Sequence[MixtureChange], load: LoadSource, order: Mapping[str, Any]
 ) -> list[KeyStage]:
-    """Return the parts of an epoch's order between its changes, for restore keys.
+    """Return the stages of an epoch's order: its parts between the changes of weights (see KeyStage). Restore keys
+    depend on them.
 
-    code: source without the changes. order: description of the loader's order.
+    Args:
+        code: source as the user's code makes it, without the changes.
+        changes: changes that apply in the epoch.
+        load: function that makes an added source.
+        order: description of the loader's order.
     """
     found = []
     for position in sorted({0, *(change.position for change in changes)}):
@@ -222,7 +236,7 @@ def stages_of(
 
 
 def try_sources(source: ShardedSource, names: Iterable[str], seed: int) -> list[HeldSample]:
-    """Return a sample of each of these sources of the mixture, which the layers above the mixture have made."""
+    """Return one sample of each named source of the mixture, after the layers above the mixture have processed it."""
     mixture, found = mixture_of(source), []
     for name in names:
         cursor = _around(source, mixture.changed_from(0, {name: 1}, {})).open(0, 0, seed)
@@ -234,8 +248,8 @@ def try_sources(source: ShardedSource, names: Iterable[str], seed: int) -> list[
 
 
 def new_position(begin: int, steps: int, batch: int) -> int:
-    """Return the position of a change after a number of global batches. Raises InvalidArgumentError if it is too
-    far."""
+    """Return the position in the epoch after `steps` global batches of `batch` samples from position `begin` on. Raises
+    InvalidArgumentError if it is above the limit."""
     position = begin + steps * batch
     if position >= NUMBER_LIMIT:
         raise InvalidArgumentError(f"--from-step must lie before sample {NUMBER_LIMIT}, got sample {position}")
@@ -245,8 +259,14 @@ def new_position(begin: int, steps: int, batch: int) -> int:
 def new_parts(
     mixture: Mixture, position: int, weights: Mapping[str, Any], added: Iterable[str], retired: Sequence[str]
 ) -> dict[str, int]:
-    """Return the weight of each source as whole numbers, for the weights and added sources of a command. Without
-    weights, all sources but the retired ones keep theirs.
+    """Return the weight of each source, by name, as whole numbers, for a command `penstock mix`.
+
+    Args:
+        mixture: the mixture before the change.
+        position: position at which the change begins.
+        weights: new weights by name; empty: all sources but the retired ones keep theirs.
+        added: names of added sources.
+        retired: names of sources that get weight 0.
 
     Raises InvalidArgumentError for invalid weights, unknown sources, and a source that is left out although it has a
     weight.

@@ -1,9 +1,10 @@
 """Interface of sources in logical shards, and the promises that sources, layers and the loader rely on.
 
-A source has a fixed number L of logical shards, for any number of boxes (data-parallel ranks) and workers. A shard of
-an epoch is read sequentially by a cursor, and each sample's position is (shard, index). Everything that has a buffer or
-a counter (packing, mixing, windows) works inside one shard, and a cursor's saved position contains its state. So a
-change of the number of workers moves whole shards and never divides a buffer. Layers are sources made from sources:
+A source has a fixed number L of logical shards, for any number of boxes (data-parallel ranks) and workers. A cursor
+reads one shard of one epoch sequentially, and each sample's place is (shard, index in the shard). Everything that has a
+buffer or a counter (packing, mixing, windows) works inside one shard, and a cursor's saved position contains its state.
+So a change of the number of workers moves whole shards and never divides a buffer. Layers are sources made from
+sources:
 
     LogicalShards -> Mapped -> Chunked -> Packed -> WindowShuffled -> ShardLoader
 
@@ -38,27 +39,27 @@ __all__ = [
 ]
 
 SavedPosition = Any
-"""Saved position of a cursor in its shard, with the state of its buffers: None, or a small tree of dicts, lists,
+"""Saved position of a cursor in its shard, with the state of its buffers. It is None, or a small tree of dicts, lists,
 numbers, text, bytes, tensors and arrays (a value of penstock.proto.state.codec)."""
 
 PositionOf = Callable[[int], int]
-"""Function from the index of a sample in a shard to the sample's position among those of all shards, in the order in
-which batches contain them."""
+"""Function that converts the index of a sample in one shard to the sample's position in the order of all shards'
+samples, which is the order in which batches contain them."""
 
 
 class Origin(NamedTuple):
-    """Origin of a sample, for counts by source. A cursor may have an attribute `origin`: the origin of the sample that
-    `next` returned last."""
+    """Where a sample comes from, for counts of samples by source. A cursor may have an attribute `origin`: the origin
+    of the sample that `next` returned last."""
 
     source: str = ""
-    """Name of the source in a Mixture; "outer/inner" for nested Mixtures; "" without a Mixture."""
+    """Name of the sample's source in a Mixture; "outer/inner" for nested Mixtures; "" without a Mixture."""
     skipped: Mapping[str, int] = {}
-    """Number of samples, by source, that were left out between the shard's previous sample and this one."""
+    """Number of samples, by source, that layers left out between the shard's previous sample and this one."""
     parts: tuple[tuple[str, int], ...] = ()
     """Pairs (source, number of tokens) of the documents in a packed line; empty for any other sample."""
 
     def within(self, name: str) -> Origin:
-        """Return the origin with the name of an outer mixture's source, `name`, before the source's own name."""
+        """Return this origin with `name`, the name of a source of an outer Mixture, before its own source's name."""
         if not (self.source or self.skipped or self.parts):
             return Origin(name)
 
@@ -69,12 +70,13 @@ class Origin(NamedTuple):
         return Origin(inner(self.source), skipped, tuple((inner(source), size) for source, size in self.parts))
 
     def after(self, left_out: Mapping[str, int]) -> Origin:
-        """Return the origin with further samples that were left out."""
+        """Return this origin with `left_out`, numbers of samples by source, added to the samples that were left out
+        before."""
         return self._replace(skipped=summed(self.skipped, left_out)) if left_out else self
 
     def leaving_out(self, left_out: Mapping[str, int]) -> dict[str, int]:
-        """Return `left_out`, numbers of samples by source, plus the samples that are left out if this origin's own
-        sample is, too."""
+        """Return the numbers of samples, by source, that are left out if this origin's sample is left out, too:
+        `left_out`, plus the samples left out before this sample, plus this sample."""
         return summed(left_out, summed(self.skipped, {self.source: 1}))
 
 
@@ -88,8 +90,8 @@ def cursor_origin(cursor: Any) -> Origin:
 
 
 def is_traced(cursor: Any) -> bool:
-    """Return True if the origins of a cursor's samples may differ, so that a layer that reorders samples must keep
-    their origins."""
+    """Return True if the samples of a cursor may have different origins. A layer that reorders samples must then keep
+    the origin of each."""
     return getattr(cursor, "traced", False) is True
 
 
@@ -105,11 +107,11 @@ class Cursor(Iterator[Any], Protocol):
         """Skip `count` samples, or all remaining ones if there are fewer. Return the number of skipped samples."""
 
     def saved_position(self) -> SavedPosition:
-        """Return the position in the form in which it is saved. `ShardedSource.open` with this value continues at
-        the next sample."""
+        """Return the cursor's position in the form in which states contain it. `ShardedSource.open` with this value
+        continues at the next sample."""
 
     def close(self) -> None:
-        """Close files. May be called twice."""
+        """Close the files that the cursor has open. May be called twice."""
 
 
 @runtime_checkable
@@ -144,6 +146,8 @@ class ShardedSource(Protocol):
         """Return a cursor at the shard's beginning, or at a saved position.
 
         Args:
+            shard: number of the shard, from 0.
+            epoch: number of the epoch.
             seed: seed of all randomness. A layer derives its own seed by derive_seed(seed, NAME, ...), and passes
                 `seed` on to its source, or a different seed to each of several sources.
             saved: what `saved_position` of an earlier cursor of this shard and epoch returned; None: the beginning.

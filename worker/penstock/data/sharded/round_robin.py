@@ -1,4 +1,4 @@
-"""Round robin over shards of any lengths: a function from a position in the stream to a shard and an index in it.
+"""Round robin over shards of any lengths: a function from a position in the epoch to a shard and an index in it.
 
 A finite source's epoch is read in rounds: sample 0 of each shard, then sample 1, and so on, without the shards that
 have ended. If the lengths are known, a position is found by arithmetic, without reading a shard. An unknown length is
@@ -30,6 +30,7 @@ class RoundRobin:
     def __init__(self, shards: int, lengths: Sequence[int] | Mapping[int, int]) -> None:
         """
         Args:
+            shards: number of shards.
             lengths: number of samples in each shard; or a mapping from shard to number of samples, for the shards whose
                 length is known.
         """
@@ -42,8 +43,8 @@ class RoundRobin:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Divide the rounds into sections. All rounds of a section have the same live shards, which are those that have
-        not ended."""
+        """Divide the rounds into sections: consecutive rounds in which the same shards are live, which means that they
+        have not ended."""
         known = self._lengths[self._lengths < UNKNOWN]
         ends, leaving = np.unique(known, return_counts=True)
         self._first_round: Ints = np.concatenate([[0], ends]).astype(np.int64)
@@ -53,11 +54,11 @@ class RoundRobin:
 
     @property
     def length(self) -> int | None:
-        """Number of samples in all shards; None while a length is unknown."""
+        """Number of samples in all shards together; None while the length of a shard is unknown."""
         return int(self._first_position[-1]) if self._live[-1] == 0 else None
 
     def end(self, shard: int, length: int) -> None:
-        """Set the length of a shard whose end was found."""
+        """Set the length of a shard whose end was found by reading."""
         self._lengths[shard] = length
         self._lay_out()
 
@@ -74,7 +75,7 @@ class RoundRobin:
         return shards.tolist(), indices.tolist()
 
     def counts(self, position: int) -> Ints:
-        """Return, for each shard, the number of its samples before `position` in the order."""
+        """Return, for each shard, how many of its samples lie before `position` in the epoch."""
         section = int(np.searchsorted(self._first_position, position, side="right")) - 1
         if self._live[section] == 0:
             return self._lengths.copy()
@@ -84,7 +85,7 @@ class RoundRobin:
         return counts
 
     def _live_in(self, section: int) -> Ints:
-        """Return the numbers of the shards that have not ended in a section."""
+        """Return the numbers of the shards that are live (have not ended) in section number `section`."""
         if section != self._section:
             self._section, self._ids = section, np.flatnonzero(self._lengths > self._first_round[section])
             if section == 0:

@@ -1,5 +1,5 @@
-"""Counting of samples from sources in logical shards, by the source of a mixture, including the samples that layers
-leave out."""
+"""Counts of the samples from sources in logical shards, by the name of their source in a Mixture. Samples that layers
+leave out are counted, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["changes_shares", "counted_samples", "wanted_shares"]
 
 
 def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> dict[Group, Row]:
-    """Return the counts of a batch's samples, and of the samples that layers left out before them."""
+    """Return the counts of a batch's samples, and of the samples that layers left out before each of them."""
     origins = [held.origin for held in samples]
     values, sources = [held.sample for held in samples], [cut_name(origin.source) for origin in origins]
     parts = None
@@ -32,7 +32,7 @@ def counted_samples(counter: SampleCounter, samples: Sequence[HeldSample]) -> di
 
 
 def changes_shares(source: ShardedSource) -> bool:
-    """Return True if the weights of a mixture in a stack change with the position."""
+    """Return True if a mixture in a stack of layers has weights that change with the position."""
     if isinstance(source, Mixture):
         return source.changes or any(map(changes_shares, source.sources))
     inner = getattr(source, "source", None)
@@ -42,12 +42,15 @@ def changes_shares(source: ShardedSource) -> bool:
 def wanted_shares(
     source: ShardedSource, shard: int = 0, saved: SavedPosition | None = None, position_of: PositionOf | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Return, for each source of the mixtures in a stack, its share in millionths of (samples, tokens), as the weights
-    want it; one of the two is 0. Nested mixtures with different units have no shares.
+    """Return the share that each source of a stack's mixtures should have by the weights: (share of samples, share of
+    tokens) in millionths, by the source's name; one of the two is 0. Nested mixtures with different units have no
+    shares.
 
-    `saved`: saved position of a cursor of `shard`, from which the position of each mixture is taken; None: the
-    beginning.
-    `position_of`: function from the shard's samples to their positions, as the source was opened with it.
+    Args:
+        source: uppermost source of the stack.
+        shard: number of a shard.
+        saved: saved position of a cursor of this shard, at which the weights are looked up; None: the beginning.
+        position_of: function from the shard's samples to their positions, as it was passed to `open` of the source.
     """
     units: set[str] = set()
 

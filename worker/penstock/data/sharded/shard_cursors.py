@@ -1,9 +1,9 @@
 """Cursors that read the shards of one epoch on demand, and the state of each cursor, which goes into saved states.
 
-A cursor state consists of the index of a sample and the cursor's saved position before that sample. A cursor
-state may lie before the position of the whole state, because a resume skips the samples between the two, but must not
-lie beyond it. This has two consequences. Positions of cursors are saved only when a state is saved, and only of shards
-that were read since the last save. When a reader reads ahead, it keeps the cursor state from before.
+A cursor state consists of the index of a sample and the cursor's saved position before that sample. A cursor state may
+lie before the position of the whole state, because a resume skips the samples between the two, but must not lie beyond
+it. This has two consequences. Positions of cursors are saved only when a state is saved, and only of shards that were
+read since the last save. When samples of later batches are read ahead, the cursor state from before is kept.
 
 Samples are kept until their batch was yielded: if reading or collating fails, the same batch can be made again.
 """
@@ -22,12 +22,12 @@ __all__ = ["CursorStates", "HeldSample", "ShardReaders"]
 
 @dataclass
 class CursorStates:
-    """Cursor states of shards, stored in two columns: a thousand states take 20 us to build, and 200 us as separate
-    objects."""
+    """Cursor states of shards (for each shard the index of a sample, and a saved position before it), stored in two
+    dicts: a thousand states take 20 us to build, and 200 us as separate objects."""
 
     indices: dict[int, int] = field(default_factory=dict)
     saved: dict[int, SavedPosition] = field(default_factory=dict)
-    """Saved position of each shard's cursor, for the same shards and in the same order as `indices`."""
+    """Saved position of each shard's cursor, by shard. The dict has the same keys as `indices`, in the same order."""
 
     def put(self, shard: int, index: int, saved: SavedPosition) -> None:
         self.indices[shard] = index
@@ -51,12 +51,12 @@ class HeldSample(NamedTuple):
 
     sample: Any
     key: str | None
-    """Restore key of the sample; None without restore keys."""
+    """Restore key of the sample; None if the loader makes no restore keys."""
     origin: Origin
 
 
 class ShardReaders:
-    """Cursors of the shards of one epoch, opened on demand."""
+    """Cursors of the shards of one epoch, each opened when its shard is first read."""
 
     def __init__(
         self,
@@ -70,28 +70,34 @@ class ShardReaders:
     ) -> None:
         """
         Args:
+            source: source whose shards are read.
+            epoch, seed: arguments for `source.open`.
+            states: cursor states at which the shards are opened.
             position_of: function from a shard to the function that gives its samples' positions; None: the shards are
                 read round robin.
             key: function from (shard, index, saved position before the sample) to the restore key that `get` returns
-                with the sample.
+                with the sample; None: samples get no keys.
         """
         self._source, self._epoch, self._seed, self._position_of, self._key = source, epoch, seed, position_of, key
         self._cursors: dict[int, Cursor] = {}
         self._at: dict[int, int] = {}
         """Index of the next sample of each shard's cursor."""
         self._latest = -1
-        """Number of the shard that was read last; -1: none."""
+        """Number of the shard that was read last; -1 if no shard was read yet."""
         self._states = states.copy()
         self._touched: set[int] = set()
-        """Numbers of shards that were read since their cursor states in `_states` were taken."""
+        """Numbers of the shards that were read since their cursor states in `_states` were saved."""
         self._ahead: dict[int, tuple[int, SavedPosition]] = {}
-        """Cursor states, taken before, of the shards from which samples of later batches have been read."""
+        """Cursor states to save for shards from which samples of later batches have been read: their states before that
+        reading."""
         self._held: dict[tuple[int, int], HeldSample] = {}
         self._second: dict[int, tuple[Cursor, int]] = {}
-        """(second cursor, next index) of each shard that is read again from the epoch's beginning to pad a batch."""
+        """(cursor, index of its next sample) of each shard that a second cursor reads again from the epoch's beginning,
+        to pad a batch."""
 
     def get(self, shard: int, index: int, *, again: bool = False) -> HeldSample:
-        """Return a sample with its restore key and origin. `again`: True if the sample is a repetition in this epoch.
+        """Return a sample with its restore key and origin. `again`: True if the sample was already in an earlier batch
+        of this epoch and is repeated.
 
         Raises DatasetError if the shard ends before the sample.
         """
@@ -117,8 +123,8 @@ class ShardReaders:
         return reached == index and self._read(shard, index, self._cursors[shard])
 
     def reach(self, shard: int, index: int) -> int:
-        """Skip a shard's samples before `index`; return the reached index, which is smaller than `index` if the shard
-        ends earlier."""
+        """Skip a shard's samples before `index`. Return the index of the shard's next sample, which is smaller than
+        `index` if the shard ends earlier."""
         cursor = self._open(shard)
         at = self._at[shard]
         if at < index:
@@ -131,19 +137,19 @@ class ShardReaders:
         return at
 
     def look_ahead(self, shard: int) -> None:
-        """Keep the present cursor state of a shard. Call this method before samples of later batches are read from the
-        shard."""
+        """Keep a shard's present cursor state for `states`. Call this method before samples of later batches are read
+        from the shard."""
         if shard not in self._ahead:
             cursor = self._open(shard)
             self._ahead[shard] = self._at[shard], cursor.saved_position()
 
     def begin(self) -> None:
-        """Begin the next batch, and drop the cursor states that were kept by `look_ahead`."""
+        """Begin the next batch: drop the cursor states that `look_ahead` kept, because they are older now."""
         self._touched.update(self._ahead)
         self._ahead.clear()
 
     def done(self) -> None:
-        """Drop the kept samples of the yielded batch."""
+        """Drop the samples of the batch that was yielded."""
         for cursor, _ in self._second.values():
             cursor.close()
         self._second.clear()
@@ -151,7 +157,7 @@ class ShardReaders:
         self._held = {at: found for at, found in self._held.items() if at[0] in ahead and at[1] >= ahead[at[0]][0]}
 
     def states(self, *, up_to_date: bool) -> CursorStates:
-        """Return the cursor states of all shards. With `up_to_date` the states are those after the last yielded batch;
+        """Return the cursor states of all shards. With `up_to_date` they are saved now, after the last yielded batch;
         otherwise some may be older."""
         if up_to_date:
             for shard in self._touched:
@@ -163,7 +169,8 @@ class ShardReaders:
         return self._states.copy()
 
     def latest(self) -> tuple[int, SavedPosition] | None:
-        """Return the shard that was read last, and its saved position; None if none was read."""
+        """Return the number of the shard that was read last, and the saved position of its cursor; None if no shard was
+        read."""
         cursor = self._cursors.get(self._latest)
         return None if cursor is None else (self._latest, cursor.saved_position())
 

@@ -1,10 +1,10 @@
-"""Restore keys: texts with the position of a sample, and with the saved position from which to read it again.
+"""Restore keys: texts with the place of a sample, and with the saved position from which to read it again.
 
     epoch.shard.index.order.more
 
 `order` is a digest of everything that decides the order. `more` is an encoded state (penstock.proto.state.codec) in
-base64. The state contains the saved position before the sample, unless that is large, and for an endless source
-the block, which determines the sample's position.
+base64. The state contains the cursor's saved position before the sample, unless that is large, and for an endless
+source the block, which determines the sample's position.
 
 A key is part of its batch. A batch that is made again, for example by another worker after the first one died, must be
 identical to the bit. So a key depends only on the sample's position, and not on when a stream's state was taken.
@@ -29,32 +29,33 @@ from penstock.proto.state.codec import decode_state, encode_state
 __all__ = ["KeyStage", "SampleKey", "as_made_before", "digest_of"]
 
 LARGEST = 4096
-"""Largest size in bytes of an encoded saved position in a key. A larger one is left out of the key, and the sample is
-found by skipping from the shard's beginning."""
+"""Largest size in bytes of an encoded saved position in a key. A key leaves a larger one out; the sample is then found
+by skipping from the shard's beginning."""
 
 
 @dataclass(frozen=True)
 class KeyStage:
-    """Part of an order between two changes of a mixture's weights in mid-run.
+    """Stage of an order: the part between two changes of a mixture's weights that were ordered in mid-run.
 
     A key must not depend on changes that come after its sample, because the sample may have been delivered before they
     were ordered.
     """
 
     position: int
-    """First position of the part."""
+    """Position of the stage's first sample in the stream."""
     source: ShardedSource
-    """Source with the changes up to there."""
+    """Source with the changes of weights up to the stage's beginning."""
     order: str
     """Digest of the order with these changes."""
     sources: int
-    """Number of sources of the mixture there."""
+    """Number of sources that the mixture has in this stage."""
     pieces: bool
-    """True if saved positions of the mixture contain the piece of its order there."""
+    """True if the mixture's saved positions in this stage contain a piece (mixture_order.Piece), because its weights
+    change."""
 
 
 def as_made_before(saved: SavedPosition, stage: KeyStage) -> SavedPosition:
-    """Return a saved position as a loader makes it that knows only the changes up to the stage."""
+    """Return a saved position as a loader would make it that knows only the changes up to this stage."""
     if not isinstance(saved, Mapping):
         return saved
     if "sources" not in saved:
@@ -72,7 +73,8 @@ class SampleKey:
     index: int
     order: str
     at: int
-    """Index at which reading begins: the sample's own index if the key has a saved position, else 0."""
+    """Index of the sample at which reading begins: the key's own sample if the key has a saved position, otherwise
+    0."""
     saved: SavedPosition | None
     block: int | None
     """Block size of an endless source's order; None for a finite source."""
@@ -87,8 +89,8 @@ class SampleKey:
 
     @staticmethod
     def of(text: str) -> SampleKey:
-        """Parse a restore key. Raises InvalidArgumentError if the text is not a key, StateCorruptError for a damaged
-        key."""
+        """Return the content of a restore key. Raises InvalidArgumentError if the text is not a key, StateCorruptError
+        if it is a damaged key."""
         parts = text.split(".") if isinstance(text, str) else []
         if len(parts) != 5 or not all(part.isdecimal() and len(part) < 19 for part in parts[:3]):
             raise InvalidArgumentError(
@@ -103,11 +105,11 @@ class SampleKey:
             return SampleKey(epoch, shard, index, parts[3], index if "saved" in more else 0, more.get("saved"), block)
         except (AttributeError, TypeError, ValueError, binascii.Error, StateCorruptError) as error:
             raise StateCorruptError(
-                f"the restore key must be the unchanged text from a batch, got {text!r:.200}"
+                f"the restore key must be the unchanged text from a batch, got {text!r:.200}. Copy it again"
             ) from error
 
 
 def digest_of(order: Mapping[str, Any]) -> str:
-    """Return a digest of everything that decides which sample a shard has at an index."""
+    """Return a digest of a loader's order: of everything that decides which sample stands at an index of a shard."""
     decisive = {name: value for name, value in order.items() if name != "tail"}
     return xxhash.xxh3_64_hexdigest(json.dumps(decisive, sort_keys=True).encode())

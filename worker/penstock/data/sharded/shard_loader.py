@@ -142,10 +142,10 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """
         super().__init__()
         self._code = source
-        """Source as the code made it, without changes of its mixture."""
+        """Source as the user's code made it, without the changes of its mixture's weights that an operator ordered."""
         self._changes: list[MixtureChange] = []
-        """Changes of the mixture's weights that the code does not have. `_present`: those of the present epoch.
-        `_history`: all that states list. `_assigned`: those of the run."""
+        """Changes of weights that an operator ordered (mixture_changes.py). `_present`: those of the present epoch.
+        `_history`: those that states list. `_assigned`: those that the coordinator gave."""
         self._present: list[MixtureChange] = []
         self._history: list[MixtureChange] = []
         self._assigned: list[MixtureChange] = []
@@ -162,11 +162,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         draws = not unbatched and collate_fn is not collate_packed and may_draw(collate_fn)
         self._collate_key = derive_seed(self._seed, "collate") if draws else None
         self._warned = False
-        """True after the warning about a second epoch of an endless source was logged."""
+        """True once the warning about a second epoch of an endless source was logged."""
         self._read(source)
 
     def _read(self, source: ShardedSource) -> None:
-        """Set the source, and begin at its first position."""
+        """Set the source to read, and go to its first position."""
         partitions, block, tail, identity = self._partitions, self._block, self._asked_tail, self._identity
         check_source(source, partitions, block, tail)
         self.source = source
@@ -187,9 +187,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         )
         """Position at which the present epoch began, or at which the next iteration will begin."""
         self._at_position = True
-        """True if the next iteration begins at `_begun`; False if at the next epoch's beginning."""
+        """True if the next iteration begins at `_begun`; False if it begins the epoch after that of `_begun`."""
         self._share: WorkerShare | None = None
-        """Share of this worker in the epoch in progress. An iterator over another share has ended."""
+        """Batches of this worker in the epoch in progress. An iterator over an older share has ended."""
         lengths = None if source.endless else source.lengths(0)
         self._counts.want(wanted_shares(source))
         counts = self._counts.tally is not None  # the samples between two states must then be read
@@ -250,12 +250,12 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         }
 
     def can_restore_sample(self) -> bool:
-        """Return True: any sample can be read again by its restore key. Functions that draw from the process's random
-        generators give other values when the sample is read again."""
+        """Return True: any sample can be read again by its restore key. A user's function that draws from the process's
+        random generators returns another value when the sample is read again."""
         return True
 
     def restore_sample(self, key: str) -> Any:
-        """Read again the sample of a row. `key`: the row's entry in the batch's field `keys`.
+        """Read the sample of a row again. `key`: the row's restore key, from the batch's field `keys`.
 
         Raises:
             StateMismatchError: the key is of other data, or of another order.
@@ -298,13 +298,13 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return {**position.state(self._order), **self._counts.saved(), **self._listed()}
 
     def _listed(self) -> dict[str, Any]:
-        """Return the entry of a state with the changes of the mixture's weights."""
+        """Return the part of a state that lists the changes of the mixture's weights; an empty dict without changes."""
         return {CHANGES: [change.plain() for change in self._history]} if self._history else {}
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return a worker's state after `batches` more of its batches in the same epoch. The cursor states in the state
-        stay unchanged; a resume skips the samples between the cursor states and the new position. No user code runs.
+        """Return a worker's state after `batches` more of its batches in the same epoch. The cursor states in it stay
+        unchanged: a resume skips the samples between them and the new position. No user code runs.
 
         The attribute is None if the source is finite with unknown lengths, because the position cannot be computed; and
         if the source draws from the process's random generators, because the state would have to contain the
@@ -317,7 +317,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         any topology. Any other state fits only the numbers of boxes and workers with which it was saved.
 
         Raises:
-            StateMismatchError: the state belongs to another order, or to one of several workers of another topology.
+            StateMismatchError: the state belongs to another order (strict=False: a warning, if the orders are similar),
+                or to one of several workers of another topology.
             StateCorruptError, StateVersionError: the state cannot be read.
         """
         self._check_order(state_dict, strict=strict)
@@ -341,12 +342,12 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._move_to(position)
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        """Merge the states of all workers, in order of global_worker_id, into one state that fits any topology."""
+        """Return one state for any topology, merged from the states of all workers in order of global_worker_id."""
         whole = {**self._fixed_order.aggregated(worker_states), **LoaderCounts.aggregated(worker_states)}
         return {**whole, CHANGES: worker_states[0][CHANGES]} if CHANGES in worker_states[0] else whole
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """Return this worker's part of an aggregated state: one that `aggregate_state_dict` returned."""
+        """Return this worker's part of a state that `aggregate_state_dict` returned."""
         self._check_order(aggregated, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(
@@ -355,7 +356,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return {**self._part(aggregated).state(self._order), **self._counts_part(aggregated), **self._listed()}
 
     def _check_order(self, state: Any, *, strict: bool) -> None:
-        """Adopt the changes of the mixture's weights that a state lists, and check that it belongs to this order."""
+        """Apply the changes of weights that a state lists, and check that the state belongs to the resulting order."""
         check_state(state)
         if self._assigned or CHANGES in state:
             self._adopt(state)
@@ -365,7 +366,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return self._fixed_order.with_later_weights(state, self._order, self._identity.turn)
 
     def _stages(self, epoch: int) -> Sequence[KeyStage]:
-        """Return the parts of an epoch's order between its changes of weights, for restore keys."""
+        """Return the stages of an epoch's order: its parts between changes of weights (see KeyStage)."""
         changes = in_epoch(self._changes, epoch)
         if changes == self._present:
             return self._plan.stages
@@ -374,11 +375,10 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     # ---- weights that an operator changes in mid-run
 
     def change_mixture(self, changes: Sequence[Mapping[str, Any]], load: LoadSource) -> None:
-        """Apply the run's changes of the weights of the uppermost mixture. Called before a state is loaded.
+        """Apply changes of the uppermost mixture's weights that an operator ordered. Called before a state is loaded.
 
-        changes: as in a state, in their order. load: calls the function with a name ("module:function").
-
-        Raises InvalidArgumentError if they do not fit.
+        changes: entries of a state, in the order in which they were made. load: calls the function with a name
+        ("module:function") and returns its result, a source. Raises InvalidArgumentError if the changes do not fit.
         """
         self._assigned, self._load_source = [MixtureChange.parsed(change) for change in changes], cache(load)
         self._history = self._assigned
@@ -393,13 +393,13 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         added: Mapping[str, str],
         retired: Sequence[str],
     ) -> tuple[str, tuple[int, int], dict[str, int], dict[str, float], dict[str, float]]:
-        """Return the digest of the order with a change, its epoch and position, the weights of all sources as whole
-        numbers, and the sources' shares before and after it. The loader itself changes, and is used for nothing else
-        afterwards.
+        """Try a change of the mixture's weights. Return the digest of the order with the change, the (epoch, position)
+        at which it begins, the weights of all sources from there on as whole numbers, and the sources' shares before
+        and after it. The loader itself changes, and must not be used afterwards.
 
-        steps: number of global batches before the change, from the state, or from the beginning of its epoch.
-        epochs: number of epochs that the run has begun since the state. state: aggregated state from which the run
-        began; None: it began anew. weights, added, retired: see `new_parts`.
+        steps: number of global batches before the change, from the state, or from the beginning of its epoch. epochs:
+        number of epochs that the run has begun since the state. state: aggregated state from which the run began; None:
+        it began at the data's beginning. weights, added, retired: see `new_parts`.
 
         Raises InvalidArgumentError or StateMismatchError for an impossible change.
         """
@@ -422,7 +422,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return digest_of(self._order), (epoch, position), parts, was, now
 
     def _try_sources(self, names: Sequence[str]) -> None:
-        """Make a batch of a sample of each of these sources."""
+        """Make a batch from one sample of each named source, to find out whether the sources work."""
         samples = try_sources(self.source, names, self._seed)
         if self._counts.counter is not None:
             counted_samples(self._counts.counter, samples)
@@ -430,15 +430,16 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             seeded(partial(self._collate, [held.sample for held in samples]), self._seed, 0)
 
     def _use(self, changes: list[MixtureChange], epoch: int) -> None:
-        """Make the loader anew with these changes, and no others, at the beginning of an epoch."""
+        """Set the changes of weights to apply, and go to the beginning of an epoch, unless this epoch's changes are
+        applied now."""
         self._changes, present = changes, in_epoch(changes, epoch)
         if present != self._present:
             source, self._present = changed(self._code, present, self._load_source), present
             self._read(source)
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Apply the changes that a state lists, and those of the run that come after it. If the code itself has the
-        weights of the changes before the state, only later changes are applied."""
+        """Apply the changes that a state lists, and later ones of the run. If the user's code itself has the weights of
+        the changes before the state, apply only the later ones."""
         reached = self._fixed_order.reached(state, self._identity.turn) if self.source.endless else (0, 0)
         changes = self._history = merged(listed(state), self._assigned, reached)
         later = still_to_come(changes, reached)
@@ -451,7 +452,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     @property
     def tally(self) -> Tally | None:
-        """Counts up to the present position, by source and key; None without `counts`."""
+        """Counts of samples from the run's beginning on, by source and key; None without `counts`."""
         return self._counts.tally
 
     @property
@@ -478,8 +479,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle: the position, without open shards. The copy's next iteration begins the next
-        epoch."""
+        """Return the attributes to pickle: the position, without open shards. The copy's next iteration begins the
+        epoch after it."""
         if self._share is None:
             return self.__dict__.copy()
         return {**self.__dict__, "_begun": self._share.position(), "_share": None}
@@ -490,7 +491,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return Topology(self._identity.boxes, self._identity.turn().of, self._batch)
 
     def _move_to(self, position: ShardedPosition) -> None:
-        """Set the position at which the next iteration begins."""
+        """Set the position at which the next iteration begins, and close the open shards."""
         if self._share is not None:
             self._share.close()
             self._share = None
@@ -502,9 +503,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._move_to(ShardedPosition(OrderProgress(epoch, 0, 0, self._topology()), endless_order=endless_order))
 
     def _begin(self) -> WorkerShare:
-        """Open this worker's share of the epoch at the loader's position. The position is adapted to the topology
-        first: a worker process of a torch DataLoader has a copy of a loader that was made, and perhaps loaded, in the
-        parent process."""
+        """Open this worker's batches of the epoch at the loader's position, and return them. The position is adapted to
+        the topology first: a worker process of a torch DataLoader has a copy of a loader that was made, and perhaps
+        loaded, in the parent process."""
         progress, topology = self._begun.progress, self._topology()
         if progress.topology != topology:
             if progress.done and progress.topology.workers > 1:
@@ -518,7 +519,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return self._share
 
     def _want(self) -> None:
-        """Set the shares that mixtures want at the present position, if they change."""
+        """Tell the counts which shares the mixtures want at the present position, if these change with it."""
         latest = self._share.latest() if self._wants_change and self._share is not None else None
         if latest is not None:
             shard, saved = latest
@@ -528,7 +529,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             )
 
     def _make(self, samples: list[HeldSample]) -> tuple[Any, dict[Group, Row]]:
-        """Return the batch of samples, and their counts."""
+        """Return the batch of these samples, and how many samples of each source and key it has."""
         assert self._share is not None
         values = [held.sample for held in samples]
         counted = {} if self._counts.counter is None else counted_samples(self._counts.counter, samples)
@@ -546,7 +547,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
 
 class _Epoch:
-    """Iterator over one epoch, which advances the position of its loader."""
+    """Iterator over the batches of one epoch. It advances the position of its loader."""
 
     def __init__(self, loader: ShardLoader) -> None:
         self._loader = loader

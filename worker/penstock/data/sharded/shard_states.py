@@ -1,10 +1,11 @@
 """States of a worker in a sharded source's order; aggregation and deaggregation of all workers' states.
 
-Besides the integers of ordering/order_states.py, a state has the cursor states of the worker's shards
-(shard_cursors.py), and properties of the source that were found by reading: for a finite source with unknown lengths
-which shards have ended, for an endless one the block of its order (endless_order.py). The integers alone determine
-which samples were delivered; cursor states only save reading these samples again. So an aggregated state takes, for
-each shard, the furthest cursor state of any worker that does not lie beyond the aggregated position.
+Besides the integers of ordering/order_states.py, a state has the cursor states of the worker's shards (for each shard
+the index of a sample, and a saved position before it: shard_cursors.py), and properties of the source that were found
+by reading: for a finite source with unknown lengths which shards have ended, for an endless one the block of its order
+(endless_order.py). The integers alone determine which samples were delivered; cursor states only save reading these
+samples again. So an aggregated state takes, for each shard, the furthest cursor state of any worker that does not lie
+beyond the aggregated position.
 """
 
 from __future__ import annotations
@@ -45,29 +46,31 @@ __all__ = [
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 KIND = ("a ShardLoader", "shards")
-"""Arguments of `check_format` for states of a ShardLoader: the loader's name, and an entry that only these states
-have."""
+"""Arguments of `check_format` for states of a ShardLoader: the loader's name for errors, and the name of an entry that
+only its states have."""
 
 
 TurnOf = Callable[[int], WorkerTurn]
-"""Function from the number of the slot that makes the first batch to a worker's turn."""
+"""Function from the number of the worker that makes the box's first batch to the turn of the worker in question: which
+of the box's batches it makes."""
 
 
 @dataclass(frozen=True)
 class ShardedPosition:
-    """Position of one worker, or of all workers together, in a sharded source's order."""
+    """Position of one worker, or of all workers together, in the order of a source in logical shards."""
 
     progress: OrderProgress
-    """Progress in batches. Its `start` is a position in a finite source's epoch, or in an endless source's stream."""
+    """Number of batches made since a position `start`: in the epoch of a finite source, or in the stream of an endless
+    one."""
     cursors: CursorStates = field(default_factory=CursorStates)
     ended: Mapping[int, int] = field(default_factory=dict)
-    """Lengths of the shards whose ends were found by reading, by shard."""
+    """Number of samples in each shard whose end was found by reading, by the shard's number."""
     endless_order: EndlessOrder | None = None
     """Order of an endless source; None for a finite one."""
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the position as a state, with the cursor states in columns: a thousand take 60 us to encode, and 740
-        us one by one."""
+        """Return the position as a state. The cursor states are stored as lists, one for each field, because a thousand
+        of them then take 60 us to encode, and 740 us one by one."""
         indices, saved = self.cursors.columns
         more: dict[str, Any] = {
             "shards": list(indices),
@@ -83,18 +86,19 @@ class ShardedPosition:
 
 @dataclass(frozen=True)
 class FixedOrder:
-    """Settings of the order that stay the same in a whole run, with conversions between states and positions."""
+    """Settings that decide the order and stay the same in a whole run, with conversions between states and
+    positions."""
 
     source: ShardedSource
     partitions: int
     tail: Tail
     block: int | None
     """Block size of an endless source's order, if the user gave it. None: the block size of the loaded state, or the
-    global batch with which the run begins."""
+    global batch size with which the run begins."""
 
     def round_robin(self, epoch: int, ended: Mapping[int, int]) -> RoundRobin:
-        """Return the order of an epoch of a finite source. The order is made from the lengths that the source reports,
-        or else from the lengths in `ended`, by shard."""
+        """Return the order of an epoch of a finite source, made from the lengths of shards that the source reports. If
+        it reports none, the order is made from `ended`: lengths found by reading, by shard."""
         lengths = self.source.lengths(epoch)
         if lengths is not None and len(lengths) != self.source.num_shards:
             raise DatasetError(
@@ -125,8 +129,11 @@ class FixedOrder:
         return self.endless_order(block)
 
     def read(self, state: Any) -> ShardedPosition:
-        """Return the position that a state contains. Raises StateMismatchError for another kind of state,
-        StateVersionError for another version, StateCorruptError for a damaged one."""
+        """Return the position that a state contains.
+
+        Raises StateMismatchError for a state of another kind of loader, StateVersionError for another version of the
+        format, StateCorruptError for a damaged state.
+        """
         check_format(state, *KIND)
         try:
             progress = OrderProgress.parsed(state)
@@ -140,7 +147,8 @@ class FixedOrder:
             numbers += [*cursors.indices, *ended]
             if any(type(number) is not int or not 0 <= number < NUMBER_LIMIT for number in numbers):
                 raise ValueError(
-                    f"values out of range: {progress}, {ended}, positions in shards: {state['indices']}"[:400]
+                    f"its numbers must be at least 0 and fit the {self.source.num_shards} shards, got {progress}, "
+                    f"ended shards {ended}, indices {state['indices']}"[:400]
                 )
             length = None if endless_order is not None else self.round_robin(progress.epoch, ended).length
             if length is not None and progress.start > length:
@@ -150,8 +158,8 @@ class FixedOrder:
         return ShardedPosition(progress, cursors, ended, endless_order)
 
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Merge the states of all workers, in order of global_worker_id, into one state. The topology is taken from the
-        states, because any process may call this."""
+        """Return one state merged from the states of all workers, which are in order of global_worker_id. The topology
+        is taken from the states, because any process may call this."""
         if not states:
             raise InvalidArgumentError("aggregate_state_dict needs the states of all workers, got an empty list")
         positions = [self.read(state) for state in states]
@@ -175,9 +183,15 @@ class FixedOrder:
     def part(
         self, state: Mapping[str, Any], number: int, workers: int, topology: Topology
     ) -> tuple[ShardedPosition, bool]:
-        """Return the position at which worker `number` (global_worker_id) of `workers` starts in this topology, from an
-        aggregated state. The second value is True if the number of boxes or workers has changed; the caller then skips
-        an epoch that has no batch left."""
+        """Return the position at which one worker starts in a topology, from an aggregated state; and True if the
+        number of boxes or workers has changed. The caller then skips an epoch that has no batch left.
+
+        Args:
+            state: the aggregated state.
+            number: global_worker_id of the worker.
+            workers: number of all workers, `number` included.
+            topology: topology on which the run resumes.
+        """
         whole = self.read(state)
         progress = whole.progress
         same = state.get("workers") == workers and progress.topology.workers == topology.workers
@@ -190,18 +204,24 @@ class FixedOrder:
         return self.repartitioned(whole, topology, first=first), not same
 
     def repartitioned(self, whole: ShardedPosition, topology: Topology, *, first: int) -> ShardedPosition:
-        """Return the position from which the rest of the epoch is partitioned among the workers of this topology.
-        `first`: number of the worker, in each box, that makes the first batch."""
+        """Return the position from which the workers of a topology share the rest of the epoch.
+
+        Args:
+            whole: position of all workers together.
+            topology: topology on which the run resumes.
+            first: number of the worker, in each box, that makes the first batch.
+        """
         epoch, start = whole.progress.epoch, self._position(whole)
         endless_order = whole.endless_order
-        # at the beginning of a run, the batch of the new topology becomes the block
+        # at the beginning of a run, the global batch size of the new topology becomes the block size
         if (epoch, start, self.block) == (0, 0, None):
             endless_order = self.endless_order(topology.batch)
         return replace(whole, progress=OrderProgress(epoch, start, 0, topology, first), endless_order=endless_order)
 
     def with_later_weights(self, state: Mapping[str, Any], order: Mapping[str, Any], turn: TurnOf) -> Mapping[str, Any]:
-        """Return a state of an endless source with the weights of mixtures in `order`, as far as they do not change
-        what comes before the state's position. `turn`: see `reached`."""
+        """Return a state of an endless source in which mixtures have their weights from `order`, the order of the
+        loader that resumes, if both orders give the same samples before the state's position. Otherwise return the
+        state unchanged. `turn`: see `reached`."""
         check_format(state, *KIND)
         was = state["order"]
         if not self.source.endless or was.get("source") == order["source"] or "shards" not in was:
@@ -218,9 +238,9 @@ class FixedOrder:
         return {**state, "order": {**was, "source": source}}
 
     def reached(self, state: Mapping[str, Any], turn: TurnOf) -> tuple[int, int]:
-        """Return the epoch of a state of an endless source, and the first position there that no worker has reached.
-        `turn`: returns the turn of the worker whose state it is, if it is the state of a single worker, which counts
-        only its own batches."""
+        """Return the epoch of a state of an endless source, and the first position in it that no worker has reached.
+        `turn`: function that returns which of the box's batches a worker makes. It is needed for the state of a single
+        worker, which counts only this worker's batches."""
         progress = self.read(state).progress
         if "others" not in state:
             return progress.epoch, _reached(progress, turn(progress.first))
@@ -231,8 +251,8 @@ class FixedOrder:
         return max(found)
 
     def _partition(self, position: ShardedPosition) -> Partition | None:
-        """Return the partition of the epoch in which a position lies; None for an endless source, and while lengths are
-        unknown."""
+        """Return the division into batches of the epoch in which a position lies; None for an endless source, and while
+        lengths of shards are unknown."""
         progress = position.progress
         if position.endless_order is not None:
             return None
@@ -242,16 +262,16 @@ class FixedOrder:
         return Partition(length, progress.start, progress.topology.batch, progress.topology.boxes, self.tail)
 
     def _position(self, position: ShardedPosition) -> int:
-        """Return the position in the epoch or stream after all batches that are done, where a new partition would
-        begin."""
+        """Return the position, in the epoch or stream, after all batches that are done. Other workers can share the
+        rest from there."""
         progress = position.progress
         if (partition := self._partition(position)) is not None:
             return partition.position(progress.done)
         return progress.start + progress.done * progress.topology.batch
 
     def _furthest(self, whole: ShardedPosition, positions: Sequence[ShardedPosition]) -> CursorStates:
-        """Return, for each shard, the furthest cursor state of any worker that does not lie beyond the aggregated
-        position."""
+        """Return, for each shard, the furthest cursor state that a worker has and that does not lie beyond `whole`.
+        `positions`: positions of all workers."""
         position = self._position(whole)
         if whole.endless_order is not None:
             counts: Ints = whole.endless_order.counts(position)
@@ -266,12 +286,13 @@ class FixedOrder:
 
 
 def _after(progress: OrderProgress, batches: int) -> int:
-    """Return the position after a number of global batches."""
+    """Return the position after `batches` global batches since the progress's `start`."""
     return progress.start + batches * progress.topology.batch
 
 
 def _reached(progress: OrderProgress, turn: WorkerTurn) -> int:
-    """Return the position after the last batch of a worker; an upper bound of it if the worker's turn is unknown."""
+    """Return the position after the last batch that a worker has made. If `turn` is of another number of workers than
+    the progress, return an upper bound of this position."""
     workers, done = progress.topology.workers, progress.done
     if turn.of != workers:
         return _after(progress, done * workers)
@@ -296,9 +317,9 @@ def check_state(state: Any) -> None:
 
 
 def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
-    """Raise StateMismatchError if the state is a position in another order. Without `strict` only warn, if the position
-    also exists in this order because its shards and rows are arranged in the same way. If `state` is not a state, raise
-    the errors that `FixedOrder.read` raises."""
+    """Raise StateMismatchError if a state is a position in another order than `order`. Without `strict` only warn, if
+    the position also exists in this order because its shards and rows are arranged in the same way. If `state` is not a
+    state, raise the errors that `FixedOrder.read` raises."""
     check_format(state, *KIND)
     found = differences(state["order"], order)
     if not found:
@@ -316,8 +337,8 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
 
 
 def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
-    """Return the differences between two JSON values, `was` and `now`, by dotted path. Each is a text "path was ... and
-    is ... now"."""
+    """Return the differences between two JSON values, `was` and `now`, by dotted path. Each difference is a text "PATH
+    was X and is Y now"."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         found: dict[str, str] = {}
         for name in {**was, **now}:
@@ -350,17 +371,17 @@ def described(source: ShardedSource) -> Any:
         json.dumps(found, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
-            f"described() of {type(source).__name__} must return a JSON value: {error}"
+            f"described() of {type(source).__name__} must return a JSON value, such as a dict of texts: {error}"
         ) from None
     return found
 
 
 def check_source(source: ShardedSource, partitions: int, block: int | None, tail: str) -> None:
-    """Raise InvalidArgumentError unless a ShardLoader can have this source and these settings."""
+    """Raise InvalidArgumentError unless a ShardLoader can read this source with these settings."""
     shards = checked(source, "ShardLoader").num_shards
     one_of("tail", tail, [name for name in get_args(Tail) if name != APART])
     if shards < 1:
-        raise InvalidArgumentError(f"a source must have at least 1 shard, got {shards}")
+        raise InvalidArgumentError(f"num_shards of the source must be at least 1, got {shards}")
     if not source.endless and partitions != 1:
         raise InvalidArgumentError(
             f"partitions must be 1 for a finite source, whose shards are read round robin, got {partitions}. Leave "
@@ -368,7 +389,8 @@ def check_source(source: ShardedSource, partitions: int, block: int | None, tail
         )
     if not source.endless and block is not None:
         raise InvalidArgumentError(
-            f"block must be None for a finite source, whose order does not depend on the batch size, got {block}"
+            f"block must be None for a finite source, whose order does not depend on the batch size, got {block}. "
+            "Leave block out"
         )
     if shards % partitions:
-        raise InvalidArgumentError(f"partitions must divide the {shards} shards, got {partitions}")
+        raise InvalidArgumentError(f"partitions must divide the source's {shards} shards, got {partitions}")

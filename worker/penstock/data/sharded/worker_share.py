@@ -1,4 +1,5 @@
-"""Share of one worker in an epoch: the samples of its batches in order, and its position after each batch."""
+"""Batches that one worker makes in an epoch (its share): their samples in order, and the worker's position after each
+batch."""
 
 from __future__ import annotations
 
@@ -23,21 +24,21 @@ __all__ = ["SharePlan", "WorkerShare"]
 
 @dataclass(frozen=True)
 class SharePlan:
-    """Settings of a worker's share that are the same in all epochs."""
+    """Settings of a worker's share of the batches that are the same in all epochs."""
 
     fixed_order: FixedOrder
     seed: int
     box: int
     """Number of the box (data-parallel rank) among the boxes that share a global batch."""
     stages: Sequence[KeyStage]
-    """Parts of the order, with the digests that restore keys contain. A single one unless weights were changed in
-    mid-run."""
+    """Stages of the order (see KeyStage), with the digests that restore keys contain. There is one stage, unless
+    weights of a mixture were changed in mid-run."""
     keys: bool
     """True if samples come with restore keys."""
 
     def opening(self, epoch: int) -> tuple[int, int]:
-        """Return the epoch and the seed with which to open the source for a loader's epoch. An endless source is always
-        opened in epoch 0, with another seed for each of the loader's epochs."""
+        """Return the epoch and the seed with which the source is opened for an epoch of the loader. An endless source
+        is always opened in epoch 0, with another seed for each of the loader's epochs."""
         if not self.fixed_order.source.endless:
             return epoch, self.seed
         return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
@@ -61,7 +62,7 @@ class SharePlan:
         )
 
     def stream(self, position: ShardedPosition, readers: ShardReaders) -> EpochStream:
-        """Return the stream of samples of a finite source's epoch, from a position on."""
+        """Return the samples of the rest of a finite source's epoch, from a position on."""
         progress = position.progress
         return EpochStream(
             self.fixed_order.round_robin(progress.epoch, position.ended),
@@ -98,7 +99,7 @@ class SharePlan:
 
 
 class WorkerShare:
-    """Batches that one worker makes in one epoch, from a position on."""
+    """Batches that one worker makes in one epoch, from a position on (the worker's share)."""
 
     def __init__(self, plan: SharePlan, begun: ShardedPosition, turn: WorkerTurn) -> None:
         self._plan, self._begun, self._turn = plan, begun, turn
@@ -114,11 +115,12 @@ class WorkerShare:
         """True if the position is between two batches; False while a batch is made, or if making it failed."""
 
     def next(self, *, read: bool = True) -> list[HeldSample] | None:
-        """Return the samples of the next batch with their restore keys and origins; None after the last batch. Until
-        `done` is called, the same samples are returned again. The list may be empty for an epoch's last batch, see
-        `template`.
+        """Return the samples of the worker's next batch with their restore keys and origins; None after the last batch.
+        Until `done` is called, the same samples are returned again. The list may be empty for an epoch's last batch, if
+        this box has no row in it (see `template`).
 
-        `read`: False to skip the batch; the list is then empty.
+        Args:
+            read: False: skip the batch; the list is then empty.
         """
         if self._between:
             self._readers.begin()
@@ -142,13 +144,13 @@ class WorkerShare:
         return [self._readers.get(shard, index, again=again) for shard, index, again in rows] if read else []
 
     def template(self) -> Any:
-        """Return a sample of another box's part of the next batch, from which a batch without rows is made if this box
-        has no row in it."""
+        """Return a sample of another box in the next batch. It shows the shapes of a batch without rows, which this box
+        gets if it has no row."""
         return self._readers.get(*self._first_of_all(), again=True).sample
 
     def first_row(self) -> tuple[int, int, int]:
-        """Return the epoch, shard and index of this box's first row in the next batch, or of the sample of `template`
-        if the box has no row."""
+        """Return the (epoch, shard, index in the shard) of this box's first row in the next batch. If the box has no
+        row, return that of the sample that `template` returns."""
         shard, index = self._first or self._first_of_all()
         return self._begun.progress.epoch, int(shard), int(index)
 
@@ -171,15 +173,16 @@ class WorkerShare:
         return ShardedPosition(progress, cursors, ended, self._begun.endless_order)
 
     def latest(self) -> tuple[int, SavedPosition] | None:
-        """Return one of the shards that were read furthest, and its saved position; None at the beginning."""
+        """Return the number of a shard that was read furthest, and the saved position of its cursor; None at the data's
+        beginning."""
         states = self._begun.cursors
         furthest = max(states.indices, key=lambda shard: (states.indices[shard], shard), default=None)
         return self._readers.latest() or (None if furthest is None else (furthest, states.saved[furthest]))
 
     @property
     def begun_at_end(self) -> bool:
-        """True if the worker has made no batch in this share. If no batch is left either, all batches of the epoch were
-        made before the share began."""
+        """True if the worker has made no batch in this share. If there is also no batch left, the epoch had already
+        ended where the share began."""
         return self._done == self._begun.progress.done
 
     def close(self) -> None:

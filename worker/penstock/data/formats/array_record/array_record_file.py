@@ -21,9 +21,9 @@ from penstock.proto.errors import DatasetError, ShardCorruptError
 __all__ = ["ArrayRecordReader", "index_array_record", "open_array_record"]
 
 OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
-"""Options of the library's reader: no reading ahead, and no threads, which a forked child would lack."""
+"""Options of the library's reader: it reads nothing ahead, and starts no threads, which a forked child would lack."""
 BUFFER = 32 << 10
-"""Bytes that the library reads at a time."""
+"""Number of bytes that the library reads in one call."""
 
 
 def _library() -> Any:
@@ -49,7 +49,7 @@ class _Records:
             )
             if not self._reader.ok():
                 self._reader.read([0])  # raises an error that says why
-                raise ValueError("the index at its end cannot be read")
+                raise ValueError("the index at the file's end cannot be read")
             self.count = int(self._reader.num_records())
         except Exception as error:  # errors of the library, and of the system
             raise ShardCorruptError(
@@ -57,7 +57,8 @@ class _Records:
             ) from error
 
     def read(self, rows: Sequence[int]) -> list[bytes]:
-        """Return the records with these numbers, which must exist. Raises ShardCorruptError."""
+        """Return the records with these numbers, which must be valid. Raises ShardCorruptError if the file is damaged
+        or changed."""
         reader = self._reader
         if reader is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
@@ -127,14 +128,14 @@ class ArrayRecordReader:
 
 
 def open_array_record(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrayRecordReader:
-    """Return the reader of a shard, see format_table.Format.open."""
+    """Return a reader of an ArrayRecord shard (the function `Format.open` of this format)."""
     del options  # there are no pickles, and images are as stored
     return ArrayRecordReader(shard, paths[0])
 
 
 def index_array_record(path: Path, name: str) -> Shard:
-    """Return the shard of an ArrayRecord file. Its records count as Examples if the first record is one. `name`: path
-    of the file in the dataset's folder. Raises ShardCorruptError."""
+    """Return the shard of an ArrayRecord file. All its records are taken for tf.train.Examples if the first record is
+    one. `name`: path of the file, relative to the dataset's folder. Raises ShardCorruptError."""
     opened = _Records(path, name)
     kind = "example" if opened.count and is_example(opened.read([0])[0]) else "bytes"
     stored = ShardFile(StoredFile(name, opened.size))

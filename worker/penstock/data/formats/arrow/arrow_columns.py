@@ -20,17 +20,19 @@ from typing import Any
 import numpy as np
 
 from penstock.data.formats.arrow.ipc_messages import BatchLayout
+from penstock.data.formats.parquet.extension_values import is_extension, meaning_of
 from penstock.data.formats.parquet.parquet_values import value_of
 
 __all__ = ["Batch", "Column", "column_plans"]
 
 
 KEPT_ROW_BYTES = 16
-"""Largest number of bytes for each row of a buffer that is kept in memory."""
+"""Largest number of bytes for each row that a buffer may have to be kept in memory."""
 KEPT_BUFFER_BYTES = 1 << 20
 """Largest size in bytes of a buffer that is kept in memory."""
 PART_COST_BYTES = 4096
-"""Number of bytes that are read from the page cache in the time that the reading of one part takes besides."""
+"""Number of bytes that can be read from the page cache in the time of one read call. A read of one part of a buffer
+costs as much as that many bytes."""
 
 _CODES = {
     f"{kind}{size}": code
@@ -42,7 +44,8 @@ _CODES |= {"f2": "e", "f4": "f", "f8": "d"}
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Record batch in an open file, and the functions that read its bytes."""
+    """Record batch in an open file, and the functions that read its bytes. A record batch consists of buffers (arrays
+    of bytes), several for each column."""
 
     layout: BatchLayout
     body: int
@@ -54,15 +57,15 @@ class Batch:
     count: Callable[[int], None]
     """Function that counts the bytes of the buffers that are kept in memory."""
     kept: dict[int, bytes] = field(default_factory=dict)
-    """Buffers in memory, by number."""
+    """Buffers that are in memory, by number."""
     asked: Counter[int] = field(default_factory=Counter)
-    """Number of parts that were read of other small buffers, by number."""
+    """Number of parts that were read of each small buffer that is not in memory, by the buffer's number."""
 
     def part(self, buffer: int, begin: int, size: int) -> bytes:
         """Return `size` bytes of a buffer from offset `begin`. Raises ValueError if the buffer is shorter.
 
-        A buffer of a few bytes for each row (numbers, offsets, validity) is read as a whole and kept, once so many of
-        its parts were read that this costs less.
+        A buffer of a few bytes for each row (numbers, offsets, validity) is read as a whole and kept in memory, once so
+        many of its parts were read that this costs less.
         """
         kept = self.kept.get(buffer)
         if kept is None:
@@ -97,13 +100,13 @@ class Batch:
         return self.body + first + begin
 
     def nulls(self, node: int) -> int:
-        """Return the number of nulls of a column."""
+        """Return the number of nulls of a column. `node`: number of the column in a BatchLayout."""
         return int(self.layout.nodes[2 * node + 1])
 
 
 class Column(ABC):
     """Reader of single rows of one Arrow column. `kind`: its pyarrow type; `node`, `buffer`: numbers of its first node
-    and first buffer in a BatchLayout."""
+    (entry with length and nulls) and of its first buffer in a BatchLayout."""
 
     def __init__(self, kind: Any, node: int, buffer: int) -> None:
         self.kind, self.node, self.buffer = kind, node, buffer
@@ -117,7 +120,7 @@ class Column(ABC):
         return self._value(array[0])
 
     def array(self, batch: Batch, begin: int, end: int) -> Any:
-        """Return the rows from `begin` to `end` as a pyarrow array."""
+        """Return rows `begin` to `end` - 1 as a pyarrow array."""
         arrow = importlib.import_module("pyarrow")
         # Validity bits are read by whole bytes, so the rows begin at a whole byte, too.
         first = begin - begin % 8 if batch.nulls(self.node) else begin
@@ -136,8 +139,8 @@ class Column(ABC):
 
     @abstractmethod
     def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
-        """Return (buffers after the validity buffer, arrays of the child columns) for the rows from `begin` to
-        `end`."""
+        """Return, for rows `begin` to `end` - 1, the column's buffers after the validity buffer, and the arrays of its
+        child columns."""
 
     def valid(self, batch: Batch, row: int) -> bool:
         """Return True if a row is not null."""
@@ -146,7 +149,7 @@ class Column(ABC):
         return bool(batch.part(self.buffer, row // 8, 1)[0] >> row % 8 & 1)
 
     def all_valid(self, batch: Batch, begin: int, end: int) -> bool:
-        """Return True if none of the rows from `begin` to `end` is null."""
+        """Return True if no row from `begin` to `end` - 1 is null."""
         if not batch.nulls(self.node) or begin >= end:
             return True
         first = begin // 8
@@ -156,14 +159,14 @@ class Column(ABC):
 
 
 class _Fixed(Column):
-    """Column of values with a fixed number of bits."""
+    """Column of values that all have the same number of bits."""
 
     def __init__(self, kind: Any, node: int, buffer: int) -> None:
         super().__init__(kind, node, buffer)
         self.bits: int = kind.bit_width
         self.dtype = _dtype(kind)
         self._plain = struct.Struct(f"<{_code(self.dtype)}" if self.dtype is not None else "")
-        """Layout of a number; empty for other values."""
+        """Struct that unpacks one number of the column; empty for values that are not numbers."""
 
     def row(self, batch: Batch, row: int) -> Any:
         if self.dtype is None and self.bits > 1:
@@ -188,7 +191,7 @@ class _Fixed(Column):
 
 
 class _Varying(Column):
-    """Column of texts, bytes or lists, each stored between two offsets."""
+    """Column of texts, bytes or lists. Each value lies between two offsets, which another buffer stores."""
 
     def __init__(self, kind: Any, node: int, buffer: int, *, large: bool) -> None:
         super().__init__(kind, node, buffer)
@@ -196,7 +199,7 @@ class _Varying(Column):
         self._pair = struct.Struct("<2q" if large else "<2i")
 
     def bounds(self, batch: Batch, row: int) -> tuple[int, int]:
-        """Return the two offsets of a row."""
+        """Return the offsets between which the value of a row lies."""
         kept = batch.kept.get(self.buffer + 1)
         if kept is not None:
             begin, end = self._pair.unpack_from(kept, row * self._size)
@@ -207,7 +210,8 @@ class _Varying(Column):
         return begin, end
 
     def offsets(self, batch: Batch, begin: int, end: int) -> tuple[bytes, int, int]:
-        """Return (offsets of rows, which begin at 0; first offset; last offset)."""
+        """Return, for rows `begin` to `end` - 1, their offsets moved so that they begin at 0, the first offset and the
+        last offset as stored."""
         data = batch.part(self.buffer + 1, begin * self._size, (end - begin + 1) * self._size)
         offsets = np.frombuffer(data, f"<i{self._size}")
         first, last = int(offsets[0]), int(offsets[-1])
@@ -276,8 +280,8 @@ class _Null(Column):
 
 
 def _numbers(child: Column, batch: Batch, begin: int, end: int, otherwise: Callable[[], Any]) -> Any:
-    """Return the numbers from `begin` to `end` of a list's child column as an array. Call `otherwise` instead for other
-    values, and for numbers with nulls."""
+    """Return numbers `begin` to `end` - 1 of a list's child column as an array. Call `otherwise` instead if the values
+    are not numbers, or if there are nulls."""
     if not isinstance(child, _Fixed) or not child.all_valid(batch, begin, end):
         return otherwise()
     if child.bits == 1:
@@ -293,12 +297,14 @@ def _numbers(child: Column, batch: Batch, begin: int, end: int, otherwise: Calla
 
 
 def column_plans(schema: Any) -> list[tuple[str, Column]] | None:
-    """Return (name, Column) for each column of a pyarrow schema; None if one of the columns cannot be read row by
-    row."""
+    """Return (name, Column) for each column of a pyarrow schema; None if a column cannot be read row by row."""
     node, buffer = 0, 0
 
     def plan(kind: Any) -> Column | None:
         nonlocal node, buffer
+        if is_extension(kind):
+            stored = plan(kind.storage_type)
+            return stored and _Extension(kind, stored)
         made = _plan(kind, node, buffer)
         if made is None:
             return None
@@ -322,8 +328,6 @@ def column_plans(schema: Any) -> list[tuple[str, Column]] | None:
 
 def _plan(kind: Any, node: int, buffer: int) -> Column | None:
     types = importlib.import_module("pyarrow.types")
-    while hasattr(kind, "storage_type"):  # an extension, such as an array of datasets
-        kind = kind.storage_type
     if types.is_null(kind):
         return _Null(kind, node, buffer)
     if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
@@ -340,6 +344,24 @@ def _plan(kind: Any, node: int, buffer: int) -> Column | None:
     if types.is_dictionary(kind) or types.is_nested(kind):
         return None
     return _Fixed(kind, node, buffer) if _has_bits(kind) else None
+
+
+class _Extension(Column):
+    """Column of an extension type, such as a tensor of a fixed shape, over the column of its storage."""
+
+    def __init__(self, kind: Any, stored: Column) -> None:
+        super().__init__(kind, stored.node, stored.buffer)
+        self._stored, self._meaning = stored, meaning_of(kind)
+
+    def row(self, batch: Batch, row: int) -> Any:
+        return self._meaning.one(self._stored.row(batch, row))
+
+    def array(self, batch: Batch, begin: int, end: int) -> Any:
+        arrow = importlib.import_module("pyarrow")
+        return arrow.ExtensionArray.from_storage(self.kind, self._stored.array(batch, begin, end))
+
+    def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
+        return self._stored.buffers(batch, begin, end)
 
 
 class _Map(_List):

@@ -65,7 +65,8 @@ __all__ = [
 KEPT_LAYOUTS = 256
 """Largest number of record batches whose layouts are kept in memory."""
 LARGE = 16 << 10
-"""Mean size of a row in bytes from which rows are read one by one, because reading them together copies them twice."""
+"""Mean size of a row in bytes from which rows are read one by one, because reading several together copies them
+twice."""
 TOGETHER = 4
 """Smallest number of rows that are read together; fewer are read faster one by one."""
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -80,18 +81,18 @@ def _pyarrow() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ArrowPart:
-    """Part of a file that is a file of its own."""
+    """Part of an Arrow file that the cache stores as a file of its own."""
 
     header: bytes
     """Bytes of the whole file up to its first record batch."""
     begin: int
-    """Offset in the whole file of the part's first byte."""
+    """Offset of the part's first byte, counted in the whole file."""
     first: int
-    """Number of the part's first row in the whole file."""
+    """Number of the part's first row, counted in the whole file."""
 
 
 class _ArrowFile:
-    """Open Arrow file, or a part of one, and the offsets in the whole file of its record batches."""
+    """Open Arrow file, or a part of one, with the offsets of its record batches."""
 
     def __init__(self, path: Path, name: str, part: ArrowPart | None = None) -> None:
         arrow = _pyarrow()
@@ -106,7 +107,8 @@ class _ArrowFile:
             ) from error
         self.dictionaries: list[Message] = []
         self.batches: list[tuple[int, int, int, int]] = []
-        """(begin, body, size of the body, number of dictionaries before it) of each record batch."""
+        """(offset of the message, offset of its body, size of the body in bytes, number of dictionaries before it) of
+        each record batch."""
         rows = [0]
         self.compressed = False
         try:
@@ -118,7 +120,7 @@ class _ArrowFile:
             self.names: list[str] = list(self.schema.names)
             """Names of the columns."""
             self.plans = column_plans(self.schema)
-            """Reader of single rows of each column; None if some column cannot be read row by row."""
+            """Reader of single rows of each column; None if a column of the file cannot be read row by row."""
             for message in found:
                 if message.kind == BATCH:
                     layout = layout_of(message.metadata)
@@ -132,7 +134,7 @@ class _ArrowFile:
         except Exception as error:  # errors of pyarrow, of the system, and of damaged metadata
             raise ShardCorruptError(f"{name} must be an Arrow IPC file: {error}. Write the file again") from error
         self.begins: list[int] = list(itertools.accumulate(rows))
-        """Number of the first row of each record batch, then the number of rows of the file."""
+        """Number of the first row of each record batch, then the number of all rows."""
         self.blocks = tuple(rows[1:])
         """Number of rows of each record batch."""
 
@@ -146,7 +148,7 @@ class _ArrowFile:
         return layout_of(data[8 if data[:4] == END[:4] else 4 :])
 
     def whole(self, number: int) -> Any:
-        """Return a record batch as pyarrow reads it."""
+        """Return record batch `number` as pyarrow reads it."""
         arrow = _pyarrow()
         begin, body, size, dictionaries = self.batches[number]
         needed, free = size, free_memory()
@@ -164,8 +166,8 @@ class _ArrowFile:
         return batch
 
     def read(self, begin: int, size: int) -> bytes:
-        """Return `size` bytes of the record batches from offset `begin`. Raises ShardCorruptError if the file has
-        become shorter."""
+        """Return `size` bytes from offset `begin` of the whole file. Raises ShardCorruptError if the file has become
+        shorter."""
         file = self.file
         if file is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
@@ -180,7 +182,7 @@ class _ArrowFile:
         return data
 
     def fill(self, array: np.ndarray[Any, Any], begin: int) -> None:
-        """Fill an array from the file. Raises as `read` does."""
+        """Fill an array with bytes from offset `begin` of the whole file. Raises as `read` does."""
         file = self.file
         if file is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
@@ -207,7 +209,7 @@ class _ArrowFile:
         return self._header[begin : begin + size] if in_header else file.read(size, begin - self._begin)
 
     def _bytes(self, message: Message) -> bytes:
-        """Return a message of the header."""
+        """Return the bytes of a message in the file's header."""
         size = message.end - message.begin
         data = self._read(message.begin, size)
         if len(data) != size:
@@ -216,7 +218,7 @@ class _ArrowFile:
 
 
 Whole = list[tuple[str, DecodedColumn]]
-"""Columns of a record batch, by name."""
+"""Columns of a record batch that was read as a whole, by name."""
 
 
 class ArrowReader:
@@ -224,7 +226,14 @@ class ArrowReader:
     stored dtype; other values are converted as those of Parquet files (parquet_values.py)."""
 
     def __init__(self, shard: Shard, path: Path, part: ArrowPart | None = None) -> None:
-        """Open a file. `part`: position of the file in a larger one; None for a whole file."""
+        """
+        Args:
+            shard: entry of the file, or of the part, in the dataset's index.
+            path: path of the file, or of the file of one part.
+            part: position of the part in the whole file; None: `path` is the whole file.
+
+        Raises ShardCorruptError if the file cannot be read, or differs from its entry in the index.
+        """
         stored = shard.files[0].raw
         self.name = stored.name
         check_size(path, stored)
@@ -236,14 +245,14 @@ class ArrowReader:
                 "the folder again"
             )
         self._plans: list[tuple[str, Column]] | None = None if self._file.compressed else self._file.plans
-        """Readers of single rows of each column; None if record batches are read as a whole."""
+        """Readers of single rows of each column that samples have; None if record batches are read as a whole."""
         self._columns: list[str] = self._file.names
         """Names of the columns that samples have."""
         self._bounds = frozenset(self._file.begins)
-        """First row of each record batch."""
+        """Numbers of the rows at which a record batch begins."""
         self._layouts: dict[int, Batch] = {}
         self._whole: dict[int, Whole] = {}
-        """Columns of the record batches that are in memory."""
+        """Columns of the record batches that are in memory as a whole, by number of the record batch."""
         self._owner = MEMORY.add_owner(self)
         if shard.blocks and shard.blocks != self._file.blocks:
             self.close()
@@ -289,7 +298,8 @@ class ArrowReader:
             ) from error
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these numbers. Rows that follow each other in a record batch are read together."""
+        """Return the samples with these numbers, in this order. Consecutive rows of a record batch are read
+        together."""
         if self._plans is None:
             return [self[row] for row in rows]
         found: list[dict[str, Any]] = []
@@ -298,8 +308,8 @@ class ArrowReader:
         return found
 
     def _together(self, begin: int, end: int) -> list[dict[str, Any]]:
-        """Return the samples of rows that follow each other in a record batch; none if they are few, or if one cannot
-        be read, because `__getitem__` names the sample and the column in its error."""
+        """Return samples `begin` to `end` - 1, which lie in one record batch. Return an empty list if they are few, or
+        if one of them cannot be read: `__getitem__` then names the sample and the column in its error."""
         try:
             columns = self._run(begin, end)
             values = [column.many(range(end - begin)) for _, column in columns]
@@ -309,7 +319,8 @@ class ArrowReader:
         return [dict(zip(names, sample, strict=True)) for sample in zip(*values, strict=True)]
 
     def _run(self, begin: int, end: int) -> Whole:
-        """Return the columns of rows that follow each other in a record batch; none if they are few or large."""
+        """Return the columns of rows `begin` to `end` - 1, which lie in one record batch; an empty list if the rows are
+        few or large."""
         if end - begin < TOGETHER or begin < 0 or self._plans is None:
             return []
         number = bisect.bisect_right(self._file.begins, begin) - 1
@@ -352,7 +363,7 @@ class ArrowReader:
         return joined(len(rows), parts)
 
     def _found(self, index: int) -> tuple[Batch, int]:
-        """Return the record batch of a row, and the number of the row in it."""
+        """Return the record batch that contains row `index` of the file, and the number of the row in it."""
         number = bisect.bisect_right(self._file.begins, index) - 1
         return self._layouts.get(number) or self._laid_out(number), index - self._file.begins[number]
 
@@ -374,17 +385,17 @@ class ArrowReader:
         MEMORY.remove_owner(self._owner)
 
     def load(self, block: int) -> None:
-        """Decode a record batch, if it is not in memory."""
+        """Decode record batch `block`, if it is not in memory."""
         if self._plans is None:
             self[self._file.begins[block]]
 
     def drop(self, block: int) -> None:
-        """Drop a record batch from memory."""
+        """Drop record batch `block` from memory."""
         self._whole.pop(block, None)
         self._layouts.pop(block, None)
 
     def forget(self, block: int) -> None:
-        """Mark a record batch as not needed soon, so that its memory is freed first."""
+        """Mark record batch `block` as not needed soon, so that its memory is freed before that of others."""
         MEMORY.release(self._owner, block)
 
     def _laid_out(self, number: int) -> Batch:
@@ -417,7 +428,8 @@ class ArrowReader:
 
 
 def _runs(rows: Sequence[int], bounds: frozenset[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of each run of rows that follow each other and lie in one record batch."""
+    """Yield (first, end) of each group of consecutive rows that lie in one record batch. `bounds`: rows at which a
+    record batch begins."""
     at = 0
     for number in range(1, len(rows) + 1):
         if number == len(rows) or rows[number] != rows[number - 1] + 1 or rows[number] in bounds:
@@ -426,26 +438,28 @@ def _runs(rows: Sequence[int], bounds: frozenset[int]) -> Iterator[tuple[int, in
 
 
 def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrowReader:
-    """Return the reader of a shard, see format_table.Format.open."""
+    """Return a reader of an Arrow shard (the function `Format.open` of this format)."""
     del options  # there are no pickles, and images are as stored
     return ArrowReader(shard, paths[0])
 
 
 def header_shard(shard: Shard) -> Shard:
-    """Return the header of a file as a shard of its own, see `format_table.PartReading.table`."""
+    """Return a shard without samples that consists of the header of a shard's file (all before the first record batch),
+    so that the cache can fetch it alone (`format_table.PartReading.table`)."""
     return Shard("arrow", 0, (file_range(shard, 0, shard.ranges[-1]),))
 
 
 def read_header(shard: Shard, path: Path) -> bytes:
-    """Return the header of a file, see `format_table.PartReading.read`."""
+    """Return the header of a shard's file, read from the file at `path` (`format_table.PartReading.read`)."""
     header = path.read_bytes()
     if len(header) != shard.ranges[-1]:
-        raise ValueError(f"it must have {shard.ranges[-1]} bytes, got {len(header)}")
+        raise ValueError(f"the file's header must have {shard.ranges[-1]} bytes, got {len(header)}")
     return header
 
 
 def open_arrow_part(shard: Shard, part: int, path: Path, table: bytes, options: ReadOptions) -> ArrowReader:
-    """Return the reader of a part, see `format_table.PartReading.open`."""
+    """Return a reader of part number `part`, which lies in a file of its own at `path`
+    (`format_table.PartReading.open`). `table`: header of the whole file."""
     del options
     place = ArrowPart(table, shard.ranges[2 * part], sum(shard.parts[:part]))
     return ArrowReader(part_shard(shard, part), path, place)
@@ -471,8 +485,9 @@ def index_arrow(path: Path, name: str) -> Shard:
 
 
 def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
-    """Return a shard with the ranges of its blocks, or with spans of record batches; without them if the record batches
-    do not follow each other, or need dictionaries that come later."""
+    """Return the shard with its file divided into parts that can be fetched alone: its blocks, or spans of record
+    batches. Return the shard unchanged if the record batches do not follow each other, or need dictionaries that come
+    later."""
     offsets = [begin for begin, _, _, _ in file.batches]
     ends = [body + size for _, body, size, _ in file.batches]
     needed = {dictionaries for _, _, _, dictionaries in file.batches}
@@ -491,7 +506,7 @@ def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
 
 
 def check_arrow(settings: dict[str, Any]) -> None:
-    """Check a shard's settings in the index. Raises InvalidField."""
+    """Check the settings of an Arrow file's entry in the dataset's index. Raises InvalidField."""
     names(settings, "column_names")
 
 

@@ -36,7 +36,7 @@ MAGIC_BYTES = 8
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3
 """Kinds of messages."""
 FIRST_READ = 4096
-"""Bytes that are read at a message's beginning: enough for the metadata of most messages."""
+"""Number of bytes that are read at a message's beginning: enough for the metadata of most messages."""
 MAX_METADATA = 256 << 20
 """Largest size in bytes of a message's metadata."""
 
@@ -46,20 +46,20 @@ _BLOCK = struct.Struct("<qi4xq")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Position of a message in a file."""
+    """Where a message lies in a file; all offsets in bytes."""
 
     kind: int
     begin: int
-    """First byte of the message."""
+    """Offset of the message's first byte."""
     metadata: bytes
     body: int
-    """First byte of its body."""
+    """Offset of the first byte of the message's body."""
     body_size: int
     """Size of the body in bytes."""
 
     @property
     def end(self) -> int:
-        """Byte after the message."""
+        """Offset of the byte after the message."""
         return self.body + self.body_size
 
 
@@ -84,7 +84,7 @@ class _Table:
         self._data, self._position = data, position
         self._fields = position - _I32.unpack_from(data, position)[0]
         if not 0 <= self._fields <= len(data) - 4:
-            raise ValueError("its metadata are damaged: a table lies outside of the metadata")
+            raise ValueError("the metadata are damaged: a table lies outside of the metadata")
         self._fields_size: int = _U16.unpack_from(data, self._fields)[0]
 
     @classmethod
@@ -92,7 +92,8 @@ class _Table:
         return cls(data, _U32.unpack_from(data, 0)[0])
 
     def at(self, number: int) -> int:
-        """Return the position of a field; 0 if the field has its default value."""
+        """Return the position in the buffer of field `number`; 0 if the field is absent and so has its default
+        value."""
         place = 4 + 2 * number
         if place + 2 > self._fields_size:
             return 0
@@ -110,23 +111,24 @@ class _Table:
     def table(self, number: int) -> _Table:
         at = self.at(number)
         if not at:
-            raise ValueError(f"its metadata are damaged: field {number} is missing")
+            raise ValueError(f"the metadata are damaged: field {number} is missing")
         return _Table(self._data, at + _U32.unpack_from(self._data, at)[0])
 
     def vector(self, number: int, size: int) -> memoryview:
-        """Return the bytes of a vector whose elements have `size` bytes."""
+        """Return the bytes of the vector in field `number`. `size`: number of bytes of each element."""
         at = self.at(number)
         if not at:
             return memoryview(b"")
         at += _U32.unpack_from(self._data, at)[0]
         end = at + 4 + size * _U32.unpack_from(self._data, at)[0]
         if end > len(self._data):
-            raise ValueError(f"its metadata are damaged: field {number} is longer than the metadata")
+            raise ValueError(f"the metadata are damaged: field {number} is longer than the metadata")
         return memoryview(self._data)[at + 4 : end]
 
 
 def messages(read: Read, size: int) -> Iterator[Message]:
-    """Return the messages of a file of `size` bytes, in the order of the file. Raises ValueError, struct.error."""
+    """Yield the messages of a file of `size` bytes, in the order of the file. Raises ValueError or struct.error for a
+    damaged file."""
     if read(0, len(MAGIC)) == MAGIC:
         yield from _file_messages(read, size)
         return
@@ -139,7 +141,8 @@ def messages(read: Read, size: int) -> Iterator[Message]:
 
 
 def messages_between(read: Read, begin: int, end: int) -> Iterator[Message]:
-    """Return the messages in the bytes from `begin` to `end` of a file. Raises ValueError, struct.error."""
+    """Yield the messages in bytes `begin` to `end` - 1 of a file. Raises ValueError or struct.error for a damaged
+    file."""
     at = begin + (MAGIC_BYTES if begin == 0 and read(0, len(MAGIC)) == MAGIC else 0)
     while (message := _message(read, at, end)) is not None:
         yield message
@@ -147,7 +150,8 @@ def messages_between(read: Read, begin: int, end: int) -> Iterator[Message]:
 
 
 def layout_of(metadata: bytes) -> BatchLayout:
-    """Return the layout of a record batch from its message's metadata. Raises ValueError, struct.error."""
+    """Return the rows and buffers of a record batch. `metadata`: metadata of its message. Raises ValueError or
+    struct.error for damaged metadata."""
     batch = _Table.root(metadata).table(2)
     rows = batch.number(0)
     if rows < 0:
@@ -177,7 +181,8 @@ def _file_messages(read: Read, size: int) -> Iterator[Message]:
 
 
 def _message(read: Read, begin: int, size: int) -> Message | None:
-    """Return the message that begins at byte `begin` of the file; None at the stream's end."""
+    """Return the message that begins at byte `begin` of a file of `size` bytes; None at the end of the stream of
+    messages."""
     if begin == size:
         return None  # writers may leave out the end marker
     head = read(begin, FIRST_READ)

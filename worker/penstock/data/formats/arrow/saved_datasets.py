@@ -22,12 +22,12 @@ __all__ = ["saved_files", "saved_splits"]
 
 DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 MAX_BYTES = 64 << 20
-"""Largest size in bytes of a JSON file of a dataset."""
+"""Largest size in bytes of a JSON file that describes a saved dataset."""
 
 
 def saved_splits(folder: Path) -> list[str] | None:
-    """Return the names of the splits of a saved DatasetDict; None if the folder has no DatasetDict. Raises
-    DatasetError."""
+    """Return the names of the splits of a DatasetDict that was saved in a folder; None if the folder has no
+    DatasetDict. Raises DatasetError for a damaged one."""
     path = folder / DICT
     if not path.exists():
         return None
@@ -43,8 +43,8 @@ def saved_splits(folder: Path) -> list[str] | None:
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Return the files of a saved Dataset in the order of its rows; None if the folder has no Dataset. Raises
-    DatasetError."""
+    """Return the files of a Dataset that was saved in a folder, in the order of its rows; None if the folder has no
+    Dataset. Raises DatasetError for a damaged one."""
     path = folder / STATE
     if not path.exists():
         _refuse_cache(folder)

@@ -29,16 +29,17 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorru
 __all__ = ["LanceRows"]
 
 AHEAD_BYTES = 2 << 20
-"""Size of the rows that are read at a time where calls go through them in order. Rows of 1 KiB take a seventh of the
-time that they take 32 at a time; with rows of 64 KiB larger reads were slower."""
+"""Size in bytes of the rows that one call of the library reads when a caller goes through the rows in order. Rows of 1
+KiB then take a seventh of the time that they take when 32 are read in a call; with rows of 64 KiB, a larger size was
+slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Rows that were read together."""
+    """Consecutive rows that one call of the library has read."""
 
     first: int
-    """Number of the first row."""
+    """Number in the dataset of the table's first row."""
     rows: int
     columns: list[tuple[str, Column]]
 
@@ -82,9 +83,10 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._options = None if storage_options is None else dict(storage_options)
         self._opened: tuple[int, Any] | None = None
         self._ahead: _Table | None = None
-        """Table that was read ahead."""
+        """Rows that were read ahead; None before the first read in order."""
         self._next, self._row_bytes = -1, AHEAD_BYTES
-        """Row after those of the last call in order, and the mean size of a row in bytes."""
+        """Number of the row behind those of the last call, if calls go through the rows in order; and the mean size of
+        a row in bytes."""
         self._version = version
         dataset = self._dataset()
         self.version = self._version = int(dataset.version)
@@ -121,7 +123,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return rows
 
     def get_columns(self, samples: Ints) -> Columns:
-        """Return the columns of the rows with these numbers, see ColumnSource."""
+        """Return the columns of the rows with these numbers, by name, see ColumnSource."""
         table, begin = self._table_of(samples.tolist())
         rows = np.arange(begin, begin + len(samples))
         return {name: column.batch(rows) for name, column in table.columns}
@@ -135,16 +137,17 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
 
     def _table_of(self, numbers: list[int]) -> tuple[_Table, int]:
-        """Return a table that has these rows in their order, at least one, and the place of the first one in it."""
+        """Return a table that contains these rows (at least one) in this order, and the index in the table of the first
+        of them."""
         first, count = numbers[0], len(numbers)
         if numbers == list(range(first, first + count)):
             return self._in_order(first, count)
         return _Table.of(self._read(numbers), first), 0
 
     def _in_order(self, first: int, count: int) -> tuple[_Table, int]:
-        """Return a table that has rows which follow each other, and the place of the first one in it. Rows that follow
-        those of the call before are read with more of the next ones. Threads may do so at the same time, because each
-        uses the table that it has read or found."""
+        """Return a table that contains `count` consecutive rows from row `first` on, and the index in the table of the
+        first of them. If the rows follow those of the call before, more of the next rows are read with them. Threads
+        may call this at the same time, because each uses the table that it has read or found."""
         ahead, follows, self._next = self._ahead, self._next == first, first + count
         if ahead is not None and ahead.first <= first and first + count <= ahead.first + ahead.rows:
             return ahead, first - ahead.first
@@ -156,7 +159,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return table, 0
 
     def _read(self, numbers: list[int]) -> Any:
-        """Return the table of some rows."""
+        """Return the rows with these numbers as a table of pyarrow, read in one call of the library."""
         dataset = self._dataset()
         table = self._called(lambda: dataset.take(numbers, columns=self.columns), f"rows {numbers[:5]}")
         if table.num_rows != len(numbers):
@@ -167,7 +170,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return table
 
     def _dataset(self) -> Any:
-        """Return the open dataset of this process."""
+        """Return the dataset as this process has opened it. A forked process opens it again."""
         if self._opened is not None and self._opened[0] == os.getpid():
             return self._opened[1]
         try:
@@ -186,7 +189,8 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return dataset
 
     def _called(self, call: Callable[[], Any], what: str) -> Any:
-        """Return the result of a call of the library. Its panics derive from BaseException and become errors here."""
+        """Return the result of a call of the library. Its panics derive from BaseException and become DatasetError or
+        ShardCorruptError here. `what`: what is read, for the error."""
         try:
             return call()
         except Exception as error:

@@ -13,10 +13,14 @@ __all__ = ["ClipReader"]
 
 
 class ClipReader:
-    """Open shard that decodes clips after another reader has read its samples."""
+    """Open shard that decodes clips of videos and sounds, after another reader has read the samples from the file."""
 
     def __init__(self, reader: ShardReader, clips: Mapping[str, Clip]) -> None:
-        """`clips`: what is decoded of each column."""
+        """
+        Args:
+            reader: reader whose samples have the files of videos and sounds as bytes.
+            clips: settings of the clips to decode, by column.
+        """
         self.name = reader.name
         self._reader, self._clips = reader, clips
         if isinstance(reader, BlockReader):

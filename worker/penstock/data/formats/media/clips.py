@@ -24,40 +24,42 @@ if TYPE_CHECKING:  # processes that only convert datasets have no use for torch
 __all__ = ["AudioClip", "Clip", "InvalidPositions", "Opened", "Positions", "VideoClip", "check_clips", "chosen"]
 
 MARGIN_S = 0.5
-"""Seconds that are decoded behind the end of a clip: resampling looks ahead, and a sound may begin after time 0."""
+"""Seconds of sound that are decoded behind the end of a clip: resampling needs the samples that follow, and a sound may
+begin after time 0."""
 
 Positions = Sequence[int] | str | Callable[[Mapping[str, Any], int], Sequence[int]]
-"""Positions; or the name of a column of the sample that has them; or a function from (sample, number of frames or
-samples) to them."""
+"""Positions of the frames or samples to decode; or the name of the sample's column that has them; or a function
+(sample, number of frames or samples in the file) that returns them."""
 
 
 class InvalidPositions(Exception):
-    """Error: positions that a file does not have, or that are not positions."""
+    """Error: positions are not numbers, or the file does not have them."""
 
 
 class Opened(Protocol):
-    """Video or sound that was opened."""
+    """Video or sound file that was opened."""
 
     def __len__(self) -> int:
-        """Return the number of frames or samples."""
+        """Return the number of frames of the video, or of samples of the sound."""
 
     def read(self, positions: list[int]) -> torch.Tensor:
-        """Decode these positions. Raises InvalidPositions, or any exception for a damaged file."""
+        """Decode the frames or samples at these positions. Raises InvalidPositions, or any exception for a damaged
+        file."""
 
 
 class Clip(Protocol):
-    """Settings of the clips that are decoded from the files of a column."""
+    """Settings of the clips that are decoded from the video or sound files of a column."""
 
     @property
     def positions(self) -> Positions:
-        """Positions to decode."""
+        """Positions of the frames or samples to decode."""
 
     @property
     def draws(self) -> bool:
-        """True if decoding may draw random numbers."""
+        """True if decoding may draw random numbers, as RandomCrop does."""
 
     def open(self, data: bytes) -> Opened:
-        """Open a file. Raises any exception for a damaged file."""
+        """Open a video or sound. `data`: bytes of its file. Raises any exception for a damaged file."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,9 @@ class VideoClip:
     """
 
     frames: Positions
-    """Numbers of the frames, from 0, in the order in which they are shown; repeated and in any order. Or the name of a
-    column with them, or a function from (sample, number of frames) to them."""
+    """Numbers of the frames to decode, from 0, in the order in which the video shows them; repeated and in any order.
+    Or the name of a column with these numbers, or a function (sample, number of frames in the video) that returns
+    them."""
     transforms: Sequence[Any] = ()
     """torchcodec's transforms (Resize, CenterCrop, RandomCrop), applied in this order while frames are decoded."""
 
@@ -104,12 +107,12 @@ class AudioClip:
 
     samples: Positions
     """(number of the first sample, number of the sample behind the last one), from 0, counted at `sample_rate`. Or the
-    name of a column with the two, or a function from (sample, number of samples) to them; to count the samples, all of
-    the sound is decoded."""
+    name of a column with these two numbers, or a function (sample, number of samples in the sound) that returns them;
+    to count the samples, all of the sound is decoded."""
     sample_rate: int | None = None
-    """Samples per second; None: those of the file."""
+    """Samples per second of the clip; None: those of the file."""
     channels: int | None = None
-    """Number of channels; None: those of the file."""
+    """Number of channels of the clip; None: those of the file."""
 
     def __post_init__(self) -> None:
         for name in ("sample_rate", "channels"):
@@ -177,7 +180,8 @@ class _Sound:
 
 
 def chosen(positions: Positions, sample: Mapping[str, Any], opened: Opened) -> list[int]:
-    """Return the positions to decode of an opened file. Raises InvalidPositions, or what a user's function raises."""
+    """Return the positions to decode in an opened file. `positions`: the setting of the clip. Raises InvalidPositions,
+    or what a user's function raises."""
     if callable(positions):
         found = positions(sample, len(opened))
     elif not isinstance(positions, str):
@@ -186,7 +190,7 @@ def chosen(positions: Positions, sample: Mapping[str, Any], opened: Opened) -> l
         found = sample[positions]
     else:
         raise InvalidPositions(
-            f"the column with its positions, {positions!r}, must be one of the sample's columns, got "
+            f"the column with the positions, {positions!r}, must be one of the sample's columns, got "
             f"{', '.join(map(str, sample))}"
         )
     try:
@@ -194,13 +198,13 @@ def chosen(positions: Positions, sample: Mapping[str, Any], opened: Opened) -> l
     except TypeError:
         numbers = []
     if not numbers:
-        raise InvalidPositions(f"its positions must be a list of at least one whole number, got {found!r:.100}")
+        raise InvalidPositions(f"the positions must be a list of at least one whole number, got {found!r:.100}")
     return numbers
 
 
 def check_clips(clips: Mapping[str, Clip] | None) -> dict[str, Clip]:
-    """Return the argument `clips` of StreamingDataset. Raises InvalidArgumentError for an invalid one, and DatasetError
-    if torchcodec cannot be used."""
+    """Return the argument `clips` of StreamingDataset as a dict; empty for None. Raises InvalidArgumentError for an
+    invalid value, and DatasetError if torchcodec cannot be used."""
     for name, clip in (clips or {}).items():
         if not isinstance(name, str) or not isinstance(clip, VideoClip | AudioClip):
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Images of Pillow whose pixels another library decodes, wherever they equal Pillow's.
+"""Images of Pillow whose pixels another library decodes (a fast decoder), where its pixels equal Pillow's.
 
 Pillow reads a file in pieces, line by line, into memory of its own, and copies the pixels twice to make an array; the
 fast decoders write into the array. Pillow decodes every file that a fast decoder refuses or warns about, so a damaged
@@ -21,34 +21,35 @@ Pixels = npt.NDArray[Any]
 
 
 def fits(height: int, width: int) -> bool:
-    """Return True if an image may be decoded without asking Pillow, which warns of or refuses an image above its limit
-    of pixels: a few bytes can claim gigabytes."""
+    """Return True if an image of this size, in pixels, may be decoded without asking Pillow. Pillow warns of or refuses
+    an image above its limit of pixels, because a file of a few bytes can claim gigabytes."""
     return height * width <= (Image.MAX_IMAGE_PIXELS or 0) and not ImageFile.LOAD_TRUNCATED_IMAGES
 
 
 class FastImage(ImageFile.ImageFile):
     """Image of Pillow with a fast decoder: `numpy.asarray(image)` takes the decoder's pixels, without a copy. The
-    object equals the image that Pillow opens, and is pickled as a Pillow image. Subclasses also derive from the class
-    of Pillow's images of their format."""
+    object compares equal to the image that Pillow opens, and is pickled as a Pillow image. A subclass derives also from
+    Pillow's class for its format, such as JpegImageFile."""
 
     plain: ClassVar[type[ImageFile.ImageFile]]
-    """Class of Pillow's images of this format."""
+    """Pillow's class for images of this format."""
     _file = b""
     _decoded: Pixels | None = None
 
     @classmethod
     def of(cls, image: Any, file: bytes) -> Any:
-        """Make an image that Pillow has opened an image of this class. `file`: the whole file."""
+        """Change the class of an image that Pillow has opened to this class, and return the image. `file`: bytes of the
+        whole file."""
         image.__class__ = cls
         image._file = file
         return image
 
     def _decode(self, file: bytes) -> Pixels | None:
-        """Return the pixels as `numpy.asarray` of Pillow's image has them; None if the decoder objects to the file."""
+        """Return the pixels as `numpy.asarray` of Pillow's image would; None if the fast decoder refuses the file."""
         raise NotImplementedError
 
     def _finish(self) -> None:
-        """Bring the attributes to where Pillow's own decoding leaves them."""
+        """Set the image's attributes to the values that they have after Pillow's own decoding."""
 
     def _pixels(self) -> Pixels | None:
         """Return the pixels, if the image was neither loaded nor changed before; None if Pillow must decode the

@@ -1,8 +1,9 @@
 """Encodings of images in MDS columns: raw pixels, image files, and lists of either. PIL is imported for the first
 image.
 
-A decoder gets the sample's bytes and the value's position in the sample. Sizes in the data are compared with the number
-of bytes present before anything is allocated, because twelve bytes of a raw image can claim gigabytes.
+A decoder gets the bytes of a whole sample, and the offsets in them between which the value lies. Sizes in the data are
+compared with the number of bytes present before anything is allocated, because twelve bytes of a raw image can claim
+gigabytes.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def encode_raw(value: Any) -> bytes:
 
 
 def decode_jpeg(sample: bytes, begin: int, end: int) -> Any:
-    """Return the image of a whole JPEG file. Only its head is read here; the pixels are decoded on first use."""
+    """Return the image of a whole JPEG file, as an image of Pillow. Only the file's header is read here; the pixels are
+    decoded on first use."""
     return _library("jpeg_images").open_image(sample[begin:end])
 
 
@@ -103,7 +105,7 @@ def decode_jpeg_array(sample: bytes, begin: int, end: int) -> npt.NDArray[np.uin
 
 
 def decode_png(sample: bytes, begin: int, end: int) -> Any:
-    """Return the image of a whole PNG file, decoded like a JPEG's."""
+    """Return the image of a whole PNG file, as an image of Pillow whose pixels are decoded on first use."""
     return _library("png_images").open_image(sample[begin:end])
 
 
@@ -114,13 +116,14 @@ def decode_png_array(sample: bytes, begin: int, end: int) -> npt.NDArray[Any]:
 
 @cache
 def _library(name: str) -> Any:
-    """Return a module of this package that imports PIL. Raises DatasetError if PIL is not installed."""
+    """Return the module `name` of this package, which imports PIL. Raises DatasetError if PIL is not installed."""
     _pil()
     return importlib.import_module(f"penstock.data.formats.media.{name}")
 
 
 def array_decoder(decode: Decode) -> Decode:
-    """Return a decoder of images to writable arrays. `decode`: decoder to images of Pillow."""
+    """Return a function that decodes images to writable arrays. `decode`: function that decodes them to images of
+    Pillow."""
 
     def decoder(sample: bytes, begin: int, end: int) -> npt.NDArray[Any]:
         return np.array(decode(sample, begin, end))
@@ -129,7 +132,8 @@ def array_decoder(decode: Decode) -> Decode:
 
 
 def encode_jpeg(value: Any) -> bytes:
-    """Return a JPEG file. An image that was read from a JPEG file is stored as that file, without loss."""
+    """Return an image as the bytes of a JPEG file. If the image was read from a JPEG file, that file is returned,
+    without loss."""
     _check(value)
     if value.format == "JPEG" and getattr(value, "filename", None):
         file = _source_file(value)
@@ -171,12 +175,12 @@ def decode_files(sample: bytes, begin: int, end: int) -> list[Any]:
 
 
 def decode_file_arrays(sample: bytes, begin: int, end: int) -> list[Any]:
-    """Decode a value of the encoding "jpeg_array" to arrays."""
+    """Decode a value of the encoding "jpeg_array" to a list of arrays."""
     return _not_empty(_decode_list(decode_jpeg_array, sample, begin, end))
 
 
 def file_list_decoder(decode: Decode) -> Decode:
-    """Return the decoder of the encoding "jpeg_array". `decode`: decoder of one file."""
+    """Return the decoder of the encoding "jpeg_array". `decode`: function that decodes one file."""
     return lambda sample, begin, end: _not_empty(_decode_list(decode, sample, begin, end))
 
 
@@ -194,7 +198,7 @@ def encode_files(value: Any) -> bytes:
 
 def list_decoder(decode: Decode) -> Decode:
     """Return the decoder of the encoding "list[...]": four unused bytes, then the layout of `decode_files`. `decode`:
-    decoder of one element."""
+    function that decodes one element."""
 
     def decoder(sample: bytes, begin: int, end: int) -> list[Any]:
         return _decode_list(decode, sample, begin + 4, end)

@@ -20,9 +20,9 @@ from penstock.data.formats.media.fast_images import FastImage, Pixels, fits
 __all__ = ["JpegImage", "decode_array", "decode_pixels", "open_image"]
 
 _COLORSPACES = {"RGB": "RGB", "L": "GRAY"}
-"""simplejpeg's name of a color space, by Pillow's mode."""
+"""simplejpeg's name of a color space, by Pillow's name of the same mode."""
 _MODES = {"YCbCr": "RGB", "RGB": "RGB", "Gray": "L"}
-"""Pillow's mode, by simplejpeg's name of the color space that a file has."""
+"""Pillow's name of a mode, by simplejpeg's name of the color space that a file has."""
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def _simplejpeg() -> Any:
 
 
 def open_image(file: bytes) -> Any:
-    """Return the image of a whole JPEG file as an image of Pillow. The head of the file is read now, and the pixels are
+    """Return the image of a whole JPEG file as an image of Pillow. The file's header is read now, and the pixels are
     decoded on first use. Raises PIL.UnidentifiedImageError."""
     # Without `formats`, Pillow would try dozens of formats, and start a program for one of them.
     image = Image.open(BytesIO(file), formats=("JPEG",))
@@ -45,7 +45,8 @@ def open_image(file: bytes) -> Any:
 
 
 def decode_array(file: bytes) -> npt.NDArray[Any]:
-    """Return the pixels of a whole JPEG file, as `numpy.asarray(open_image(file))` gives them, in a writable array.
+    """Return the pixels of a whole JPEG file, as `numpy.asarray(open_image(file))` gives them, in a writable array of
+    uint8 with shape (height, width) or (height, width, channels).
 
     Raises PIL.UnidentifiedImageError, OSError, and PIL.Image.DecompressionBombError for more pixels than Pillow opens.
     """
@@ -66,7 +67,7 @@ def decode_pixels(file: bytes, mode: str) -> Pixels | None:
     """Decode a whole JPEG file with simplejpeg. `mode`: "RGB" or "L", as Pillow reports it for this file.
 
     Returns an array of uint8 with shape (height, width, 3) for "RGB" and (height, width) for "L". Returns None if
-    simplejpeg is not installed or objects to anything in the file.
+    simplejpeg is not installed, or raises an error for the file.
     """
     library = _simplejpeg()
     if library is None:
@@ -80,7 +81,7 @@ def decode_pixels(file: bytes, mode: str) -> Pixels | None:
 
 
 class JpegImage(FastImage, JpegImageFile):
-    """Pillow image that simplejpeg decodes."""
+    """Image of Pillow whose pixels simplejpeg decodes on first use."""
 
     plain = JpegImageFile
 

@@ -1,9 +1,9 @@
-"""Decoding of PNG files by kornia-rs, wherever its pixels equal Pillow's: with 8 bits a sample as L, P, RGB and RGBA,
-and with 16 bits as I;16, interlaced or not.
+"""Decoding of PNG files by kornia-rs, where its pixels equal Pillow's: files of modes L, P, RGB and RGBA with 8 bits
+for each channel, and of mode I;16, interlaced or not.
 
-Pillow decodes the rest: fewer bits, gray with alpha, colors of 16 bits, animations, and files with anything behind the
-pixels, because Pillow reads texts there. kornia-rs holds the GIL while it decodes: it takes less than half of Pillow's
-time on one core, and threads do not make it faster.
+Pillow decodes all other files: fewer bits, gray with alpha, colors of 16 bits, animations, and files with anything
+behind the pixels, because Pillow reads texts there. kornia-rs holds the GIL while it decodes: it takes less than half
+of Pillow's time on one core, and threads do not make it faster.
 
 Import this module only where there are PNG files: it imports Pillow.
 """
@@ -28,14 +28,14 @@ __all__ = ["PngImage", "decode_array", "decode_pixels", "layout_of", "open_image
 
 _BEGIN = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR"
 _END = b"\0\0\0\0IEND\xaeB`\x82"
-"""The last chunk, with its checksum."""
+"""Bytes of the last chunk of a PNG file, with its checksum."""
 _HEAD = struct.Struct(">IIBBBBB")
-"""Width, height, bits, color type, compression, filter, interlace."""
+"""Layout of the first chunk's data: width, height, bits of a channel, color type, compression, filter, interlace."""
 _CHUNK = struct.Struct(">I4s")
 _KINDS = {(8, 0): "mono", (16, 0): "mono", (8, 2): "rgb", (8, 3): "mono", (8, 6): "rgba"}
-"""kornia-rs's name of the mode, by bits and color type. Indexes into a palette are decoded as gray."""
+"""kornia-rs's name of the mode, by (bits of a channel, color type). Indexes into a palette are decoded as gray."""
 _HARMLESS = {b"gAMA": 4, b"pHYs": 9, b"sRGB": 1, b"cHRM": 32}
-"""Sizes of chunks that do not change the pixels, and in which Pillow finds no error."""
+"""Size in bytes, by name, of the kinds of chunks that do not change the pixels, and in which Pillow finds no error."""
 
 
 @functools.cache
@@ -53,15 +53,16 @@ class Layout(NamedTuple):
     height: int
     width: int
     bits: int
-    """Bits of a sample."""
+    """Number of bits of a channel of one pixel."""
     kind: str
-    """kornia-rs's name of the mode."""
+    """kornia-rs's name of the mode: "mono", "rgb" or "rgba"."""
     plain: bool
-    """True if Pillow certainly opens the file: all chunks but those of pixels are whole, and harmless."""
+    """True if Pillow certainly opens the file: all chunks but those of pixels have a correct checksum, and are
+    harmless."""
 
 
 def layout_of(file: bytes) -> Layout | None:
-    """Return the layout of a whole PNG file; None if Pillow must decode it."""
+    """Return the layout of a whole PNG file; None for a file that only Pillow can decode."""
     if not file.startswith(_BEGIN) or not file.endswith(_END):
         return None
     begin = len(_BEGIN)
@@ -87,7 +88,7 @@ def layout_of(file: bytes) -> Layout | None:
 
 
 def open_image(file: bytes) -> Any:
-    """Return the image of a whole PNG file as an image of Pillow. The head of the file is read now, and the pixels are
+    """Return the image of a whole PNG file as an image of Pillow. The file's header is read now, and the pixels are
     decoded on first use. Raises PIL.UnidentifiedImageError."""
     # Without `formats`, Pillow would try dozens of formats, and start a program for one of them.
     image = Image.open(BytesIO(file), formats=("PNG",))
@@ -113,7 +114,7 @@ def decode_pixels(file: bytes, layout: Layout) -> Pixels | None:
     """Decode a whole PNG file with kornia-rs.
 
     Returns an array of uint8 or uint16 with shape (height, width, channels), or (height, width) for one channel; None
-    if kornia-rs objects to anything in the file.
+    if kornia-rs raises an error for the file.
     """
     library = _kornia()
     decode = library.decode_image_png_u8 if layout.bits == 8 else library.decode_image_png_u16
@@ -125,7 +126,7 @@ def decode_pixels(file: bytes, layout: Layout) -> Pixels | None:
 
 
 class PngImage(FastImage, PngImageFile):
-    """Pillow image that kornia-rs decodes."""
+    """Image of Pillow whose pixels kornia-rs decodes on first use."""
 
     plain = PngImageFile
 

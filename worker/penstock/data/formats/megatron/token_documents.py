@@ -25,7 +25,7 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 
 class _TokenFile:
-    """Open .bin file with its index. Safe for threads, and for forked children."""
+    """Open .bin file of tokens with its .idx file. Safe for threads, and for forked children."""
 
     def __init__(self, data: Path, index: Path, data_name: str, index_name: str) -> None:
         self.name = data_name
@@ -160,7 +160,7 @@ class MegatronDocuments:
             raise self._no_document(index) from None
 
     def sample(self, index: SupportsIndex) -> dict[str, Any]:
-        """Return a document with its inner boundaries: `tokens` of shape (tokens,), `sequence_lengths` of shape
+        """Return a document with the borders of its sequences: `tokens` of shape (tokens,), `sequence_lengths` of shape
         (sequences,), int32, and for multimodal data `modes` of shape (sequences,), int8. Raises as `documents[i]`
         does."""
         try:
@@ -169,7 +169,7 @@ class MegatronDocuments:
             raise self._no_document(index) from None
 
     def close(self) -> None:
-        """Close the files. Arrays stay valid, and a later read raises ValueError."""
+        """Close the files. Arrays that were read stay valid, and a later read raises ValueError."""
         self._file.close()
 
     def _no_document(self, index: SupportsIndex) -> IndexError:
@@ -247,14 +247,14 @@ class MegatronReader:
 
 
 def open_megatron(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> MegatronReader:
-    """Return the reader of a shard, see format_table.Format.open."""
+    """Return a reader of a Megatron shard (the function `Format.open` of this format)."""
     del options  # there are no pickles, and images are as stored
     return MegatronReader(shard, *paths)
 
 
 def index_megatron(path: Path, name: str) -> Shard:
-    """Return the shard of a pair of files. `path`: the .bin file; `name`: path of the .bin file in the dataset's
-    folder. Raises ShardCorruptError."""
+    """Return the shard that a .bin file and its .idx file form. `path`: the .bin file; `name`: path of the .bin file,
+    relative to the dataset's folder. Raises ShardCorruptError."""
     if path.suffix != ".bin":
         raise InvalidArgumentError(f"path must end in .bin, got {path}. Pass the .bin file of the pair")
     index_name = name.removesuffix(".bin") + ".idx"

@@ -34,23 +34,24 @@ VERSION = 1
 ONE, TWO = struct.Struct("<q"), struct.Struct("<2q")
 HEAD = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
-"""dtype of the tokens by its code in the file."""
+"""dtype of the tokens, by the code that stands for it in the .idx file."""
 KEPT_BYTES = 64 << 20
-"""Largest size in bytes of an index whose tables are kept in memory."""
+"""Largest size in bytes of an .idx file whose tables are read into memory."""
 HASHED_PART = 1 << 20
-"""Bytes of each part of a large index that is hashed. There are KEPT_BYTES / HASHED_PART such parts, evenly spaced."""
+"""Number of bytes of each part of a large .idx file that goes into its digest. There are KEPT_BYTES / HASHED_PART such
+parts, evenly spaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """Position of a document in the .bin file."""
+    """Where a document lies in the .bin file, and its sequences."""
 
     begin: int
-    """Offset of the document's first byte."""
+    """Offset in the .bin file of the document's first byte."""
     lengths: np.ndarray[Any, np.dtype[np.int32]]
-    """Number of tokens in each of its sequences."""
+    """Number of tokens in each sequence of the document; shape (sequences,)."""
     modes: np.ndarray[Any, np.dtype[np.int8]] | None
-    """Mode of each sequence; None if the index has no modes."""
+    """Mode of each sequence, shape (sequences,); None if the index has no modes, as for text."""
 
 
 class TokenIndex:
@@ -88,7 +89,8 @@ class TokenIndex:
             )
         self.has_modes = self.sequences > 0 and self.size > plain
         self._tables = (HEAD.size, HEAD.size + 4 * self.sequences, HEAD.size + 12 * self.sequences, plain)
-        """Offsets in the file of the tables of lengths, begins, documents and modes."""
+        """Offsets in the .idx file of four tables: lengths of the sequences, their first bytes, the documents' first
+        sequences, and the modes."""
         self._kept: memoryview | None = None
         if self.size <= KEPT_BYTES:
             self._kept = memoryview(self._read(0, self.size))
@@ -96,13 +98,15 @@ class TokenIndex:
         self.data_bytes = self._last_end()
         """Size in bytes that the .bin file must have."""
         self.extents: memoryview[int] | None = self._kept_extents()
-        """First byte of each document, and the end of the last document; None if the tables are not in memory."""
+        """Offset in the .bin file of each document's first byte, then of the end of the last document; None if the
+        tables are not in memory."""
 
     def __len__(self) -> int:
         return self.documents
 
     def extent(self, number: int) -> tuple[int, int]:
-        """Return (first byte, end) of a document, which must exist. Raises ShardCorruptError."""
+        """Return the offsets in the .bin file of a document's first byte and of its end. The number must be valid.
+        Raises ShardCorruptError."""
         if self.extents is not None:
             return self.extents[number], self.extents[number + 1]
         first, last = TWO.unpack(self._read(self._tables[2] + 8 * number, 16))
@@ -117,7 +121,8 @@ class TokenIndex:
         return begin, end if first < last else begin
 
     def document(self, number: int) -> DocumentEntry:
-        """Return the position of a document, which must exist. Raises ShardCorruptError."""
+        """Return where a document lies in the .bin file, and its sequences. The number must be valid. Raises
+        ShardCorruptError."""
         first, end = (int(bound) for bound in self._bounds(number, number + 2))
         if not 0 <= first <= end <= self.sequences:
             self._refuse(number, f"sequences {first} to {end}")
@@ -134,7 +139,7 @@ class TokenIndex:
         return DocumentEntry(begin, lengths, modes)
 
     def tokens(self, begin: int, end: int) -> int:
-        """Return the number of tokens in the documents from `begin` to `end`."""
+        """Return the number of tokens in documents `begin` to `end` - 1."""
         return (self._bytes_before(end) - self._bytes_before(begin)) // self.dtype.itemsize if begin < end else 0
 
     def _last_end(self) -> int:
@@ -155,7 +160,7 @@ class TokenIndex:
         return extents
 
     def digest(self) -> str:
-        """Return a digest of the index: of all of it, or of parts of a large one."""
+        """Return a digest of the .idx file: of the whole file, or for a large file of some parts."""
         hashed = xxhash.xxh3_128(f"{self.size} {self.data_bytes}".encode())
         if self._kept is not None:
             hashed.update(self._kept)
@@ -174,7 +179,7 @@ class TokenIndex:
         return self._table(2, np.dtype("<i8"), begin, end)
 
     def _table(self, table: int, dtype: np.dtype[Any], begin: int, end: int) -> np.ndarray[Any, Any]:
-        """Return the entries from `begin` to `end` of a table."""
+        """Return entries `begin` to `end` - 1 of table number `table` (see `_tables`)."""
         at = self._tables[table] + begin * dtype.itemsize
         if self._kept is not None:
             return np.frombuffer(self._kept, dtype, end - begin, at)
@@ -199,8 +204,8 @@ class TokenIndex:
         self._check_sequences("the file", self._lengths(0, self.sequences), np.append(begins, self._last_end()))
 
     def _check_sequences(self, what: str, lengths: np.ndarray[Any, Any], begins: np.ndarray[Any, Any]) -> None:
-        """Check that sequences lie one after the other. `begins`: first byte of each sequence, and the end of the last
-        one. `what`: subject of the error."""
+        """Raise ShardCorruptError unless sequences lie one after the other. `lengths`: number of tokens of each
+        sequence; `begins`: first byte of each sequence, then the end of the last one; `what`: subject of the error."""
         if (lengths < 0).any() or begins[0] < 0:
             self._corrupt(f"{what} must not have a sequence with a negative length or begin. Write the file again")
         ends = begins[:-1] + lengths.astype(np.int64) * self.dtype.itemsize

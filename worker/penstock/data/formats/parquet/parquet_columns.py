@@ -20,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data.batch_columns import Values, as_python_numbers, by_number, placed, stacked_slices
+from penstock.data.formats.parquet.extension_values import Meaning, is_extension, meaning_of
 from penstock.data.formats.parquet.parquet_values import Value, value_of
 from penstock.data.ordering.permutation import Ints
 
 __all__ = ["Column", "column_of"]
 
 KEPT_TYPES = 256
-"""Number of pyarrow types whose kind of column is remembered."""
+"""Number of pyarrow types for which the function that makes their columns is remembered."""
 
 
 class Column(Protocol):
@@ -39,14 +40,16 @@ class Column(Protocol):
         """Return the values in these rows."""
 
     def view(self, row: int) -> Any:
-        """Return the value in a row, as `at` does; an array may be a view of the column."""
+        """Return the value in a row, as `at` does; but an array may be a view of the column's memory, without a
+        copy."""
 
     def batch(self, rows: Ints) -> Values:
-        """Return the values in these rows, at least one, as a column of a batch."""
+        """Return the values in these rows (at least one) joined into one column of a batch."""
 
 
 def column_of(chunks: Any) -> Column:
-    """Return the column of a pyarrow ChunkedArray. An array of text has at most 2 GiB, so there may be several."""
+    """Return the column of a pyarrow ChunkedArray. It may have several chunks, because an array of text has at most 2
+    GiB."""
     parts = [_column(chunk) for chunk in chunks.chunks]
     return parts[0] if len(parts) == 1 else _Chunks(parts, [len(chunk) for chunk in chunks.chunks])
 
@@ -57,8 +60,10 @@ def _column(array: Any) -> Column:
 
 @lru_cache(maxsize=KEPT_TYPES)
 def _maker(kind: Any) -> Callable[[Any], Column]:
-    """Return the function that makes a column of an array of a pyarrow type."""
+    """Return the function that makes a Column of a pyarrow array of type `kind`."""
     types = importlib.import_module("pyarrow.types")
+    if is_extension(kind):
+        return partial(_Extension, meaning=meaning_of(kind))
     number = _number(types, kind)
     if number is not None and kind.bit_width > 1:
         return partial(_Numbers, dtype=number)
@@ -113,6 +118,26 @@ class _Scalars:
 
     def batch(self, rows: Ints) -> Values:
         return self.many(rows.tolist())
+
+
+class _Extension:
+    """Column of an extension type: what the values of its storage mean."""
+
+    def __init__(self, array: Any, meaning: Meaning) -> None:
+        self._stored, self._meaning = _column(array.storage), meaning
+
+    def at(self, row: int) -> Any:
+        return self._meaning.one(self._stored.at(row))
+
+    def view(self, row: int) -> Any:
+        return self._meaning.one(self._stored.view(row))
+
+    def many(self, rows: Sequence[int]) -> list[Any]:
+        return [self._meaning.one(value) for value in self._stored.many(rows)]
+
+    def batch(self, rows: Ints) -> Values:
+        found: Values = self._meaning.many(self._stored.batch(rows))
+        return found
 
 
 class _Numbers:

@@ -5,7 +5,8 @@ group whose statistics of sizes do not fit its schema: its binding does not expe
 byte in a file would kill the process. This module reads the sizes without pyarrow.
 
 The footer is one struct in the compact protocol of Thrift. Fields that are not needed are skipped by their type. All
-loops end, because each turn consumes at least one byte of the footer.
+loops end, because each repetition consumes at least one byte of the footer.
+
 https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
 """
@@ -21,14 +22,14 @@ from penstock.data.formats.descriptors import Descriptor
 __all__ = ["TAIL_BYTES", "RowGroup", "footer_length", "row_groups", "tail_of"]
 
 TAIL_BYTES = 64 << 10
-"""Bytes at the end of a remote file that are fetched first: the whole footer of most files."""
+"""Number of bytes at the end of a remote file that are fetched first. They contain the whole footer of most files."""
 
 _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
 """Bytes that a value takes in memory, by the number of its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE,
 BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. A text counts as its offset, or as its number in a dictionary."""
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _DEEPEST = 32
-"""Largest depth of nested structs and lists in a footer; the format needs 8."""
+"""Largest number of structs and lists that may lie within each other in a footer; the format needs 8."""
 
 Wanted = dict[int, Any]
 """Fields of a struct to read, by field number. The value is None for a number, a mapping for a struct, and a list with
@@ -42,7 +43,7 @@ _FILE: Wanted = {4: [{1: [_COLUMN], 3: None}]}
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Row group, as the footer describes it."""
+    """Size and position of a row group, as the file's footer gives them."""
 
     rows: int
     nbytes: int
@@ -82,7 +83,7 @@ def row_groups(footer: bytes) -> list[RowGroup]:
         found, _ = _struct(footer, 0, _FILE, 0)
         return [_row_group(group) for group in found.get(4, [])]
     except (IndexError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError("its footer is damaged") from error
+        raise ValueError("the footer is damaged") from error
 
 
 def _row_group(group: dict[int, Any]) -> RowGroup:
@@ -90,7 +91,7 @@ def _row_group(group: dict[int, Any]) -> RowGroup:
     for column in group[1]:
         values = column[3]
         if min(values[5], values[6]) < 0 or not 0 <= values[1] < len(_BYTES):
-            raise ValueError("its footer is damaged: a column has a negative size, or an unknown type")
+            raise ValueError("the footer is damaged: a column has a negative size, or an unknown type")
         sizes.append(max(values[6], values[5] * _BYTES[values[1]]))
         begin = values.get(9, 0)
         # pyarrow reads a column from its dictionary on, if the dictionary comes first
@@ -99,15 +100,15 @@ def _row_group(group: dict[int, Any]) -> RowGroup:
         begins.append(begin)
         ends.append(begin + values.get(7, 0))
     if group[3] < 0:
-        raise ValueError("its footer is damaged: a row group has a negative number of rows")
+        raise ValueError("the footer is damaged: a row group has a negative number of rows")
     return RowGroup(group[3], sum(sizes), tuple(sizes), min(begins, default=0), max(ends, default=0))
 
 
 def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int, Any], int]:
-    """Return the wanted fields of the struct at offset `at`, and the offset of its end. `depth`: number of structs and
-    lists around the struct. Raises IndexError at the end of the data."""
+    """Return the fields `wanted` of the struct that begins at offset `at` of the footer, and the offset of its end.
+    `depth`: number of structs and lists around the struct. Raises IndexError at the end of the data."""
     if depth > _DEEPEST:
-        raise ValueError("its footer is damaged: it is nested too deeply")
+        raise ValueError("the footer is damaged: it is nested too deeply")
     found: dict[int, Any] = {}
     number = 0
     while head := data[at]:
@@ -129,7 +130,7 @@ def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int,
         elif isinstance(fields, list) and kind == 9:
             count, kind, at = _list(data, at)
             if count and kind != 12:
-                raise ValueError("its footer is damaged: a list has a wrong type")
+                raise ValueError("the footer is damaged: a list has a wrong type")
             found[number] = []
             for _ in range(count):
                 one, at = _struct(data, at, fields[0], depth + 1)
@@ -137,7 +138,7 @@ def _struct(data: bytes, at: int, wanted: Wanted, depth: int) -> tuple[dict[int,
         elif isinstance(fields, dict) and kind == 12:
             found[number], at = _struct(data, at, fields, depth + 1)
         else:
-            raise ValueError("its footer is damaged: a field has a wrong type")
+            raise ValueError("the footer is damaged: a field has a wrong type")
     return found, at + 1
 
 
@@ -153,7 +154,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 127) << shift
         if byte < 128:
             return value, at
-    raise ValueError("its footer is damaged: a number has more than 64 bits")
+    raise ValueError("the footer is damaged: a number has more than 64 bits")
 
 
 def _list(data: bytes, at: int) -> tuple[int, int, int]:
@@ -162,13 +163,13 @@ def _list(data: bytes, at: int) -> tuple[int, int, int]:
     head = data[at]
     count, at = (head >> 4, at + 1) if head < 0xF0 else _varint(data, at + 1)
     if count > len(data) - at:
-        raise ValueError("its footer is damaged: a list is longer than the footer")
+        raise ValueError("the footer is damaged: a list is longer than the footer")
     return count, head & 15, at
 
 
 def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Return the offset after the value of type `kind` at offset `at`. The value is a list element or a struct field,
-    but not a bool field, which has no bytes of its own."""
+    """Return the offset behind the value that begins at offset `at`. `kind`: Thrift's type of the value. The value is a
+    list element or a struct field, but not a bool field, which has no bytes of its own."""
     if kind == 8:
         length, at = _varint(data, at)
         return at + length
@@ -183,9 +184,9 @@ def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
     if kind == 7:
         return at + 8
     if kind not in (9, 10, 11):
-        raise ValueError("its footer is damaged: a field has an unknown type")
+        raise ValueError("the footer is damaged: a field has an unknown type")
     if depth > _DEEPEST:
-        raise ValueError("its footer is damaged: it is nested too deeply")
+        raise ValueError("the footer is damaged: it is nested too deeply")
     if kind == 11:
         count, at = _varint(data, at)
         kinds = data[at] if count else 0

@@ -1,5 +1,5 @@
-"""Row groups of a remote Parquet file that are files of their own in a cache (ranges/file_ranges.py), and the footer,
-which all of them need."""
+"""Row groups of a remote Parquet file as separate files in a cache (ranges/file_ranges.py), and the file's footer,
+which the reader of any row group needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.data.formats.shards import Shard
 __all__ = ["FileRange", "Footer", "footer_of", "footer_shard", "opened_range"]
 
 _PAST_END = 128
-"""Bytes after a column's end that pyarrow may ask for, because old writers understated the column's size."""
+"""Number of bytes after a column's end that pyarrow may ask for, because old writers understated the column's size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,19 @@ class FileRange:
 
 
 def footer_shard(shard: Shard) -> Shard:
-    """Return the footer of a file as a shard of its own, without samples."""
+    """Return a shard without samples that consists of the footer of a shard's file, so that the cache can fetch it
+    alone."""
     return Shard("parquet", 0, (file_range(shard, shard.ranges[-1], shard.size),))
 
 
 def footer_of(shard: Shard, tail: bytes) -> Footer:
-    """Return the parsed footer of a file. `tail`: as in Footer.parse. Raises ValueError if it does not match the
-    dataset's index, or an error of pyarrow."""
+    """Return the parsed footer of a shard's file. `tail`: bytes from the footer's beginning to the file's end. Raises
+    ValueError if the footer does not match the dataset's index, or an error of pyarrow."""
     footer = Footer.parse(tail)
     if ranges_of(footer.groups, shard.ranges[-1]) != shard.ranges or shard.blocks != tuple(
         group.rows for group in footer.groups
     ):
-        raise ValueError("its row groups differ from those in the dataset's index")
+        raise ValueError("the row groups must be those in the dataset's index, but differ")
     return footer
 
 
@@ -100,7 +101,8 @@ class _RangeFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return bytes of the row group. Raises OSError for bytes outside of it."""
+        """Return bytes of the row group from the current position. Raises OSError for bytes outside of the row
+        group."""
         end = min(self._size, self._at + size) if size >= 0 else self._size
         if self._at < self._begin or end > self._end + _PAST_END:
             raise OSError(f"bytes {self._at} to {end} must lie in the row group, {self._begin} to {self._end}")

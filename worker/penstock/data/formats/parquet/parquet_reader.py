@@ -38,45 +38,47 @@ from penstock.runtime.process.free_memory import free_memory
 __all__ = ["ParquetReader", "check_parquet", "open_parquet", "open_row_group", "read_footer"]
 
 EXPANDED_BYTES = 64 << 20
-"""Largest size in bytes of a text column in one row group that is expanded to one text per row."""
+"""Largest size in bytes of the texts of a column in one row group for which each row gets a text of its own. A larger
+column stays a dictionary: each different text once, and for each row the text's number."""
 
 FEW_ROWS = 6
-"""Smallest number of rows of one row group that are read column by column. Reading by columns costs more to begin and
-less per row."""
+"""Smallest number of rows of one row group for which rows are read column by column. Reading by columns has a higher
+fixed cost, and a lower cost for each row."""
 LOADING_WAIT_S = 5.0
-"""Seconds between a thread's checks of a row group that another thread is decoding."""
+"""Seconds that a thread waits between looks at a row group that another thread is decoding."""
 
 Columns = list[tuple[str, Column]]
-"""Columns of a row group, as (name, column) pairs."""
+"""Columns of a decoded row group, as (name, column) pairs."""
 
 
 def check_parquet(settings: dict[str, Any]) -> None:
-    """Check the settings of a shard's entry in the index, see `Format.check`. Column names are optional in the index,
-    because a file describes its own columns."""
+    """Check the settings of a Parquet file's entry in the dataset's index. Column names are optional there, because a
+    file describes its own columns. Raises InvalidField."""
     if "column_names" in settings:
         names(settings, "column_names")
 
 
 def open_parquet(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ParquetReader:
-    """Return a reader of a shard, see `Format.open`."""
+    """Return a reader of a Parquet shard (the function `Format.open` of this format)."""
     del options  # Parquet has no pickles, and columns are chosen by `select`
     return ParquetReader(shard, paths[0])
 
 
 def read_footer(shard: Shard, path: Path) -> Footer:
-    """Return the table of a file's row groups, see `format_table.PartReading.read`."""
+    """Return the footer of a shard's file, read from the file at `path` (`format_table.PartReading.read`)."""
     return footer_of(shard, path.read_bytes())
 
 
 def open_row_group(shard: Shard, part: int, path: Path, table: Footer, options: ReadOptions) -> ParquetReader:
-    """Return a reader of a row group, see `format_table.PartReading.open`."""
+    """Return a reader of row group number `part`, which lies in a file of its own at `path`
+    (`format_table.PartReading.open`). `table`: footer of the whole file."""
     del options
     return ParquetReader(part_shard(shard, part), path, FileRange(table, part, shard.ranges[2 * part], shard.size))
 
 
 def _text_columns(footer: Any) -> list[str]:
-    """Return the paths of all columns of text and bytes. Where the file stores a dictionary, the column is read as a
-    pyarrow dictionary, so a text that a million rows share is in memory once."""
+    """Return the paths of all columns of text and bytes in a footer. They are read as pyarrow dictionaries where the
+    file stores them so: a text that a million rows share is then in memory once."""
     leaves = (footer.schema.column(number) for number in range(footer.num_columns))
     return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
 
@@ -97,7 +99,8 @@ def _expand_texts(column: Any) -> Any:
 
 
 def _has_no_repeats(chunk: Any) -> bool:
-    """Return True if the dictionary of an array equals the array: each text occurs once, in the order of the rows."""
+    """Return True if each text of a dictionary array occurs in one row only, in the order of the rows. The dictionary
+    then equals the array."""
     indices = chunk.indices.to_numpy()
     return len(chunk.dictionary) == len(indices) and np.array_equal(indices, np.arange(len(indices)))
 
@@ -110,26 +113,29 @@ class ParquetReader:
     def __init__(self, shard: Shard, path: Path, place: FileRange | None = None) -> None:
         """
         Args:
-            path: the file, or the file of one row group.
-            place: position of the row group in its file; None: `path` is the whole file.
+            shard: entry of the file, or of the row group, in the dataset's index.
+            path: path of the file, or of the file of one row group.
+            place: position of the row group in the whole file; None: `path` is the whole file.
 
         Raises ShardCorruptError if the file cannot be read, or differs from its entry in the index.
         """
         stored = shard.files[0].raw
         self.name = stored.name
         self._lock = threading.Lock()
-        """Lock of the next two attributes, held only for look-ups."""
+        """Lock of the attributes `_loading` and `_idle`, held only for look-ups."""
         self._loading: dict[int, threading.Event] = {}
         """Row groups that a thread is decoding now, by number, with the event that other threads wait for."""
         self._idle: list[Any] = []
         """pyarrow's file objects that no thread uses now. The objects are not thread-safe, so each thread that decodes
         takes one."""
         self._kept: dict[int, Columns] = {}
-        """Row groups in memory, by number. MEMORY counts and drops them."""
+        """Decoded row groups in memory, by number. The process's MEMORY (decoded_blocks.py) counts their bytes and
+        drops them."""
         self._wanted: list[str] | None = None
-        """Names of the columns to read; None: all."""
+        """Names of the columns to read; None: all columns."""
         self._leaves: list[int] | None = None
-        """Numbers of the wanted columns' leaves in the file's schema; None: all."""
+        """Numbers of the wanted columns' leaves in the file's schema; None: all leaves. A nested column has several
+        leaves."""
         try:
             self._opened: Descriptor | None = Descriptor(path)  # a plain file: pyarrow must not wait for a pipe
             found = os.fstat(self._opened.fileno())
@@ -195,7 +201,7 @@ class ParquetReader:
         return sample
 
     def _sample(self, group: int, index: int) -> dict[str, Any]:
-        """Return a sample of this row group."""
+        """Return sample number `index`, which lies in row group `group`."""
         columns = self._columns(group, index)
         row = index - self._begins[group]
         name = ""
@@ -233,7 +239,7 @@ class ParquetReader:
         return found
 
     def _of_group(self, group: int, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return samples of one row group."""
+        """Return the samples with the numbers `rows`, which all lie in row group `group`."""
         begin = self._begins[group]
         columns = self._columns(group, rows[0])
         inside = [row - begin for row in rows]
@@ -268,20 +274,20 @@ class ParquetReader:
         }
 
     def _batch_of(self, group: int, rows: Ints) -> BatchColumns:
-        """Return the columns of samples of one row group."""
+        """Return the columns of the samples with the numbers `rows`, which all lie in row group `group`."""
         inside = rows - self._begins[group]
         return {name: column.batch(inside) for name, column in self._columns(group, int(rows[0]))}
 
     def load(self, block: int) -> None:
-        """Decode a row group, if it is not in memory."""
+        """Decode row group `block`, if it is not in memory."""
         self._columns(block, self._begins[block])
 
     def drop(self, block: int) -> None:
-        """Drop a row group from memory."""
+        """Drop row group `block` from memory."""
         self._kept.pop(block, None)
 
     def forget(self, block: int) -> None:
-        """Mark a row group as not needed soon, so that its memory is freed first."""
+        """Mark row group `block` as not needed soon, so that its memory is freed before that of others."""
         MEMORY.release(self._owner, block)
 
     def close(self) -> None:
@@ -339,7 +345,7 @@ class ParquetReader:
                 self._loading.pop(group).set()
 
     def _decoded(self, opened: Descriptor, group: int, index: int) -> Columns:
-        """Decode a row group. `index`: sample that needs it, for errors."""
+        """Return row group `group`, decoded. `index`: number of the sample that needs it, for errors."""
         number = self._first + group
         try:
             with self._lock:
@@ -388,7 +394,7 @@ class ParquetReader:
         return columns
 
     def _needed(self, group: int) -> int:
-        """Return the smallest number of bytes that the wanted columns of a row group take in memory."""
+        """Return the smallest number of bytes that the columns to read of row group `group` take in memory."""
         found = self._groups[group]
         return found.nbytes if self._leaves is None else sum(found.column_bytes[leaf] for leaf in self._leaves)
 
@@ -403,8 +409,8 @@ class ParquetReader:
             )
 
     def _table(self, file: Any, group: int, rows: int) -> Any:
-        """Return a row group with `rows` rows. pyarrow puts at most 2 GiB of text into one array of a list column, so a
-        larger row group is read in parts."""
+        """Return row group `group`, which has `rows` rows, as a pyarrow table. pyarrow puts at most 2 GiB of text into
+        one array of a list column, so a larger row group is read in parts."""
         try:
             return file.read_row_group(group, columns=self._wanted, use_threads=self._several)
         except NotImplementedError:

@@ -22,7 +22,8 @@ from penstock.proto.errors import DatasetError, PenstockError, ShardCorruptError
 __all__ = ["Tail", "parquet_shards", "pyarrow_parquet", "ranges_of", "shards_of_tails"]
 
 Tail = tuple[bytes, int]
-"""Bytes of a file from its footer's beginning to the file's end, and the size of the file."""
+"""End of a Parquet file: its bytes from the footer's beginning to the file's end, and the size of the whole file in
+bytes."""
 
 
 def pyarrow_parquet() -> Any:
@@ -47,8 +48,8 @@ def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]
 
 
 def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Shard]:
-    """Return a shard for each file. `files`: (name, function that returns the file's tail) for each. Raises
-    DatasetError as parquet_shards does, and any error of the functions."""
+    """Return a shard for each file. `files`: for each file, (name, function that returns the end of the file from its
+    footer on). Raises DatasetError as parquet_shards does, and any error of the functions."""
     library = pyarrow_parquet()
     shards: list[Shard] = []
     first: tuple[str, list[str]] | None = None
@@ -93,7 +94,8 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
 
 
 def ranges_of(groups: Sequence[RowGroup], footer: int) -> tuple[int, ...]:
-    """Return `Shard.ranges`; empty unless all row groups lie before the footer, at offset `footer`."""
+    """Return the offsets of a file's row groups as `Shard.ranges` stores them; empty unless all row groups lie before
+    the footer. `footer`: offset of the footer."""
     ranges = [(group.begin, group.end) if group.rows else (footer, footer) for group in groups]
     if not all(0 < begin <= end <= footer for begin, end in ranges):
         return ()

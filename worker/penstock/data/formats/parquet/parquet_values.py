@@ -1,4 +1,4 @@
-"""Conversion of Parquet values to Python objects, or to numpy objects where Python's are too coarse.
+"""Conversion of Parquet values to Python objects, or to numpy objects for times finer than Python's.
 
 Python's datetime, timedelta and time resolve microseconds. Parquet also has times in nanoseconds, which Spark always
 writes. Such times become numpy's datetime64[ns] and timedelta64[ns], even if their last three digits are 0, and whether
@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from penstock.data.formats.parquet.extension_values import is_extension, meaning_of
+
 __all__ = ["value_of"]
 
 Value = Callable[[Any], Any]
-"""Function from a pyarrow scalar to the value of a sample."""
+"""Function that converts a pyarrow scalar to the value in a sample."""
 
 
 def value_of(kind: Any) -> Value:
@@ -29,13 +31,17 @@ def _as_py(scalar: Any) -> Any:
 
 
 def _fine(kind: Any) -> Value | None:
-    """Return the conversion for a type with nanoseconds; None for any other type."""
+    """Return the function that converts scalars of a type with nanoseconds, or of an extension type; None for any other
+    type."""
     types = importlib.import_module("pyarrow.types")
     if types.is_timestamp(kind) or types.is_duration(kind) or types.is_time64(kind):
         if kind.unit != "ns":
             return None
         make = np.datetime64 if types.is_timestamp(kind) else np.timedelta64
         return lambda scalar: make(scalar.value, "ns") if scalar.is_valid else None
+    if is_extension(kind):
+        stored, meaning = value_of(kind.storage_type), meaning_of(kind)
+        return lambda scalar: meaning.one(stored(scalar.value)) if scalar.is_valid else None
     if types.is_dictionary(kind):
         chosen = _fine(kind.value_type)
         return chosen and (lambda scalar: chosen(scalar.value) if scalar.is_valid else None)

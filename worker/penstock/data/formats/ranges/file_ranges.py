@@ -1,8 +1,8 @@
 """Ranges of a remote file as separate files in a cache, so that a reader fetches only the samples that it needs.
 
-A file is fetched in parts: its blocks (row groups of Parquet, record batches of Arrow), or else its spans, which are
-consecutive samples of about SPAN_BYTES. The cache has one file for each part: it lies in the folder `NAME.ranges`, and
-is fetched, locked and evicted like any other file of the cache.
+A file is fetched in parts. The parts are its blocks (row groups of Parquet, record batches of Arrow), or, in formats
+without blocks, its spans: consecutive samples of about SPAN_BYTES together. The cache has one file for each part: it
+lies in the folder `NAME.ranges`, and is fetched, locked and evicted like any other file of the cache.
 
 Spans do not decide the order of samples, and blocks do, because a block is decoded as a whole.
 """
@@ -21,11 +21,12 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["file_range", "has_ranges", "part_shard", "spans_of", "with_spans"]
 
 MIN_RANGE_BYTES = 256 << 10
-"""Smallest mean size in bytes of a file's parts for which parts are fetched one by one. A request takes as long as a
-transfer of about this size."""
+"""Smallest mean size in bytes of a file's parts for which parts are fetched one by one. Below it the file is fetched as
+a whole: a request takes as long as a transfer of about this size."""
 SPAN_BYTES = 4 << 20
-"""Smallest size of a span in bytes, except the last one of a file: a few requests at a time then use the whole
-bandwidth, and a sample costs little more than itself."""
+"""Smallest size in bytes of a span (consecutive samples that are fetched together), except the last span of a file.
+With this size a few requests at a time use the whole bandwidth, and little is fetched besides the sample that is
+needed."""
 
 
 def has_ranges(shard: Shard) -> bool:
@@ -36,7 +37,7 @@ def has_ranges(shard: Shard) -> bool:
 
 
 def part_shard(shard: Shard, part: int) -> Shard:
-    """Return a part of a file as a shard of its own."""
+    """Return part number `part` of a shard's file as a shard of its own."""
     samples = shard.parts[part]
     file = file_range(shard, *shard.ranges[2 * part : 2 * part + 2])
     blocks = (samples,) if shard.blocks else ()
@@ -44,13 +45,13 @@ def part_shard(shard: Shard, part: int) -> Shard:
 
 
 def file_range(shard: Shard, begin: int, end: int) -> ShardFile:
-    """Return a range of a shard's first file as a file of its own."""
+    """Return the bytes from `begin` to `end` of a shard's first file as a file of its own, with a name in the cache."""
     return ShardFile(StoredFile(f"{shard.name}.ranges/{begin}-{end}", end - begin, source=shard.name, begin=begin))
 
 
 def with_spans(shard: Shard, offsets: Ints) -> Shard:
-    """Return a shard with the spans of its file. `offsets`: offset of each sample, and the end of the last one; shape
-    (samples + 1,)."""
+    """Return the shard with its file divided into spans (consecutive samples that are fetched together). `offsets`:
+    offset in the file of each sample, then of the end of the last one; shape (samples + 1,), in bytes."""
     firsts = spans_of(offsets)
     if len(firsts) <= 2:  # one span is the whole file
         return shard
@@ -60,8 +61,7 @@ def with_spans(shard: Shard, offsets: Ints) -> Shard:
 
 
 def spans_of(offsets: Ints) -> Sequence[int]:
-    """Return the number of the first sample of each span, and at the end the number of samples. `offsets`: as in
-    `with_spans`."""
+    """Return the number of the first sample of each span, then the number of samples. `offsets`: as in `with_spans`."""
     firsts, last = [0], len(offsets) - 1
     while firsts[-1] < last:
         end = int(np.searchsorted(offsets, offsets[firsts[-1]] + SPAN_BYTES))

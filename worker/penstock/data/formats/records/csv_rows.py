@@ -23,11 +23,11 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["CSVRowsReader", "check_csv_rows", "check_same_header", "index_csv_rows", "open_csv_rows"]
 
 LONGEST_VALUE = 1 << 30
-"""Largest number of characters in a value. The default of the module csv is 131,072."""
+"""Largest number of characters in a value. The default limit of Python's module csv is 131,072."""
 
 
 LONE_RETURN = "new-line character seen in unquoted field"
-"""Text of the module csv's error for a carriage return without a line feed."""
+"""Text of the error that Python's module csv raises for a carriage return without a line feed."""
 
 
 class CSVRowsReader(RecordFile):
@@ -42,7 +42,7 @@ class CSVRowsReader(RecordFile):
             self._check_header()
 
     def _check_header(self) -> None:
-        """Raise ShardCorruptError if the header has changed since the file was indexed."""
+        """Raise ShardCorruptError if the header differs from the one that the file had when it was indexed."""
         assert self._file is not None
         try:
             header = self._file.read(self._offsets[0], 0).decode("utf-8-sig")
@@ -72,32 +72,38 @@ class CSVRowsReader(RecordFile):
 
 
 def check_csv_rows(settings: dict[str, Any]) -> None:
-    """Check the settings of a shard's entry in the index, see format_table.Format.check."""
+    """Check the settings of a CSV shard in the dataset's index. Raises InvalidField."""
     names(settings, "column_names")
     check_text(settings, "separator")
 
 
 def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> CSVRowsReader:
-    """Return the reader of a shard, see format_table.Format.open."""
+    """Return a reader of a CSV shard (the function `Format.open` of this format)."""
     del options  # there are neither pickles nor images
     return CSVRowsReader(shard, *paths)
 
 
 def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
-    """Parse all rows of a CSV file, write the file of their offsets, and return its shard, see
-    `IndexableFormat.index_file`. Values of a file that ends in .tsv are separated by tabs.
+    """Parse all rows of a CSV file, write the file of their offsets, and return the shard. Values of a file whose name
+    ends in .tsv are separated by tabs.
 
-    Raises DatasetError; ShardCorruptError, which names the line.
+    Args:
+        path: the CSV file.
+        name: path of the file, relative to the dataset's folder.
+        out: folder of the index.
+
+    Raises DatasetError if the file of offsets cannot be written; ShardCorruptError, which names the line, for an
+    invalid row.
     """
     _allow_long_values()
     separator = "\t" if path.suffix == ".tsv" else ","
     columns, size, offsets = _rows(path, name, separator)
     settings = {"column_names": columns, "separator": separator}
-    return record_shard("csv_rows", out, name, size, np.array(offsets, np.int64), settings)
+    return record_shard("csv_rows", path, out, name, size, np.array(offsets, np.int64), settings)
 
 
 def check_same_header(shards: Sequence[Shard]) -> None:
-    """Raise DatasetError unless all CSV files have the same header."""
+    """Raise DatasetError unless all CSV files of a dataset have the same header."""
     for shard in shards[1:]:
         first, own = (each.settings["column_names"] for each in (shards[0], shard))
         if first != own:
@@ -108,7 +114,7 @@ def check_same_header(shards: Sequence[Shard]) -> None:
 
 
 def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[int]]:
-    """Return (names of the columns, size of the file in bytes, offsets of its rows and of its end)."""
+    """Return the names of the columns of a CSV file, its size in bytes, and the offsets of its rows and of its end."""
     _, size = opened(path, name)
     consumed = line = 0
 
@@ -148,7 +154,7 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
             ) from error
         raise ShardCorruptError(f"{name}: line {line} must be CSV in UTF-8: {error}. Correct the file") from error
     finally:
-        source.close()  # and the file in it: an error keeps the generator alive
+        source.close()  # closes the file, too: an error keeps the generator that reads it alive
     if consumed != size:
         raise ShardCorruptError(f"{name} must not change while it is indexed. Index it again when its writer has ended")
     return columns, size, offsets

@@ -5,11 +5,12 @@
     .nv-meta/.info.json      number of samples in each archive (.info.yaml in older folders)
     NAME.tar.idx             offset of each sample in an archive
 
-Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples then have the members of
-the archive. Energon's own index (index.sqlite) is not needed.
+Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples then have the members of the
+archive. Energon's own index (index.sqlite) is not needed.
 
-An index has a note of the files in .nv-meta that it was made from, so that an index older than them is noticed. The
-cache of a remote folder has a copy of these files.
+META stands for the folder `.nv-meta`. Penstock's index of the folder has a note: the digests of the files in META from
+which the index was made. It shows if an index is older than these files. The cache of a remote folder has a copy of
+META.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ __all__ = [
 
 META = ".nv-meta"
 NOTE = "energon"
-"""Name of the note in an index."""
+"""Name, in an index, of the note with the digests of the files in META."""
 SPLITS, DATASET, INFOS = ("split.yaml", "split.json"), "dataset.yaml", (".info.json", ".info.yaml")
 EVERY_SPLIT = "*"
-"""Value of `split` that stands for the archives of all splits."""
+"""Value of the argument `split` that takes the archives of all splits."""
 META_FILES = (*SPLITS, DATASET, *INFOS)
-"""Files in META that an index is made from."""
+"""Names of the files in META from which an index is made."""
 MAX_BYTES = 64 << 20
 """Largest size in bytes of a file in META."""
 MAX_NAMES = 1 << 20
-"""Largest number of archives that one pattern of braces stands for."""
+"""Largest number of archives that one name with braces, such as `shard_{000..127}.tar`, may stand for."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)", re.ASCII)
@@ -63,13 +64,13 @@ _FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 
 def is_prepared(folder: Path) -> bool:
-    """Return True if Energon has prepared a local folder."""
+    """Return True if `energon prepare` has prepared a local folder."""
     return any((folder / META / name).is_file() for name in SPLITS)
 
 
 def prepared_files(folder: Path) -> list[Path] | None:
-    """Return the archives of a prepared folder's splits, in the order of split.yaml; None if the folder is not
-    prepared. Raises DatasetError."""
+    """Return the paths of all splits' archives in a prepared folder, in the order of split.yaml; None if `energon
+    prepare` has not prepared the folder. Raises DatasetError if a file is missing or invalid."""
     if not is_prepared(folder):
         return None
     names = prepared_names(folder)
@@ -83,13 +84,14 @@ def prepared_files(folder: Path) -> list[Path] | None:
 
 
 def prepared_names(folder: Path) -> list[str]:
-    """Return the paths in the folder of the archives of its splits. `folder`: folder that has META; it need not have
-    the archives. Raises DatasetError."""
+    """Return the paths of all splits' archives, relative to the dataset's folder. `folder`: local folder with a copy of
+    META; the archives need not be in it. Raises DatasetError."""
     return list(_splits(folder))
 
 
 def prepared_note(folder: Path) -> dict[str, Any]:
-    """Return the note for the index of a prepared folder; empty for any other folder. Raises DatasetError."""
+    """Return the note (digests of the files in META) for the index of a prepared folder; an empty dict for any other
+    folder. Raises DatasetError if a file cannot be read."""
     if not is_prepared(folder):
         return {}
     return {NOTE: {"files": _digests(folder), "sample_loader": sample_loader_of(folder)}}
@@ -99,7 +101,7 @@ def check_current(folder: Path, notes: Mapping[str, Any], where: str) -> None:
     """Raise DatasetError if an index is older than the files in META.
 
     Args:
-        folder: folder that has META.
+        folder: folder that contains META.
         notes: notes of the index.
         where: address of the dataset, for the error.
     """
@@ -117,7 +119,7 @@ def check_current(folder: Path, notes: Mapping[str, Any], where: str) -> None:
 
 
 def sample_loader_of(folder: Path) -> str:
-    """Return the function that loads samples, as the dataset.yaml of a prepared folder names it; "" if it names
+    """Return the name of the function `sample_loader` in a prepared folder's dataset.yaml; "" if dataset.yaml names
     none."""
     path = folder / META / DATASET
     found = _read(path).get("sample_loader") if path.is_file() else None
@@ -125,7 +127,7 @@ def sample_loader_of(folder: Path) -> str:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the digest of each file in META that an index is made from."""
+    """Return the digest of each file in META from which an index is made, by the file's name."""
     found = {}
     for name in META_FILES:
         path = folder / META / name
@@ -139,8 +141,8 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
-    """Return the shards of a folder. If Energon has prepared the folder, the shards get the names of their splits and
-    the fields of their samples. Raises DatasetError."""
+    """Return the shards of a folder. If Energon has prepared the folder, each shard also gets the names of its splits
+    and the fields of its samples. Raises DatasetError."""
     if not is_prepared(folder):
         return shards
     splits, fields, counts = _splits(folder), _fields(folder), _counts(folder)
@@ -156,10 +158,12 @@ def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
 def select_split(
     shards: Sequence[Shard], split: str | None, folder: Path | None, where: str, *, has_splits: bool
 ) -> Sequence[Shard]:
-    """Return the shards of one split of a prepared folder, and those of any other folder as they are.
+    """Return the shards of one split of a prepared folder. For any other folder, return all shards.
 
     Args:
-        folder: folder that has META, or None.
+        shards: all shards of the index.
+        split: name of the split; EVERY_SPLIT: all splits.
+        folder: folder that contains META; None: there is none.
         where: name of the dataset, for errors.
         has_splits: True if the index lists splits. The shards are looked at only then.
 
@@ -183,7 +187,7 @@ def select_split(
 
 
 def check_tar(settings: dict[str, Any]) -> None:
-    """Check the settings of a shard's entry in the index, see format_table.Format.check."""
+    """Check the settings of a tar archive's entry in the dataset's index. Raises InvalidField."""
     splits, fields = settings.get("splits", []), settings.get("fields", {})
     if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
         raise InvalidField("splits", "must be a list of strings")
@@ -192,9 +196,15 @@ def check_tar(settings: dict[str, Any]) -> None:
 
 
 def field_of(sample: Mapping[str, Any], text: str) -> Any:
-    """Return the value in a sample that a text of a field map refers to. `text`: a column such as `jpg`, an item of a
-    column such as `json[caption]`, or several alternatives with commas between, the first of which that exists is
-    taken. Raises ValueError if none exists."""
+    """Return the value in a sample for one entry of Energon's field map.
+
+    Args:
+        sample: values of the archive's members, by column.
+        text: a column such as `jpg`, an item of a column such as `json[caption]`, or several of these with commas
+            between; the first one that exists is taken.
+
+    Raises ValueError if none exists.
+    """
     for option in text.split(","):
         found = _FIELD.fullmatch(option)
         column, steps = (found[1], re.findall(r"\[([^\[\]]+)\]", found[2])) if found else (option, [])
@@ -214,7 +224,7 @@ def _split_path(folder: Path) -> Path:
 
 
 def _splits(folder: Path) -> dict[str, list[str]]:
-    """Return the names of the splits of each archive, by the archive's path in the folder."""
+    """Return the names of the splits that each archive belongs to, by the archive's path in the folder."""
     path = _split_path(folder)
     content = _read(path)
     parts, exclude = content.get("split_parts"), content.get("exclude") or []
@@ -266,8 +276,8 @@ def _expanded(path: Path, pattern: object) -> list[str]:
 
 
 def _fields(folder: Path) -> dict[str, Any]:
-    """Return the settings that describe the fields of a sample; empty if the samples have the members of the
-    archive."""
+    """Return the shard settings that describe the fields of a sample; an empty dict if a sample's columns are the
+    members of the archive."""
     path = folder / META / DATASET
     fields = _read(path).get("field_map") if path.is_file() else None
     if fields is None:

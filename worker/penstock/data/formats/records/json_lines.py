@@ -1,4 +1,4 @@
-"""Samples of plain files with a JSON object on each line. Lines without text do not count."""
+"""Samples of plain files with a JSON object on each line. Lines of nothing but spaces are left out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JSONLinesReader(RecordFile):
-    """Reader of a file of JSON lines. A sample is the object of a line."""
+    """Reader of a file of JSON lines, see formats.shards.ShardReader. A sample is the object on a line."""
 
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         try:
@@ -38,16 +38,24 @@ class JSONLinesReader(RecordFile):
 
 
 def open_json_lines(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> JSONLinesReader:
-    """Return the reader of a shard, see format_table.Format.open."""
+    """Return a reader of a JSON lines shard (the function `Format.open` of this format)."""
     del options  # there are neither pickles nor images
     return JSONLinesReader(shard, *paths)
 
 
 def index_json_lines(path: Path, name: str, out: Path) -> Shard:
-    """Write the file of a JSON lines file's offsets, and return its shard, see `IndexableFormat.index_file`. Raises
-    DatasetError; ShardCorruptError if the first line is not a JSON object."""
+    """Write the file with the offsets of a JSON lines file's lines, and return the shard.
+
+    Args:
+        path: the JSON lines file.
+        name: path of the file, relative to the dataset's folder.
+        out: folder of the index.
+
+    Raises DatasetError if the file of offsets cannot be written; ShardCorruptError if the first line is not a JSON
+    object.
+    """
     size, offsets = _lines(path, name)
-    shard = record_shard("json_lines", out, name, size, offsets)
+    shard = record_shard("json_lines", path, out, name, size, offsets)
     if shard.samples:
         reader = JSONLinesReader(shard, path, out / shard.files[1].raw.name)
         _ = reader[0]  # raises an error now instead of in the middle of training
@@ -55,7 +63,7 @@ def index_json_lines(path: Path, name: str, out: Path) -> Shard:
 
 
 def _lines(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return (size of a file in bytes, offsets of its lines that have text, and of its end)."""
+    """Return the size of a file in bytes, and the offsets of its lines that have text and of the file's end."""
     file, size = opened(path, name)
     begins, spaces = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
     for at in range(0, size, READ_AT_ONCE):

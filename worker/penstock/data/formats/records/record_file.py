@@ -1,4 +1,5 @@
-"""File of records that lie one after another, at the offsets in a second file (offset_file.py).
+"""File of records (bytes of one sample each) that lie one after another. A second file (offset_file.py) has the offset
+of each record.
 
 A remote file may be fetched in parts (ranges/file_ranges.py). The reader of a part has the offsets of the whole file,
 and the bytes of its own records.
@@ -15,7 +16,13 @@ from typing import Any, NoReturn
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.ranges.file_ranges import with_spans
-from penstock.data.formats.records.offset_file import ENDING, read_offsets, write_offsets
+from penstock.data.formats.records.offset_file import (
+    ENDING,
+    NO_FINGERPRINT,
+    fingerprint,
+    read_offsets,
+    write_offsets,
+)
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -37,20 +44,29 @@ INDEX_AGAIN = "Index the folder again with index_folder"
 
 @dataclass(frozen=True, slots=True)
 class RecordPart:
-    """Part of a file that is a file of its own."""
+    """Part of a file of records that the cache stores as a file of its own."""
 
     offsets: memoryview
-    """Offsets in the whole file of the part's records, and of the end of the last one."""
+    """Offsets in the whole file of the part's records, then of the end of the last record; shape (records + 1,), in
+    bytes."""
     first: int
-    """Number of the part's first record in the whole file."""
+    """Number of the part's first record, counted in the whole file."""
 
 
 class RecordFile:
-    """Base class of readers of such files, see formats.shards.ShardReader. A subclass decodes a record's bytes."""
+    """Base class of the readers of files of records, see formats.shards.ShardReader. A subclass decodes the bytes of a
+    record."""
 
     def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
-        """Open the file of records. `offsets`: file of their offsets; or, if the file has only a part of the records,
-        that part with its offsets. Raises ShardCorruptError if the files differ from the index or from each other."""
+        """Open a file of records.
+
+        Args:
+            shard: entry of the file in the dataset's index.
+            data: path of the file, or of a part of it.
+            offsets: path of the file of the records' offsets; if `data` is only a part of the file, that part.
+
+        Raises ShardCorruptError if the files differ from the index or from each other.
+        """
         stored = shard.files[0].raw
         self.name = stored.name
         self._file: Descriptor | None = None
@@ -61,12 +77,17 @@ class RecordFile:
                 "Fetch the file again, or index the folder again"
             )
         self.is_part = isinstance(offsets, RecordPart)
-        """True if the file is a part of a larger one."""
+        """True if the open file is only a part of the shard's file."""
         self._first = self._begin = 0
         if isinstance(offsets, RecordPart):
             self._offsets, self._first, self._begin = offsets.offsets, offsets.first, offsets.offsets[0]
         else:
-            self._offsets = read_offsets(offsets, shard.files[1].raw, size, shard.samples)
+            self._offsets, expected = read_offsets(offsets, shard.files[1].raw, size, shard.samples)
+            if expected not in (NO_FINGERPRINT, fingerprint(file, size)):
+                raise ShardCorruptError(
+                    f"{data} must be the file that was indexed, got another one of the same size, {size} "
+                    f"bytes. {INDEX_AGAIN}, or fetch the file again"
+                )
         self._file = file
 
     def __len__(self) -> int:
@@ -98,8 +119,8 @@ class RecordFile:
         raise NotImplementedError
 
     def _bytes(self, index: int, begin: int, end: int) -> bytes:
-        """Return the bytes from `begin` to `end`. `index`: the first record in them, for errors. Raises
-        ShardCorruptError."""
+        """Return the bytes from offset `begin` to offset `end` of the whole file. `index`: number of the first record
+        in them, for errors. Raises ShardCorruptError if they cannot be read."""
         file, size = self._file, end - begin
         if file is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
@@ -118,7 +139,8 @@ class RecordFile:
 
 
 def opened(path: Path, name: str) -> tuple[Descriptor, int]:
-    """Open a file; return it and its size in bytes. Raises ShardCorruptError."""
+    """Return an open file and its size in bytes. Raises ShardCorruptError, which begins with `name`, if it cannot be
+    opened."""
     try:
         file = Descriptor(path)
         return file, os.fstat(file.fileno()).st_size
@@ -129,24 +151,36 @@ def opened(path: Path, name: str) -> tuple[Descriptor, int]:
 
 
 def record_shard(
-    format: str, out: Path, name: str, size: int, offsets: Ints, settings: Mapping[str, Any] | None = None
+    format: str,
+    data: Path | None,
+    out: Path,
+    name: str,
+    size: int,
+    offsets: Ints,
+    settings: Mapping[str, Any] | None = None,
 ) -> Shard:
-    """Write the file of a file's offsets, and return the shard of both.
+    """Write the file with the offsets of a data file's records, and return the shard that consists of both files.
 
     Args:
-        format: name of the format.
+        format: name of the shard's format.
+        data: the data file; None for a remote one.
         out: folder of the index.
-        name: path of the file, relative to the dataset's folder; that of its offsets, relative to `out`, begins with
-            it.
-        size: size of the file in bytes.
+        name: path of the data file, relative to the dataset's folder. The path of the file of offsets, relative to
+            `out`, is `name` with an ending.
+        size: size of the data file in bytes.
+        offsets: offsets of the records, and of the end of the last one; shape (records + 1,).
         settings: settings of the shard.
 
-    Raises DatasetError.
+    Raises DatasetError if the file of offsets cannot be written.
     """
     path = out / (name + ENDING)
+    stamp = NO_FINGERPRINT
+    if data is not None:
+        file, _ = opened(data, name)
+        stamp = fingerprint(file, size)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = write_offsets(path, size, offsets)
+        written = write_offsets(path, size, stamp, offsets)
     except OSError as error:
         raise DatasetError(
             f"{path} cannot be written: {error}. Give index_folder an argument `out`, a folder that you may write to"
@@ -156,21 +190,23 @@ def record_shard(
 
 
 def offsets_shard(shard: Shard) -> Shard:
-    """Return the offsets of a file as a shard of its own, without samples, see `format_table.PartReading.table`."""
+    """Return a shard without samples that consists of a shard's file of offsets, so that the cache can fetch this file
+    alone (`format_table.PartReading.table`)."""
     return Shard(shard.format, 0, shard.files[1:])
 
 
 def read_table(shard: Shard, path: Path) -> memoryview:
-    """Return the offsets of a file's records, see `format_table.PartReading.read`."""
-    offsets = read_offsets(path, shard.files[1].raw, shard.files[0].raw.size, shard.samples)
+    """Return the offsets of a file's records, read from the file of offsets at `path`
+    (`format_table.PartReading.read`)."""
+    offsets, _ = read_offsets(path, shard.files[1].raw, shard.files[0].raw.size, shard.samples)
     firsts = [0, *itertools.accumulate(shard.spans)]
     found = [offsets[at] for pair in itertools.pairwise(firsts) for at in pair]
     if found != list(shard.ranges[:-1]):
-        raise ValueError("its offsets differ from those in the dataset's index")
+        raise ValueError("the offsets must be those in the dataset's index, but differ")
     return offsets
 
 
 def part_of(shard: Shard, part: int, offsets: memoryview) -> RecordPart:
-    """Return a part of a file. `offsets`: offsets of all its records."""
+    """Return part number `part` of a file of records. `offsets`: offsets of all records of the file."""
     first = sum(shard.spans[:part])
     return RecordPart(offsets[first : first + shard.spans[part] + 1], first)

@@ -1,8 +1,9 @@
 """Samples of WebDataset's tar archives, read without unpacking.
 
-As in WebDataset, consecutive members with the same key are a sample. The key is the member's path up to the first dot
-of the file's name; the rest of the name after the dot, in lower case, names the column. A sample also has `__key__`.
-Members that are not files, that have no dot, or whose path has a folder like `__this__`, do not count.
+As in WebDataset, consecutive members (files in the archive) with the same key are a sample. The key is the member's
+path up to the first dot of the file's name; the rest of the name after the dot, in lower case, names the column. A
+sample also has a column `__key__` with its key. Members that are not files, that have no dot, or whose path has a
+folder like `__this__`, are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ __all__ = ["TarReader", "index_tar", "open_tar"]
 KEY = "__key__"
 READ_AT_ONCE = 1 << 20
 NPY, NPY_HEADER = b"\x93NUMPY\x01\x00", 10
-"""First bytes of a .npy file of version 1.0, and offset of its header, whose length is in the two bytes before."""
+"""First bytes of a .npy file of version 1.0, and the offset at which its header begins. The two bytes before the header
+give its length."""
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 _TIMES_AND_OWNERS = frozenset((b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname"))
 _META = re.compile(r"(?:^|/)__[^/]*__(?:$|/)")
@@ -53,9 +55,12 @@ def _array(data: bytes) -> Any:
 
 @lru_cache(maxsize=256)
 def _npy_layout(head: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Return (number of values, shape, dtype) from the head of a .npy file; 0 values for a layout that numpy must read.
-    numpy parses the head as Python, which takes longer than reading a thousand tokens, and most files of a dataset have
-    the same one."""
+    """Return (number of values, shape, dtype) from the first bytes of a .npy file; 0 values for a layout that numpy
+    must read.
+
+    numpy parses these bytes as Python code, which takes longer than reading a thousand tokens, and most files of a
+    dataset have the same ones. So the results are remembered.
+    """
     file = io.BytesIO(head[len(NPY) :])
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
     return 0 if fortran or dtype.hasobject else math.prod(shape), shape, dtype
@@ -67,22 +72,24 @@ _DECODERS: dict[str, Decode] = {
     **dict.fromkeys(("json", "jsn"), json.loads),
     "npy": _array,
 }
-"""Decoder of a member's bytes, by the extension after the last dot of its name. Members with other extensions stay
-bytes."""
+"""Function that decodes a member's bytes, by the extension after the last dot of the member's name. Members with other
+extensions stay bytes."""
 _IMAGES: dict[str, tuple[images.Decode, images.Decode]] = {
     "jpg": (images.decode_jpeg, images.decode_jpeg_array),
     "jpeg": (images.decode_jpeg, images.decode_jpeg_array),
     "png": (images.decode_png, images.decode_png_array),
 }
-"""(decoder to an image of Pillow, decoder to an array) of the bytes of an image."""
+"""Functions that decode the bytes of an image, to an image of Pillow and to an array, by the extension."""
 
 
 class MemberError(tarfile.ReadError):
-    """Error for a member of a kind that is not read. The message names the member and the remedy."""
+    """Error for an archive member of a kind that Penstock does not read. The message names the member and the
+    remedy."""
 
 
 class TarReader(RecordFile):
-    """Reader of a tar archive. A sample's record is the part of the archive that its members lie in."""
+    """Reader of a tar archive, see formats.shards.ShardReader. The record of a sample is the range of the archive in
+    which its members lie."""
 
     def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart, options: ReadOptions) -> None:
         super().__init__(shard, data, offsets)
@@ -107,7 +114,8 @@ class TarReader(RecordFile):
         return self._mapped(index, sample) if self._fields else sample
 
     def _mapped(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
-        """Return a sample with the columns that the field map names."""
+        """Return a sample with the columns that Energon's field map names (energon_folder.py). `index`: number of the
+        sample."""
         try:
             return {KEY: sample[KEY], **{field: field_of(sample, text) for field, text in self._fields.items()}}
         except ValueError as error:
@@ -122,18 +130,18 @@ class TarReader(RecordFile):
 
 
 def open_tar(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> TarReader:
-    """Return the reader of a shard, see format_table.Format.open."""
+    """Return a reader of a tar archive (the function `Format.open` of this format)."""
     return TarReader(shard, paths[0], paths[1], options)
 
 
 Member = tuple[str, str, str, int, int]
-"""(name, key, column, where the data begin, where they end) of a member."""
+"""Member of a sample: (name, key, column, offset of its data, offset of the end of its data), in bytes."""
 
 
 def _plain_members(record: bytes) -> list[Member] | None:
     """Return the members in a part of an archive that has only plain headers, with names of at most 256 bytes, and
-    extended headers of times and owners, which webdataset's own writer puts before each member. Return None for
-    anything else, which tarfile reads in ten times the time."""
+    extended headers of times and owners, which webdataset's own writer puts before each member. Return None if there is
+    any other header: tarfile then reads the part, in ten times the time."""
     members: list[Member] = []
     at, extended = 0, False
     while at < len(record):
@@ -157,7 +165,8 @@ def _plain_members(record: bytes) -> list[Member] | None:
 
 
 def _plain_header(head: bytes) -> tuple[bytes, int, str] | None:
-    """Return the (kind, size of the data, name) in a member's header; None if it is damaged, or not plain."""
+    """Return (kind, size of the data in bytes, name) from a member's header; None if the header is damaged or not
+    plain."""
     try:
         # Numbers are octal. Sizes too large for octal begin with another byte, and do not match here.
         size, checksum = (int(field.strip(b" \0"), 8) for field in (head[124:136], head[148:156]))
@@ -184,19 +193,19 @@ def _name_of(head: bytes) -> bytes:
 
 
 def _any_members(record: bytes) -> Iterator[Member]:
-    """Yield the members in a part of an archive. Raises tarfile.TarError."""
+    """Yield the members in a part of an archive, read by tarfile. Raises tarfile.TarError for a damaged archive."""
     with tarfile.open(fileobj=io.BytesIO(record), mode="r:") as archive:
         for name, key, column, member in _members(archive):
             begin, end = member.offset_data, member.offset_data + member.size
             if end > len(record):
-                raise tarfile.ReadError("it is truncated")
+                raise tarfile.ReadError("the archive is truncated")
             yield name, key, column, begin, end
         if archive.offset != len(record):  # tarfile mistakes a damaged header for the end of the archive
             raise tarfile.ReadError(f"the header {archive.offset} bytes after the sample's beginning is damaged")
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, str, tarfile.TarInfo]]:
-    """Yield (name, key, column, member) for each member that is part of a sample."""
+    """Yield (name, key, column, member) for each member of an archive that belongs to a sample."""
     for member in archive:
         if member.issparse():
             raise MemberError(f"{member.name} must not be a sparse file. Write the archive without --sparse")
@@ -209,16 +218,24 @@ def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, str, tarfile.
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Return the key and the column in a member's name; None if the member is not part of a sample."""
+    """Return the key and the column that a member's name stands for; None if the member belongs to no sample."""
     found = _NAME.fullmatch(name)
     return (found[1], found[2].lower()) if found and not _META.search(name) else None
 
 
 def index_tar(path: Path, name: str, out: Path) -> Shard:
-    """Write the file of an archive's offsets, and return its shard, see `IndexableFormat.index_file`. Only the headers
-    of the members are read. Raises DatasetError, ShardCorruptError."""
+    """Write the file with the offsets of an archive's samples, and return the shard. Only the headers of the members
+    are read.
+
+    Args:
+        path: the archive.
+        name: path of the archive, relative to the dataset's folder.
+        out: folder of the index.
+
+    Raises DatasetError if the file of offsets cannot be written; ShardCorruptError for a damaged archive.
+    """
     size, offsets = _samples(path, name)
-    return record_shard("webdataset", out, name, size, offsets)
+    return record_shard("webdataset", path, out, name, size, offsets)
 
 
 def _check_end(file: BinaryIO, at: int, name: str) -> None:
@@ -242,15 +259,16 @@ def _check_end(file: BinaryIO, at: int, name: str) -> None:
 
 
 Found = tuple[str, str, str, int, int]
-"""(name, key, column, where the data end, where the member ends with its padding) of a member of a sample."""
+"""Member of a sample, found while an archive is indexed: (name, key, column, offset of the end of its data, offset of
+the end of the member with its padding), in bytes."""
 
 
 class _NotPlainError(Exception):
-    """The archive has a header that only tarfile reads."""
+    """Error for an archive with a header that only tarfile reads."""
 
 
 def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return (size of an archive in bytes, offsets of its samples, and of the end of the last one)."""
+    """Return the size of an archive in bytes, and the offsets of its samples and of the end of the last one."""
     file, size = opened(path, name)
     ended = 0
 
@@ -268,8 +286,8 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
 
 
 def _plain_found(file: Descriptor, size: int) -> Generator[Found, None, int]:
-    """Yield the members of samples in an archive of plain headers (see `_plain_members`), in a fifth of tarfile's time;
-    return where the archive ends. Raises _NotPlainError for anything else, also for what is damaged."""
+    """Yield the members of samples in an archive of plain headers (see `_plain_members`), in a fifth of tarfile's time.
+    Return the offset at which the archive ends. Raises _NotPlainError for any other header, also for a damaged one."""
     at, extended = 0, False
     while True:
         head = file.read(tarfile.BLOCKSIZE, at)
@@ -292,7 +310,8 @@ def _plain_found(file: Descriptor, size: int) -> Generator[Found, None, int]:
 
 
 def _samples_by_tarfile(path: Path, name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the offsets in an archive of any kind of headers that are read."""
+    """Return the offsets of an archive's samples and of the end of the last one, read by tarfile. It reads all kinds of
+    headers."""
     try:
         with open(path, "rb", opener=open_plain) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             offsets = _offsets(_tarfile_found(file, archive, name), name, size)
@@ -322,8 +341,8 @@ def _tarfile_found(file: BinaryIO, archive: tarfile.TarFile, name: str) -> Itera
 
 
 def _offsets(members: Iterable[Found], name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the offsets of an archive's samples, and of the end of the last one. `members`: those of samples. Raises
-    ShardCorruptError."""
+    """Return the offsets of an archive's samples and of the end of the last one. `members`: members that belong to
+    samples, in the order of the archive; `size`: size of the archive in bytes. Raises ShardCorruptError."""
     begins = array("q")
     keys: set[str] = set()
     last, columns, end = "", set[str](), 0

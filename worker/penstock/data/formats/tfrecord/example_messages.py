@@ -2,8 +2,8 @@
 
 An Example is a protobuf message: a map from names to features, each of which is a list of bytes, of floats or of
 integers. Only these few messages are read here, by their wire format; unknown fields are skipped. The type of a feature
-depends only on its stored kind: bytes become a list, floats an array of float32, integers an array of int64, also for
-one value or none.
+depends only on its stored kind: bytes become a list, floats an array of float32, integers an array of int64, also if
+the feature has one value or no value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KINDS = ("example", "bytes")
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 """Wire types of protobuf."""
 SHORT = 16
-"""Largest number of bytes of packed integers that are decoded one by one; more are decoded by numpy."""
+"""Largest size in bytes of packed integers that are decoded one by one; longer ones are decoded by numpy."""
 
 
 def example_of(data: bytes) -> dict[str, Any]:
@@ -43,8 +43,8 @@ def example_of(data: bytes) -> dict[str, Any]:
 
 
 def is_example(record: bytes) -> bool:
-    """Return True if bytes are an Example with at least one feature. A SequenceExample, whose second field has the
-    lists of features, is not one."""
+    """Return True if the bytes of a record are an Example with at least one feature. A SequenceExample (its second
+    field has lists of features) does not count."""
     try:
         return bool(example_of(record)) and all(number == 1 for number, _, _ in _fields(memoryview(record)))
     except ValueError:
@@ -52,7 +52,7 @@ def is_example(record: bytes) -> bool:
 
 
 def check_records(settings: dict[str, Any]) -> None:
-    """Check the kind of records in a shard's settings from the index. Raises InvalidField."""
+    """Check the setting `records` of a shard in the dataset's index: the kind of its records. Raises InvalidField."""
     if settings.get("records") not in KINDS:
         raise InvalidField("records", f"must be one of {', '.join(KINDS)}, got {settings.get('records')!r:.100}")
 
@@ -68,7 +68,8 @@ def _entry(entry: memoryview) -> tuple[str, Any]:
 
 
 def _feature(feature: memoryview) -> Any:
-    """Return a feature's values. If several kinds are present, the last one counts, as protobuf requires."""
+    """Return the values of a feature. If the message has lists of several kinds, the last list counts, as protobuf
+    requires."""
     value: Any = None
     for number, kind, values in _fields(feature):
         if kind == LENGTH and number == 1:
@@ -81,7 +82,7 @@ def _feature(feature: memoryview) -> Any:
 
 
 def _numbers(values: memoryview, plain: int) -> np.ndarray[Any, Any]:
-    """Return the floats (`plain` is FIXED32) or integers (VARINT) of a list, packed or not."""
+    """Return the floats (`plain` is FIXED32) or integers (`plain` is VARINT) of a list, whether it is packed or not."""
     parts: list[np.ndarray[Any, Any]] = []
     for number, kind, data in _fields(values):
         if number != 1:
@@ -102,8 +103,8 @@ def _numbers(values: memoryview, plain: int) -> np.ndarray[Any, Any]:
 
 
 def _packed(data: memoryview) -> np.ndarray[Any, Any]:
-    """Decode packed varints: 7 bits in each byte, the lowest bits first, with the top bit set in all but the last byte
-    of a number."""
+    """Return the integers in packed varints, as int64. A varint has 7 bits of its number in each byte, the lowest bits
+    first, and the top bit set in all but its last byte."""
     if len(data) <= SHORT:
         few, at = [], 0
         while at < len(data):
@@ -133,7 +134,8 @@ def _packed(data: memoryview) -> np.ndarray[Any, Any]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """Yield (number, wire type, bytes of the value) for each field of a message. Raises ValueError."""
+    """Yield (number, wire type, bytes of the value) for each field of a message. Raises ValueError for a damaged
+    message."""
     at, size = 0, len(message)
     while at < size:
         key, at = _varint(message, at)
@@ -148,13 +150,14 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int, memoryview]]:
         else:
             raise ValueError(f"wire type {kind} is unknown")
         if end > size or not key >> 3:
-            raise ValueError("a field is truncated or has number 0")
+            raise ValueError("a field of the message is truncated or has number 0")
         yield key >> 3, kind, message[at:end]
         at = end
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return (64-bit integer that begins at byte `at`, offset of the byte after it). Raises ValueError."""
+    """Return the 64-bit integer that begins at byte `at`, and the offset of the byte after it. Raises ValueError if it
+    is damaged."""
     value = shift = 0
     while shift < 70:
         if at >= len(data):

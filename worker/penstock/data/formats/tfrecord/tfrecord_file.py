@@ -27,7 +27,7 @@ __all__ = ["TFRecordReader", "index_tfrecord", "open_tfrecord"]
 LENGTH = struct.Struct("<QI")
 CHECKSUM = struct.Struct("<I")
 FRAME = LENGTH.size + CHECKSUM.size
-"""Bytes of a record besides its data."""
+"""Number of bytes of a record besides its data: length and checksums."""
 READ_AT_ONCE = 1 << 20
 """Number of bytes that are read at a time while records are counted."""
 
@@ -78,21 +78,30 @@ class TFRecordReader(RecordFile):
 
 
 def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> TFRecordReader:
-    """Return the reader of a shard, see format_table.Format.open."""
+    """Return a reader of a TFRecord shard (the function `Format.open` of this format)."""
     del options  # there are no pickles, and images are as stored
     return TFRecordReader(shard, *paths)
 
 
 def index_tfrecord(path: Path, name: str, out: Path) -> Shard:
-    """Write the file of a TFRecord file's offsets, and return its shard, see `IndexableFormat.index_file`. The records
-    count as Examples if the first record is one. Raises DatasetError, ShardCorruptError."""
+    """Write the file with the offsets of a TFRecord file's records, and return the shard. All records are taken for
+    tf.train.Examples if the first record is one.
+
+    Args:
+        path: the TFRecord file.
+        name: path of the file, relative to the dataset's folder.
+        out: folder of the index.
+
+    Raises DatasetError if the file of offsets cannot be written; ShardCorruptError for a damaged file.
+    """
     size, offsets, first = _scanned(path, name)
     kind = "example" if is_example(first) else "bytes"
-    return record_shard("tfrecord", out, name, size, offsets, {"records": kind})
+    return record_shard("tfrecord", path, out, name, size, offsets, {"records": kind})
 
 
 def _scanned(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]], bytes]:
-    """Return (size of a file in bytes, offsets of its records and of its end, data of the first record)."""
+    """Return the size of a file in bytes, the offsets of its records and of its end, and the data of the first
+    record."""
     file, size = opened(path, name)
     offsets, at = [0], 0
     begin, data = 0, b""

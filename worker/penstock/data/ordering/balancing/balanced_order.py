@@ -1,10 +1,10 @@
 """Balance of cost: rows are assigned to steps and boxes so that in each step all boxes (data-parallel ranks) have about
 the same work.
 
-A step is as slow as its slowest box, and the cost of a row (attention's is the square of its length) varies. Two
-functions assign rows, and both depend on nothing but costs:
+A step is as slow as its slowest box, and the cost of a row (attention's is the square of its length) varies. A window
+is the rows of `over_steps` consecutive global batches. Two functions assign rows, and both depend on nothing but costs:
 
-    steps   the rows of a window, which are those of `over_steps` global batches, are assigned to its steps
+    steps   the rows of a window are assigned to the window's steps
     boxes   the rows of a step's global batch are assigned to the boxes
 
 The first function does not depend on the number of boxes. So a position means the same row on any topology, a step's
@@ -38,8 +38,8 @@ WINDOW_LIMIT = 1 << 20
 STEPS_LIMIT = 1 << 16
 """Largest number of steps in a window."""
 WINDOWS_KEPT = 4
-"""Number of assigned windows that are kept in memory: those of the batches that are planned now, and of restored
-samples."""
+"""Number of windows whose assigned rows are kept in memory: those of the batches that are planned now, and those of
+samples that a resume restores."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,15 @@ class Imbalance:
 
 
 class BalancedOrder:
-    """Order whose windows of rows are assigned to steps by cost."""
+    """Order of samples in which the rows of each window (`steps` consecutive global batches) are assigned to the
+    window's steps by cost."""
 
     def __init__(self, own: SampleOrder, costs: Costs, batch: int, steps: int) -> None:
         """
         Args:
             own: order without balance.
-            batch: rows of all boxes in a step.
+            costs: costs of the dataset's samples.
+            batch: number of rows that all boxes together have in a step.
             steps: number of steps in a window.
 
         Raises InvalidArgumentError if a window is empty or too large.
@@ -99,7 +101,7 @@ class BalancedOrder:
             )
         self._own, self._costs, self._batch, self._window = own, costs, batch, steps * batch
         self._assigned: dict[tuple[int, int], Ints] = {}
-        """Numbers of the samples in the latest windows, by epoch and number of the window."""
+        """Numbers of the samples in the latest windows, by (epoch, number of the window in the epoch)."""
 
     def __len__(self) -> int:
         """Return the number of samples in an epoch."""
@@ -118,8 +120,8 @@ class BalancedOrder:
         return found
 
     def _in_window(self, epoch: int, number: int) -> Ints:
-        """Return the numbers of the samples in a window, assigned to its steps. The rows of an incomplete last batch
-        stay in that batch."""
+        """Return the numbers of the samples in window `number` of an epoch, in the order of the steps that they are
+        assigned to. The rows of an incomplete last batch stay in that batch."""
         assigned = self._assigned.get((epoch, number))
         if assigned is None:
             begin = number * self._window
@@ -138,9 +140,11 @@ class Balanced:
     def __init__(self, balance: Balance, plain: SampleOrder, dataset: Any, length: int, batch: int) -> None:
         """
         Args:
+            balance: setting of the loader.
             plain: order without balance.
-            length: samples of the dataset.
-            batch: rows of all boxes in a step.
+            dataset: dataset whose column the costs may come from.
+            length: number of samples in the dataset.
+            batch: number of rows that all boxes together have in a step.
 
         Raises InvalidArgumentError or DatasetError for invalid costs or steps.
         """
@@ -154,13 +158,14 @@ class Balanced:
         self._assigned = BalancedOrder(plain, self._costs, batch, balance.over_steps)
         self.order: SampleOrder = plain if balance.report else self._assigned
         self.assigns = not balance.report
-        """True if rows are assigned to boxes by cost, False if the balance only reports."""
+        """True if rows are assigned to boxes by cost; False if the balance only reports what assigning would bring."""
         over_steps = not balance.report and balance.over_steps > 1
         self.described = {"cost": self._costs.digest, "rows": batch, "steps": balance.over_steps} if over_steps else {}
-        """Settings of the balance that decide the order; empty if each step keeps its rows."""
+        """Settings of the balance that decide the order, as a part of the loader's state; empty if each step keeps its
+        rows."""
 
     def imbalance(self, epoch: EpochRemainder, steps: int) -> Imbalance:
-        """Return the imbalance of the boxes' costs in the first steps of an epoch."""
+        """Return how unequal the boxes' costs are in the first `steps` steps of an epoch, with and without balance."""
         boxes, numbers = epoch.boxes, range(min(steps, epoch.batches))
         plain, assigned = [], []
         for number in numbers:
@@ -172,11 +177,14 @@ class Balanced:
         return Imbalance(float(np.mean(plain)), float(np.mean(assigned)))
 
     def assign(self, ids: Ints, boxes: int, turn: int) -> tuple[Sequence[Ints], float]:
-        """Return the rows of each box in a step whose samples are `ids`, and the cost of the most expensive box divided
-        by the mean of all boxes.
+        """Return the rows of each box in a step whose samples are `ids`, and the step's imbalance: the cost of the most
+        expensive box divided by the mean over all boxes.
 
         Args:
-            turn: number of the step; it decides which box gets the row that costs most.
+            ids: numbers of the samples of the step's global batch.
+            boxes: number of boxes.
+            turn: number of the step; it decides which box gets the row that costs most, so that it is not always the
+                same box.
         """
         costs = self._costs.of(ids)
         rows = assign_to_boxes(costs, boxes, turn) if self.assigns else assign_in_turn(len(costs), boxes)

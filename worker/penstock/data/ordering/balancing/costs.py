@@ -1,4 +1,5 @@
-"""Costs of samples, known without reading the samples: an array, a column, or a function of sample numbers."""
+"""Costs of samples, known without reading the samples. They come from an array, a column of the dataset, or a function
+of sample numbers."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["Cost", "Costs"]
 
 Cost = Any | str | Callable[[Ints], npt.ArrayLike]
-"""An array, the name of a column, or a function from sample numbers to costs."""
+"""Source of the samples' costs: an array, the name of a column, or a function from sample numbers to costs."""
 CHUNK = 1 << 20
-"""Costs that are checked at a time."""
+"""Number of costs that are checked in one step, which limits the memory of the check."""
 PROBES = 1024
-"""Number of samples whose costs identify a cost function in its digest."""
+"""Number of samples whose costs stand for a cost function in a loader's state, because a function itself has no
+digest."""
 
 
 class Costs:
@@ -31,7 +33,7 @@ class Costs:
         Args:
             cost: see Balance.
             dataset: dataset whose column `cost` may name.
-            length: samples of the dataset.
+            length: number of samples in the dataset.
 
         Raises InvalidArgumentError for costs that are missing, not numbers, or not one for each sample; DatasetError
         for a cost that is NaN, infinite or negative.
@@ -39,6 +41,8 @@ class Costs:
         self._function = cost if callable(cost) else None
         self._array = None if self._function else _array(_column(cost, dataset) if isinstance(cost, str) else cost)
         digest = xxhash.xxh3_64()
+        """Digest of all costs; if `cost` is a function, of the costs of some samples. The digest is part of a loader's
+        state."""
         if self._array is None:
             probes = np.unique(np.linspace(0, length - 1, min(length, PROBES)).astype(np.int64))
             digest.update(self.of(probes).tobytes())

@@ -1,8 +1,8 @@
-"""Distribution of rows to bins by cost (longest processing time first). Each bin gets the same number of rows as
-without balance.
+"""Distribution of rows to bins by cost (longest processing time first). A bin is a step or a box, and gets the same
+number of rows as without balance.
 
-Rows are taken from the largest cost to the smallest, and each goes to the bin with the smallest sum that is not full.
-All functions are pure, and sum in integers, so every machine gets the same result.
+Rows are taken from the largest cost to the smallest, and each goes to that bin with free places whose sum of costs is
+smallest. All functions are pure, and sum in integers, so every machine gets the same result.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["assign_in_turn", "assign_to_boxes", "assign_to_steps", "cost_ratio"]
 
 SMALLEST_RUN = 16
-"""Smallest number of rows, consecutive in the order of cost, that go to the same step."""
+"""Smallest number of rows, neighbours when all rows are sorted by cost, that go to the same step."""
 SHARES = 16
-"""Number of boxes among which the rows of a step can be balanced, because its largest row costs at most 1/SHARES of the
+"""Number of boxes among which a step's rows can be balanced: the most expensive row costs at most 1/SHARES of its
 step."""
 _SCALE, _BITS = 1 << 44, 17
-"""Sum of all costs as integers, and number of low bits for a bin's number: both together fit into a machine word."""
+"""Sum of all costs when they are expressed as integers, and number of low bits that hold a bin's number. Both together
+fit into a machine word of 64 bits."""
 
 
 def assign_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
     """Return the rows of each step, in ascending order: equal numbers of rows, and about equal sums of cost.
 
-    Rows that are consecutive in the order of cost stay together in runs of at least SMALLEST_RUN, or longer if a row
-    would be too large a part of its step's cost.
+    Rows that are neighbours when sorted by cost stay together in runs of at least SMALLEST_RUN rows, or of more rows if
+    a single row would be too large a part of its step's cost.
 
     Args:
-        costs: costs of the window's rows; `steps` divides their number.
+        costs: costs of the window's rows, any unit; `steps` divides their number.
+        steps: number of steps in the window.
     """
     if steps < 2:
         return [np.arange(len(costs))] * steps
@@ -59,8 +61,10 @@ def assign_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> li
     sums of cost.
 
     Args:
-        costs: costs of the step's rows.
-        turn: number of the step; it decides which box gets the row that costs most.
+        costs: costs of the step's rows, any unit.
+        boxes: number of boxes.
+        turn: number of the step; it decides which box gets the row that costs most, so that it is not always the same
+            box.
     """
     room = [len(range(box, len(costs), boxes)) for box in range(boxes)]
     shift = turn % boxes
@@ -69,7 +73,8 @@ def assign_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> li
 
 
 def assign_in_turn(rows: int, boxes: int) -> list[Ints]:
-    """Return the rows of each box without balance: every `boxes`-th row, from the box's number on."""
+    """Return the rows of each box as they are without balance: box b gets rows b, b + `boxes`, b + 2 `boxes`, and so
+    on."""
     return [np.arange(box, rows, boxes) for box in range(boxes)]
 
 
@@ -87,7 +92,8 @@ def cost_ratio(costs: npt.NDArray[np.float64], assigned: Sequence[Ints]) -> floa
 
 
 def _runs(rows: int) -> list[int]:
-    """Return lengths of runs that divide `rows`, each at least twice as long as the one before; the last is `rows`."""
+    """Return possible lengths of runs of neighbouring rows. Each length divides `rows` and is at least twice the length
+    before it; the last one is `rows`."""
     found: list[int] = []
     for run in range(min(SMALLEST_RUN, rows), rows):
         if rows % run == 0 and (not found or run >= 2 * found[-1]):
@@ -104,7 +110,8 @@ def _units(costs: npt.NDArray[np.float64]) -> Ints:
 
 
 def _assigned(units: Ints, room: Sequence[int]) -> list[Ints]:
-    """Return the indexes of the costs that each bin gets: longest processing time first, `room[bin]` of them."""
+    """Return, for each bin, the indexes of the costs that it gets by "longest processing time first". Bin b gets
+    `room[b]` costs."""
     by_cost = np.argsort(-units, kind="stable")
     # heap of sum << _BITS | bin: the smallest sum comes first
     heap = [number for number, places in enumerate(room) if places]

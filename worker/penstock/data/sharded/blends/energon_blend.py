@@ -24,7 +24,7 @@ __all__ = ["energon_blend", "energon_concat"]
 
 SampleLoader = Callable[[dict[str, Any]], dict[str, Any]]
 READ_S = 60.0
-"""Seconds to wait for a metadataset file."""
+"""Seconds to wait for the content of a metadataset file."""
 
 
 def energon_blend(
@@ -103,7 +103,7 @@ def energon_concat(
 
 
 class _Member(StreamingDataset):
-    """Dataset of a member whose samples are loaded by a function, or have subflavors."""
+    """Dataset of one prepared folder whose samples a function loads, or get subflavors."""
 
     def __init__(self, *args: Any, subflavors: Mapping[str, Any] | None, loader: SampleLoader | None, **options: Any):
         super().__init__(*args, **options)
@@ -138,7 +138,7 @@ def _opened(
     loaders: Mapping[str, SampleLoader],
     options: dict[str, Any],
 ) -> list[StreamingDataset]:
-    """Return the dataset of each member of a plan."""
+    """Return a dataset for each folder of a plan."""
     known = {member.name for member in plan.members}
     unknown = [name for name in loaders if name not in known]
     if unknown:

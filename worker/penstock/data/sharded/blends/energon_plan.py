@@ -1,4 +1,5 @@
-"""Plan of a blend, from the metadataset files of Megatron Energon: which folders it reads, and with which shares.
+"""Plan of a blend, from the metadataset files of Megatron Energon: which folders it reads, and with which shares. A
+metadataset file is a YAML file that lists folders of samples.
 
     splits:                                        splits:
       train:                                         train:
@@ -10,7 +11,8 @@
 A split is a folder (`path`), or a list of them: `blend` and `datasets` give each a weight, `blend_epochized` the number
 of times that an epoch has each of its samples, `concat` neither. A path is relative to the file that names it. It leads
 to a folder that Energon prepared, or to another such file, whose members take its place: weights and repetitions are
-multiplied, and of subflavors with the same name the outer one counts.
+multiplied, and of subflavors (Energon's word for values that are added to each sample) with the same name the outer one
+counts.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["BlendMember", "BlendPlan", "read_plan"]
 
 DEEPEST = 16
-"""Largest number of files that name each other."""
+"""Largest number of metadataset files that may name each other in a chain."""
 _KINDS: Mapping[str, Kind] = {
     "datasets": "blend",
     "blend": "blend",
@@ -43,47 +45,47 @@ _REFUSED = {
     "dataset_config": "the index of a folder is made from dataset.yaml. Rename the file",
     "split_config": "the index of a folder is made from split.yaml. Rename the file",
 }
-"""Fields that would change the samples, and why they are refused."""
+"""Fields of a metadataset file that would change the samples, with the reason for which each is refused."""
 _DEFAULTS = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
 
 Kind = Literal["blend", "blend_epochized", "concat"]
 Read = Callable[[str], bytes]
-"""Function that returns the content of a file. Raises DatasetError."""
+"""Function that returns the content of the file at a path or URL. Raises DatasetError."""
 
 
 @dataclass(frozen=True)
 class BlendMember:
-    """Split of a prepared folder that a blend reads."""
+    """One prepared folder that a blend reads, with the split to read of it."""
 
     path: str
-    """Folder, or its URL."""
+    """Path of the folder, or its URL."""
     split: str
     subflavors: Mapping[str, Any]
     weight: Fraction = Fraction(1)
-    """Share of the samples, in any unit; of a blend."""
+    """Share of the samples, in any unit; used in a blend."""
     repetitions: int = 1
-    """Number of times that an epoch has each sample; of an epochized blend."""
+    """Number of times that an epoch has each sample of the folder; used in an epochized blend."""
 
     @property
     def name(self) -> str:
-        """Last part of the path."""
+        """Last part of the folder's path."""
         return self.path.rstrip("/").rpartition("/")[2]
 
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """Members of a split of a blend."""
+    """Folders that a split of a metadataset file reads (its members)."""
 
     kind: Kind
     """"blend": members have weights; "blend_epochized": they have repetitions; "concat": they have neither."""
     members: tuple[BlendMember, ...]
     flavored: bool
-    """True if any member has subflavors."""
+    """True if any member has subflavors (values that are added to each sample)."""
 
 
 def read_plan(path: str, split: str, read: Read) -> BlendPlan:
-    """Return the plan of a split of a metadataset file. Raises DatasetError for a file that cannot be read or has what
-    cannot be the same here, InvalidArgumentError for an unknown split."""
+    """Return the plan of a split of a metadataset file. Raises InvalidArgumentError for an unknown split; DatasetError
+    for a file that cannot be read, or that asks for something that Penstock cannot do in the same way."""
     kind, members = _Reader(read).split(path, split, {}, 0)
     if not members:
         raise DatasetError(f"{path}: the split {split!r} must have at least one dataset, got none. Name one")
@@ -95,7 +97,8 @@ class _Reader:
         self._read = read
 
     def split(self, path: str, split: str, outer: Mapping[str, Any], depth: int) -> tuple[Kind, list[BlendMember]]:
-        """Return the kind and the members of a split. `outer`: subflavors that the file's own members get."""
+        """Return the kind and the members of a split of the metadataset file at `path`. `outer`: subflavors that a file
+        naming this one gives to its members; `depth`: number of files that name each other up to here."""
         if depth > DEEPEST:
             raise DatasetError(f"{path}: at most {DEEPEST} files may name each other. Remove the cycle")
         splits = self._splits(path)
@@ -123,11 +126,12 @@ class _Reader:
     def _joined(
         self, path: str, kind: Kind, entries: list[dict[str, Any]], split: str, outer: Mapping[str, Any], depth: int
     ) -> list[BlendMember]:
-        """Return the members of all entries of a list, with their weights and repetitions in it."""
+        """Return the members of all entries of a list in a metadataset file, with the list's weights and repetitions
+        applied."""
         weights = [_number(path, entry, "weight") for entry in entries]
         total = sum(weights)
         if kind == "blend" and not total:
-            raise DatasetError(f"{path}: at least one weight must be above 0, got {len(weights)} of 0. Correct them")
+            raise DatasetError(f"{path}: at least one weight must be above 0, got {len(weights)} of 0. Correct one")
         members: list[BlendMember] = []
         for entry, weight in zip(entries, weights, strict=True):
             inner, found = self._member(path, entry, split, outer, depth)
@@ -181,7 +185,8 @@ class _Reader:
         return {str(name): value for name, value in found.items()}
 
     def _refuse(self, path: str, entry: Mapping[str, Any]) -> None:
-        """Raise DatasetError for a field with which the samples or their order could not be the same."""
+        """Raise DatasetError if an entry has a field with which the samples or their order could not be as in
+        Energon."""
         for field, why in _REFUSED.items():
             if entry.get(field) not in (None, _DEFAULTS.get(field)):
                 raise DatasetError(f"{path}: {field} must be left out, because {why}")
@@ -195,7 +200,8 @@ class _Reader:
 
 
 def _beside(path: str, target: str) -> str:
-    """Return a path that is relative to the file `path`; an absolute one, or a URL, is returned as it is."""
+    """Return the path or URL that `target` stands for in the file `path`. A relative path begins at the file's
+    folder."""
     if "://" in target or target.startswith("/"):
         return target
     scheme, mark, rest = path.rpartition("://")

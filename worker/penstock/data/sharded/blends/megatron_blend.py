@@ -81,7 +81,7 @@ def megatron_blend(
 
 
 def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: MegatronPart) -> list[str]:
-    """Return the list of prefixes, or of alternating weights and prefixes."""
+    """Return the list of prefixes, or of alternating weights and prefixes, that a blend stands for."""
     if not isinstance(blend, str | os.PathLike):
         return [str(each).strip() for each in blend]
     path = Path(blend)
@@ -103,8 +103,8 @@ def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: Megatron
 
 
 def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
-    """Return (prefixes, weights or None). As in Megatron, a list of even length has weights if every other entry is a
-    number."""
+    """Return the prefixes in a list, and their weights, or None if the list has no weights. As in Megatron, a list of
+    even length has weights if every other entry is a number."""
     if not given:
         raise InvalidArgumentError("blend must have at least one prefix, got none")
     if len(given) % 2:
@@ -123,7 +123,8 @@ def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
 
 
 def _bounds(split: str, part: MegatronPart) -> tuple[float, float]:
-    """Return the (beginning, end) of a part as shares of the documents, computed as Megatron computes them."""
+    """Return the beginning and the end of a part as fractions of the documents, computed as Megatron computes them.
+    `split`: weights of the parts, such as "969,30,1"."""
     weights = [float(text) for text in re.findall(r"[.0-9]+", split)] if re.fullmatch(r"[\s.,/0-9]+", split) else []
     weights += [0.0] * (len(PARTS) - len(weights))
     total = sum(weights)

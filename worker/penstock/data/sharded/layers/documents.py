@@ -28,7 +28,7 @@ __all__ = ["Chunked", "DocumentParser", "Documents", "located", "token_of"]
 
 
 MAX_TOKEN = (1 << 63) - 1
-"""Largest token id, because lines and pieces are int64."""
+"""Largest token id, because lines and pieces of documents are int64."""
 
 
 class Chunked(Layer):
@@ -54,15 +54,16 @@ class Chunked(Layer):
         Args:
             source: source whose samples are documents: tensors or arrays of integers with one dimension, or lists of
                 integers.
-            length: largest number of tokens in a piece, including BOS and EOS; the last piece of a document has the
-                rest.
-            bos: token before each document; None: none.
-            eos: token after each document; None: none.
+            length: largest number of tokens in a piece, including BOS and EOS. All pieces of a document but the last
+                have this many.
+            bos: token that is put before each document; None: no token.
+            eos: token that is put after each document; None: no token.
             longest: largest number of tokens in a document, without BOS and EOS; a longer document raises DatasetError.
-            strip_tokens: token ids that are removed from both ends of each document first, such as separators that the
+                None: no limit.
+            strip_tokens: token ids that are first removed from both ends of each document, such as separators that the
                 data already have.
             min_length: smallest number of tokens in a document, without BOS and EOS, after `strip_tokens`; a shorter
-                document is left out.
+                document is left out. None: 1.
         """
         super().__init__(source)
         self._length = at_least_one("length", length)
@@ -115,7 +116,8 @@ class DocumentParser:
         """
         Args:
             name: name of the layer, for errors.
-            fields: columns that samples must have; None: samples are tokens alone.
+            shard, epoch: number of the shard and of the epoch, for errors.
+            fields: settings of the columns that samples must have; None: samples are tokens alone.
             strip: token ids to remove from both ends of each document.
             longest: largest number of tokens, and True if a longer document is truncated, False if it is an error;
                 None: no limit.
@@ -127,11 +129,13 @@ class DocumentParser:
         self._bare = not (self._columns or strip or longest or self._narrow)
 
     def where(self, index: int) -> str:
-        """Return the name of a document, for errors."""
+        """Return words that name document number `index` of the shard in errors."""
         return f"{self._name}: document {index} of shard {self._shard} in epoch {self._epoch}"
 
     def document(self, sample: Any, index: int, continues: bool = False) -> Document:
-        """Return the document of a sample. Raises DatasetError for one that is not a document."""
+        """Return the document that a sample holds. `index`: number of the sample in the shard; `continues`: True if the
+        sample is a piece of a document, and not its first piece. Raises DatasetError if the sample is not a
+        document."""
         if self._bare and (tokens := _usual(sample)) is not None:
             return Document(tokens, continues=continues)
         fields = self._fields
@@ -153,7 +157,7 @@ class DocumentParser:
         return sorted(map(str, sample)) if isinstance(sample, Mapping) else []
 
     def _cut(self, tokens: Ints, index: int) -> Ints:
-        """Return a document's tokens, without its end if it is too long and is to be truncated."""
+        """Return a document's tokens. If it is too long and the setting says so, its end is cut off."""
         if self._longest is None or len(tokens) <= self._longest[0]:
             return tokens
         most, truncate = self._longest
@@ -165,7 +169,8 @@ class DocumentParser:
         )
 
     def _column(self, values: Any, index: int, name: str, size: int | None = None) -> npt.NDArray[Any]:
-        """Return a column of a document. `size`: number of values that it must have; None: any."""
+        """Return the column `name` of a document as an array. `size`: number of values that it must have; None: any
+        number."""
         try:
             column = values.numpy(force=True) if isinstance(values, torch.Tensor) else np.asarray(values)
             if column.ndim and column.dtype.kind in "biufc":
@@ -214,7 +219,8 @@ class DocumentParser:
         )
 
     def _checked(self, array: npt.NDArray[Any], index: int) -> Ints:
-        """Return tokens that fit the dtype of the lines. Narrower tokens are widened where they are written."""
+        """Return tokens as they are, checked to fit the dtype of the lines. Narrower integers are widened when they are
+        written into a line."""
         if array.dtype == np.uint64:
             if array.max() > MAX_TOKEN:
                 raise DatasetError(f"{self.where(index)}: tokens must fit int64, got {array.max()}. Use smaller ids")
@@ -230,24 +236,29 @@ class DocumentParser:
 
 
 class Documents:
-    """Reader of a shard's documents, with the source's saved positions from which they can be read again."""
+    """Reader of a shard's documents, which keeps the source's saved positions from which a document can be read
+    again."""
 
     def __init__(
         self, layer: Layer, inner: Cursor, shard: int, index: int, parser: DocumentParser, *, least: int = 1
     ) -> None:
         """
         Args:
-            index: number of the first document in its shard.
+            layer: layer whose documents are read.
+            inner: cursor of the layer's source.
+            shard: number of the shard, for errors.
+            index: index in the shard of the first document to read.
+            parser: converts samples to documents.
             least: smallest number of tokens; documents with fewer are left out.
         """
         self._inner, self._parser, self._least = inner, parser, least
         self._limit = SearchLimit(layer.source, type(layer).__name__, shard)
         self._next = index
         self._index = index
-        """Index of the document that was read last."""
+        """Index in the shard of the document that was read last."""
         self._present: tuple[int, SavedPosition] = index, None
-        """Position from which that document is read again: its index, and the source's saved position before it. If
-        documents were left out just before it, that of the first of them: they are counted again."""
+        """Where to begin to read the last document again: the index of a sample, and the source's saved position before
+        it. If documents were left out just before it, this is the first of them, because a resume counts them again."""
 
     @property
     def where(self) -> str:
@@ -255,7 +266,7 @@ class Documents:
         return self._parser.where(self._index)
 
     def read(self) -> Document | None:
-        """Return the next document that has enough tokens; None if there is none left."""
+        """Return the next document that has enough tokens; None after the last one."""
         left_out: dict[str, int] = {}
         begin = self.following()
         while True:
@@ -274,8 +285,8 @@ class Documents:
             left_out = origin.leaving_out(left_out)
 
     def present(self) -> tuple[int, SavedPosition]:
-        """Return the position from which the document that was read last is read again: an index, and the source's
-        saved position before it."""
+        """Return where to begin to read the last document again: the index of a sample, and the source's saved position
+        before it."""
         return self._present
 
     def following(self) -> tuple[int, SavedPosition]:
@@ -283,8 +294,14 @@ class Documents:
         return self._next, self._inner.saved_position()
 
     def expect(self, what: str, there: int, at: int) -> None:
-        """Raise DatasetError unless the document that was read last has an item with index `at`. `there`: number of its
-        items; `what`: word for the items in the error ("pieces" or "tokens")."""
+        """Raise DatasetError unless the document that was read last has a piece or token with index `at`, which a saved
+        position names.
+
+        Args:
+            what: word for the counted things in the error: "pieces" or "tokens".
+            there: how many of them the document has.
+            at: index that must exist.
+        """
         if at >= there:
             raise DatasetError(
                 f"{self.where} must have more than the {at} {what} that the saved run read of it, got {there}. Use the "
@@ -304,9 +321,9 @@ class _ChunkedCursor:
         self._document: Ints | None = None
         """Document that is being cut into pieces, with BOS and EOS; None if it still has to be read."""
         self._pieces = 0
-        """Number of pieces of the document in `_document`."""
+        """Number of pieces into which `_document` is cut."""
         self._piece = piece
-        """Number of the next piece in its document."""
+        """Index of the next piece in its document."""
         self.continues = False
         """True if the piece that was yielded last is not the first one of its document."""
         self._origin = NOWHERE
@@ -344,7 +361,7 @@ class _ChunkedCursor:
         self._documents.close()
 
     def _open(self) -> Ints | None:
-        """Return the document that is being cut into pieces, and read it if needed; None after the last document."""
+        """Return the document that is being cut into pieces, and read it if necessary; None after the last document."""
         if self._document is None and (read := self._documents.read()) is not None:
             document, self._origin = read.tokens, read.origin
             if self._longest is not None and len(document) > self._longest:
@@ -358,7 +375,7 @@ class _ChunkedCursor:
         return self._document
 
     def _separated(self, document: Ints) -> Ints:
-        """Return a writable copy of a document, with BOS and EOS."""
+        """Return a writable copy of a document, with BOS before and EOS after it."""
         begin = self._bos is not None
         separated = np.empty(begin + len(document) + (self._eos is not None), np.int64)
         separated[begin : begin + len(document)] = document
@@ -369,19 +386,19 @@ class _ChunkedCursor:
         return separated
 
     def _advance(self, count: int) -> None:
-        """Advance by `count` pieces within the document in `_document`."""
+        """Advance by `count` pieces within the present document."""
         self._piece += count
         if self._piece == self._pieces:
             self._document, self._piece = None, 0
 
 
 def located(document: Document, origin: Origin, left_out: Mapping[str, int]) -> Document:
-    """Return a document with its origin. `left_out`: number of documents that were left out before it, by source."""
+    """Return a document with an origin. `left_out`: number of documents that were left out before it, by source."""
     return document if origin is NOWHERE and not left_out else document._replace(origin=origin.after(left_out))
 
 
 def token_of(name: str, value: int | None) -> int | None:
-    """Return a token id that was given as an argument. Raises InvalidArgumentError unless it is an int64."""
+    """Return the token id that was given as argument `name`. Raises InvalidArgumentError unless it is an int64."""
     number = whole(name, value)
     if number is not None and not -MAX_TOKEN - 1 <= number <= MAX_TOKEN:
         raise InvalidArgumentError(f"{name} must be a token id, an int64, got {number}")
@@ -395,7 +412,7 @@ def _tokens_of(name: str, values: Iterable[int]) -> frozenset[int]:
 
 
 def _usual(sample: Any) -> Ints | None:
-    """Return the tokens of a sample of the usual kinds, which need no check; None for all others."""
+    """Return the tokens of a sample of a common kind that needs no check; None for all other samples."""
     if type(sample) is torch.Tensor and sample.dtype is torch.int64 and sample.device.type == "cpu":
         sample = sample.numpy()
     if type(sample) is np.ndarray and sample.ndim == 1 and sample.dtype.char in "bBhHiIlq":

@@ -1,5 +1,5 @@
-"""Common parts of layers: the shards of a layer's source, and the saved positions, keys and positions in the order
-that a layer passes to its source.
+"""Common parts of layers: the shards of a layer's source, and the saved positions, keys and functions of positions that
+a layer passes to its source.
 
 A layer has no state except in its cursors, so a source and its layers may be opened many times in one process. If a
 layer uses randomness, its key also contains the layer's depth in the stack. Otherwise two layers of the same kind, one
@@ -19,7 +19,7 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorru
 __all__ = ["Layer", "SearchLimit", "checked", "depth_of", "entered", "is_keyed", "position_function", "title"]
 
 SEARCHED_SAMPLES = 1_000_000
-"""Largest number of samples in a row of an endless source for which a layer may yield nothing. A filter whose predicate
+"""Largest number of samples of an endless source in a row for which a layer may yield nothing. A filter whose predicate
 is never true would read on forever. With a predicate that is true for one sample in 10,000, this limit is reached with
 probability e^-100."""
 
@@ -35,7 +35,7 @@ class Layer:
     def __init__(self, source: ShardedSource) -> None:
         self.source = checked(source, type(self).__name__)
         self.depth = depth_of(source.described()) + 1
-        """Number of sources stacked on each other, from the innermost one to this layer."""
+        """Number of sources in the stack, from the innermost source to this layer."""
 
     def __repr__(self) -> str:
         settings = "".join(f", {name}={value!r}" for name, value in self.settings().items())
@@ -53,22 +53,22 @@ class Layer:
         return {"kind": type(self).__name__, **self.settings(), "source": self.source.described()}
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that decide the layer's samples, as JSON values."""
+        """Return the layer's settings that decide its samples, as JSON values."""
         return {}
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
         return None
 
     def over(self, source: ShardedSource) -> Self:
-        """Return the same layer over another source."""
+        """Return a layer with the same settings over another source."""
         found = copy.copy(self)
         found.source, found.depth = source, depth_of(source.described()) + 1
         return found
 
 
 class SearchLimit:
-    """Limit on the number of samples that a layer may leave out in a row. It applies to endless shards, which may
-    contain only such samples."""
+    """Limit on the number of samples in a row that a layer may leave out. It applies to endless shards: one that
+    contains only such samples would be read forever."""
 
     def __init__(self, source: ShardedSource, what: str, shard: int) -> None:
         self._left = self._most = SEARCHED_SAMPLES if source.endless else None
@@ -78,7 +78,7 @@ class SearchLimit:
         self._left = self._most
 
     def nothing(self, samples: int = 1) -> None:
-        """Count samples for which the layer yielded nothing. Raises DatasetError after too many in a row."""
+        """Count samples for which the layer yielded nothing. Raises DatasetError if there are too many in a row."""
         if self._left is None:
             return
         self._left -= samples
@@ -91,7 +91,7 @@ class SearchLimit:
 
 
 def checked(source: ShardedSource, layer: str) -> ShardedSource:
-    """Return `source`. Raises InvalidArgumentError if it is not a source in logical shards. `layer`: name of the layer,
+    """Return `source`. Raises InvalidArgumentError unless it is a source in logical shards. `layer`: name of the layer,
     for the error."""
     if not isinstance(source, ShardedSource):
         raise InvalidArgumentError(
@@ -102,8 +102,8 @@ def checked(source: ShardedSource, layer: str) -> ShardedSource:
 
 
 def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[int], SavedPosition | None]:
-    """Return the integers called `names` in a layer's saved position, and the saved position of the layer's source
-    that it contains; zeros and None if `saved` is None.
+    """Return the integers called `names` in a layer's saved position, and the saved position of the layer's source in
+    it. If `saved` is None, which means the shard's beginning, return zeros and None.
 
     Raises StateCorruptError for an invalid saved position.
     """
@@ -126,8 +126,8 @@ def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[
 
 def is_keyed(described: Any) -> bool:
     """Return True if no source in a stack draws from the process's random generators. Functions, pieces and streams get
-    generators of their own; sources of other libraries may use the process's. `described`: what the uppermost source's
-    `described()` returns."""
+    generators of their own; sources of other libraries may use the process's. `described`: what `described()` of the
+    stack's uppermost source returns."""
     kind = described.get("kind") if isinstance(described, Mapping) else None
     if kind in ("LogicalShards", "Savable"):
         return described["capture_rng"] is True
@@ -139,15 +139,15 @@ def is_keyed(described: Any) -> bool:
 
 
 def position_function(position_of: PositionOf | None, shard: int, shards: int) -> PositionOf:
-    """Return `position_of`; if it is None, that of a shard that is read round robin with the others, one sample of each
-    in turn."""
+    """Return `position_of`. If it is None, return the function for a shard that is read round robin with the others:
+    sample i of shard s of S is at position i * S + s."""
     return position_of or (lambda index: index * shards + shard)
 
 
 def title(function: Callable[..., Any], name: str | None) -> str:
-    """Return the name under which states record a function: `name`, or else the function's own. The name cannot show
-    whether the function is unchanged. The module's name is left out, because a main script has another module name in
-    the process that runs it."""
+    """Return the name of a function in states: `name`, or else the function's own name. The name cannot show whether
+    the function is unchanged. The module's name is left out, because a main script has another module name in the
+    process that runs it."""
     if name is not None:
         return name
     while isinstance(function, partial):
@@ -156,6 +156,6 @@ def title(function: Callable[..., Any], name: str | None) -> str:
 
 
 def depth_of(described: Mapping[str, Any]) -> int:
-    """Return the number of sources stacked on each other in a source with this description."""
+    """Return the number of sources in a stack. `described`: what `described()` of the uppermost source returns."""
     below = [described["source"]] if "source" in described else described.get("sources", [])
     return 1 + max((depth_of(source) for source in below), default=0)

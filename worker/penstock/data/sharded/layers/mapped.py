@@ -37,12 +37,12 @@ __all__ = ["Filtered", "Mapped", "SkipSample"]
 
 _Function = Callable[..., Any]
 _Taken = Callable[[Any, int], tuple[bool, Any]]
-"""Function from a sample and its index in the source to (True if the sample stays, its converted value)."""
+"""Function (sample, its index in the source's shard) that returns (True if the sample stays, the converted sample)."""
 
 
 class SkipSample(Exception):
-    """Exception with which the function of a `Mapped(..., skip_failures=n)` leaves a sample out, without counting it as
-    a failure."""
+    """Exception that the function of a `Mapped(..., skip_failures=n)` raises to leave a sample out. It does not count
+    as a failure."""
 
 
 class _PerSample(Layer):
@@ -82,6 +82,7 @@ class Mapped(_PerSample):
     ) -> None:
         """
         Args:
+            source: source whose samples are converted.
             fn: function from a sample to a sample. Its exceptions are raised unchanged, with a note that names the
                 sample.
             random: True: call fn(sample, generator), with a numpy Generator that depends on the seed, the epoch, and
@@ -103,7 +104,7 @@ class Mapped(_PerSample):
 
     @property
     def one_to_one(self) -> bool:
-        """True if there is one sample for each of the source."""
+        """True if the layer yields one sample for each sample of its source."""
         return not self._skip_failures
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
@@ -135,6 +136,7 @@ class Filtered(_PerSample):
     ) -> None:
         """
         Args:
+            source: source whose samples are filtered.
             predicate: function from a sample to True if the sample stays.
             random: True: call predicate(sample, generator), as in `Mapped`.
             name: name of the predicate in a saved state; None: its qualified name.
@@ -160,7 +162,7 @@ class Filtered(_PerSample):
 
 
 class _Call:
-    """Callable that calls the user's function with its random generator, and adds a note with the sample's position to
+    """Wrapper of the user's function: it passes a random generator, and adds a note that names the sample to
     exceptions."""
 
     def __init__(self, function: _Function, key: int | None, where: str) -> None:
@@ -180,7 +182,7 @@ class _Call:
 
 
 class _Tolerant:
-    """Variant of `_Call` that leaves out up to `skip_failures` samples in a row for which the function fails."""
+    """Wrapper of a `_Call` that leaves out up to `most` samples in a row for which the user's function fails."""
 
     def __init__(self, call: _Call, most: int) -> None:
         self._call, self._most, self._failed = call, most, 0
@@ -204,7 +206,8 @@ class _Tolerant:
 
 
 class _EachCursor:
-    """Cursor that yields one sample for each sample of the source. Skipping samples does not call the function."""
+    """Cursor that yields one sample for each sample of the source. Skipping samples does not call the user's
+    function."""
 
     def __init__(self, inner: Cursor, call: _Call, index: int) -> None:
         self._inner, self._call, self._index = inner, call, index
@@ -244,14 +247,14 @@ class _EachCursor:
 
 
 class _SomeCursor:
-    """Cursor that yields only samples that the layer does not leave out. It reads every sample."""
+    """Cursor that yields only the samples that the user's function keeps. It reads every sample, also to skip."""
 
     def __init__(self, inner: Cursor, taken: _Taken, index: int, limit: SearchLimit) -> None:
         self._inner, self._taken, self._limit = inner, taken, limit
         self._left_out: dict[str, int] = {}
-        """Number of samples left out before the last yielded one, by source."""
+        """Number of samples, by source, that were left out before the sample that was yielded last."""
         self._index = index
-        """Index of the source's next sample."""
+        """Index in the shard of the source's next sample."""
 
     def __iter__(self) -> _SomeCursor:
         return self

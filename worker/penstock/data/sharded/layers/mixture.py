@@ -36,10 +36,10 @@ Stop = Literal["never", "first", "last"]
 By = Literal["samples", "tokens"]
 
 AT_ONCE = 1 << 14
-"""Largest number of samples that are skipped in one call."""
+"""Largest number of samples that are skipped in one call, which limits the memory of the call."""
 FEW = 16
-"""Largest number of samples that are skipped one by one, at 1 us each. A call with arrays takes 40 us for any
-number."""
+"""Largest number of samples that are skipped one by one, at 1 us each. A call that skips with arrays takes 40 us for
+any number."""
 
 
 class Mixture:
@@ -156,8 +156,9 @@ class Mixture:
         return {"parts": list(self._parts)}
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
-        """Return, for each shard, the sum of all sources' lengths, if all sources are read to their end; None
-        otherwise. With stop="first" the end of a shard depends on the positions of its samples, so it is None too."""
+        """Return the number of samples in each shard of the mixture: the sum of all sources' lengths, if all sources
+        are read to their end. Return None otherwise. With stop="first" the end of a shard depends on the positions of
+        its samples, so the numbers are unknown, too."""
         if self._stop != "last":
             return None
         total = np.zeros(self.num_shards, np.int64)
@@ -193,20 +194,25 @@ class Mixture:
         return _Cursor(members, order, self._parts, ended, self._stop, index, positions, self.names)
 
     def wanted(self, position: int = 0) -> list[float]:
-        """Return the share of each source, of samples or tokens as `by` says, at a position: a number of samples that
-        the mixture has given before."""
+        """Return the share of samples (or of tokens, as `by` says) that each source should have at a position.
+        `position`: number of samples that the mixture has given before."""
         return order_of(self._segments).shares(position)
 
     def parts_at(self, position: int) -> tuple[int, ...]:
-        """Return the weights at a position as whole numbers; in a ramp those that it leads to."""
+        """Return the weight of each source at a position, as whole numbers; within a ramp, the weights at the ramp's
+        end."""
         return [segment for segment in self._segments if segment.start <= position][-1].parts
 
     def changed_from(self, position: int, parts: Mapping[str, int], added: Mapping[str, ShardedSource]) -> Mixture:
-        """Return the same mixture with other weights from a position on, and with more sources, which have weight 0
-        before it. Later changes of the weights, and the rest of a ramp, are dropped.
+        """Return a mixture with other weights from a position on, and with more sources, which have weight 0 before it.
+        Later changes of the weights, and the rest of a ramp, are dropped.
 
-        parts: weight of each source, by name, as whole numbers. Raises InvalidArgumentError for unknown names, and for
-        an added source with another number of shards.
+        Args:
+            position: number of samples that the mixture gives before the new weights apply.
+            parts: new weight of each source, by name, as whole numbers.
+            added: the added sources, by name.
+
+        Raises InvalidArgumentError for unknown names, and for an added source with another number of shards.
         """
         found = copy.copy(self)
         found.names = _checked_names([*self.names, *added], len(self.names) + len(added))
@@ -236,7 +242,7 @@ class Mixture:
 
     @property
     def by(self) -> By:
-        """Unit of the weights."""
+        """Unit of the weights: "samples" or "tokens"."""
         return self._by
 
 
@@ -252,8 +258,7 @@ def _checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
 
 
 class _Positions:
-    """Function from a shard's sample index to the sample's position among those of all shards, for one index or
-    many."""
+    """Function that converts indexes of samples in one shard to their positions in the order of all shards' samples."""
 
     def __init__(self, position_of: PositionOf | None, shard: int, shards: int) -> None:
         self._given, self._shard, self._shards = position_of, shard, shards
@@ -280,7 +285,7 @@ class _Cursor:
         self._members, self._order, self._parts, self._ended, self._stop = members, order, parts, ended, stop
         self._index, self._positions, self._names = index, positions, names
         self._last = 0
-        """Number of the source of the last yielded sample."""
+        """Number of the source of the sample that was yielded last."""
         self._schedule = self._live_schedule()
 
     def __iter__(self) -> _Cursor:
@@ -315,8 +320,8 @@ class _Cursor:
         self._members.close()
 
     def _skip_some(self, count: int, schedule: MixtureShares | SegmentedOrder) -> int:
-        """Skip `count` samples, but stop at the first turn of a source that has no sample left, and mark that source as
-        ended. Returns the number of skipped samples."""
+        """Skip `count` samples, but stop at the first sample whose source has ended, and mark that source as ended.
+        Return the number of skipped samples."""
         if count == 1:
             number = schedule.at(self._positions.at(self._index))
             passed = self._members.moving(number).skip(1)
@@ -339,8 +344,8 @@ class _Cursor:
         return passed
 
     def _skip_each(self, order: Ints) -> int:
-        """Skip one sample of each source named in `order`, in this order. Returns the number of samples skipped before
-        the first source that had none left."""
+        """Skip one sample of each source in `order`, which lists sources by number, in this order. Return the number of
+        samples skipped before the first source that had no sample left."""
         whole = len(order)
         for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):
             if turns and (passed := self._members.moving(number).skip(turns)) < turns:
@@ -355,7 +360,7 @@ class _Cursor:
         self._schedule = self._live_schedule()
 
     def _live_schedule(self) -> MixtureShares | SegmentedOrder | None:
-        """Return the schedule of the sources that have not ended; None if the mixture has ended."""
+        """Return the order of those sources that have not ended; None if the mixture has ended."""
         if not self._ended:
             return self._order
         live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))

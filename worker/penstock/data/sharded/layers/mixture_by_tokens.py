@@ -1,4 +1,4 @@
-"""Schedule of a mixture whose weights are shares of tokens.
+"""Order of a mixture whose weights are shares of tokens.
 
 Documents are yielded whole, so shares can be exact only to within one document. A source is eligible if its tokens do
 not exceed its share of all tokens so far. Of the eligible sources, the next is the one whose next document would finish
@@ -11,8 +11,8 @@ that document, so no document is lost.
 All counts are integers, and each shard has its own. A shard moves between workers together with its counts.
 
 If the weights change with the position of documents, counts begin at zero with each segment of constant weights, and
-with each ramp. From one step of a ramp to the next they continue: each count becomes what the source has given beyond
-its share, so that what it still lacks of one step is made up for in the next.
+with each ramp. Within a ramp they continue from one step to the next: each count becomes what the source has given
+beyond its share, so that what it lacks at the end of one step is made up for in the next.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["ByTokens", "TokenWeights"]
 
 
 class TokenWeights(NamedTuple):
-    """Weights of a mixture by tokens in one shard."""
+    """Weights by tokens of a mixture's sources, as one shard of the mixture sees them."""
 
     order: SegmentedOrder
     position_of: PositionOf
@@ -41,18 +41,18 @@ class TokenWeights(NamedTuple):
     """True if the weights change with the position."""
 
     def piece(self, index: int) -> Piece:
-        """Return the piece of the order in which the shard's sample `index` lies."""
+        """Return the piece of constant weights in which the shard's sample number `index` lies."""
         return self.order.piece(self.position_of(index) if self.changes else 0)
 
     def last(self, index: int, saved: SavedPosition | None) -> Piece:
-        """Return the piece of the last document before the mixture's saved position at sample `index`; before the
-        first document, that of the first."""
+        """Return the piece of constant weights in which the last document before sample number `index` lies. `saved`:
+        the mixture's saved position there. Before the first document, return the piece of the first document."""
         return self.piece(index - 1 if saved is not None and index else index)
 
 
 def _given_of(saved: SavedPosition | None, count: int, piece: Piece) -> list[int]:
-    """Return the number of tokens that each of `count` sources has given in a piece of the order, from the mixture's
-    saved position in a shard. Raises StateCorruptError for an invalid one."""
+    """Return the number of tokens that each of `count` sources has given in a piece of constant weights, read from the
+    mixture's saved position in a shard. Raises StateCorruptError for an invalid saved position."""
     if saved is None:
         return [0] * count
     given, begun = saved.get("given"), saved.get("piece", [0, 0])
@@ -74,7 +74,8 @@ def _given_of(saved: SavedPosition | None, count: int, piece: Piece) -> list[int
 
 
 def _carried(given: Sequence[int], parts: Sequence[int]) -> list[int]:
-    """Return what each source has given beyond its share, in tokens, rounded down."""
+    """Return the number of tokens that each source has given beyond its share, rounded down; negative if it has given
+    less."""
     total, whole = sum(given), sum(parts)
     return [had - part * total // whole for had, part in zip(given, parts, strict=True)]
 
@@ -96,12 +97,12 @@ class ByTokens:
         self._members, self._weights, self._ended, self._stop = members, weights, ended, stop
         self._index, self._where, self._names = index, where, names
         self._piece = weights.last(index, saved)
-        """Piece of the order in which the last document lay, so that a saved position does not depend on weights after
-        it."""
+        """Piece of constant weights in which the last document lay, so that a saved position does not depend on the
+        weights after it."""
         self._parts, self._given = self._piece.parts, _given_of(saved, len(names), self._piece)
         self._next: dict[int, tuple[int, Any, SavedPosition, Origin]] = {}
-        """Next document of each source, by the source's number: (number of tokens, document, the source's saved
-        position before it, its origin in the source)."""
+        """Document of each source that was read ahead, by the source's number: (number of tokens, document, the
+        source's saved position before it, its origin in the source)."""
         self.origin = NOWHERE
         self._over = False
 
@@ -145,7 +146,7 @@ class ByTokens:
         return document
 
     def _enter(self, piece: Piece) -> None:
-        """Change to the weights of the piece in which the next document lies."""
+        """Change to the weights of another piece, in which the next document lies."""
         if piece == self._piece:
             return
         joined = piece.segment == self._piece.segment
@@ -180,7 +181,7 @@ class ByTokens:
         return best
 
     def _read(self, number: int) -> bool:
-        """Read a source's next document. Return False if the source has ended."""
+        """Read the next document of source number `number` ahead. Return False if the source has ended."""
         cursor = self._members.moving(number)
         before = cursor.saved_position()
         for document in cursor:
@@ -191,7 +192,8 @@ class ByTokens:
         return False
 
     def _end(self, numbers: list[int]) -> None:
-        """Mark these sources as ended. The other sources get their turns, and shares are counted from zero again."""
+        """Mark these sources as ended. The other sources get their documents' places, and shares are counted from zero
+        again."""
         for number in numbers:
             self._ended.add(number)
             self._members.drop(number)

@@ -1,4 +1,4 @@
-"""Cursors of a mixture's sources in one shard, and their entries in the mixture's saved position."""
+"""Cursors of a mixture's sources in one shard, and their part of the mixture's saved position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ __all__ = ["MixtureMembers", "ended_early", "members_of"]
 
 
 def ended_early(number: int) -> DatasetError:
-    """Return the error for a source of a mixture that calls itself endless, and has ended."""
+    """Return the error for a mixture's source number `number` whose attribute `endless` is True, but which has
+    ended."""
     return DatasetError(
         f"sources[{number}] of a Mixture must be endless, as its attribute `endless` says, but has ended. Set the "
         "attribute to False, so that the Mixture repeats the source"
@@ -19,9 +20,9 @@ def ended_early(number: int) -> DatasetError:
 
 
 def members_of(saved: SavedPosition | None, count: int) -> tuple[list[SavedPosition | None], set[int]]:
-    """Return the saved positions of a mixture's `count` sources, and the numbers of the sources that have ended, from
-    the mixture's saved position. Sources that were added since it was saved are at their beginning. Raises
-    StateCorruptError for more sources."""
+    """Return the saved position of each of a mixture's `count` sources, and the numbers of the sources that have ended,
+    from the mixture's saved position. Sources that were added after it was saved are at their beginning. Raises
+    StateCorruptError if it has more than `count` sources, or is damaged."""
     if saved is None:
         return [None] * count, set()
     below, ended = saved.get("sources"), saved.get("ended")
@@ -35,8 +36,8 @@ def members_of(saved: SavedPosition | None, count: int) -> tuple[list[SavedPosit
 
 
 class MixtureMembers:
-    """Cursors of a mixture's sources in one shard, opened when needed. Only cursors that have moved since their
-    position was saved are asked for it again."""
+    """Cursors of a mixture's sources in one shard, opened when they are first read. `saved_positions` asks only those
+    cursors that have moved since the last call."""
 
     def __init__(
         self, opened: Callable[[int, SavedPosition | None], Cursor], saved: Sequence[SavedPosition | None]
@@ -46,7 +47,8 @@ class MixtureMembers:
         self._moved: set[int] = set()
 
     def moving(self, number: int) -> Cursor:
-        """Return a source's cursor, which the caller will move."""
+        """Return the cursor of source number `number`. The caller will move it, so its saved position must be taken
+        again."""
         if number not in self._cursors:
             self._cursors[number] = self._opened(number, self._saved[number])
         self._moved.add(number)
@@ -64,7 +66,7 @@ class MixtureMembers:
         self._saved = list(saved)
 
     def drop(self, number: int) -> None:
-        """Close the cursor of a source that has ended. Its saved position is not needed any more."""
+        """Close the cursor of source number `number`, which has ended. Its saved position is no longer needed."""
         cursor = self._cursors.pop(number, None)
         if cursor is not None:
             cursor.close()

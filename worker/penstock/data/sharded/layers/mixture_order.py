@@ -4,9 +4,9 @@ Each segment of constant weights begins the schedule of its weights (mixture_sha
 within a segment every prefix has each source's share to within one sample, and a position is looked up without those
 before it.
 
-A ramp is divided into steps. At the end of each step, the number of samples that each source has given since the
-ramp's beginning is the integral of its share, rounded up or down; which of the two is decided for one step after the
-other, when the ramp is first used: as in mixture_shares.py, the sample with the earliest deadline comes first. Inside a
+A ramp is divided into steps. At the end of each step, the number of samples that each source has given since the ramp's
+beginning is the integral of its share, rounded up or down. For one step after the other it is decided, when the ramp is
+first used, which of the two it is: as in mixture_shares.py, the sample with the earliest deadline comes first. Inside a
 step the weights are constant: its numbers of samples. A ramp of L samples has about sqrt(L / 2) steps of sqrt(2 L)
 samples, so that a step deviates from the straight line by at most a quarter of a sample. In every prefix of a ramp, the
 number of each source's samples deviates from the integral of its share by less than 9/4: one sample within a step, one
@@ -34,22 +34,22 @@ from penstock.data.sharded.layers.mixture_shares import MAX_PARTS, MixtureShares
 __all__ = ["Piece", "SegmentedOrder", "order_of"]
 
 KEPT_POSITIONS = 1 << 24
-"""Approximate number of positions in a ramp's tables that are kept: 32 MB."""
+"""Approximate number of positions of a ramp whose sources are kept in memory, in tables of 32 MB together."""
 
 
 class Piece(NamedTuple):
-    """Part of the order with constant weights: a segment, or a step of a ramp."""
+    """Piece of a mixture's order: positions with constant weights, either a whole segment or one step of a ramp."""
 
     segment: int
-    """First position of the segment."""
+    """Position at which the piece's segment begins."""
     start: int
-    """First position of the piece."""
+    """Position at which the piece begins."""
     parts: tuple[int, ...]
-    """Weights of the sources, as whole numbers."""
+    """Weight of each source as a whole number."""
 
 
 class SegmentedOrder:
-    """Function from positions to sources, for weights that change."""
+    """Function from positions of a mixture's order to the numbers of its sources, for weights that change."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = tuple(segments)
@@ -62,7 +62,7 @@ class SegmentedOrder:
         return self._orders[number].at(position - self._starts[number])
 
     def many(self, positions: Ints) -> Ints:
-        """Return the numbers of the sources that give the samples at these positions."""
+        """Return, for each of these positions, the number of the source that gives the sample there."""
         found = np.empty(len(positions), np.int64)
         numbers = np.searchsorted(self._starts, positions, "right") - 1
         for number in np.unique(numbers).tolist():
@@ -71,7 +71,7 @@ class SegmentedOrder:
         return found
 
     def piece(self, position: int) -> Piece:
-        """Return the piece in which a position lies."""
+        """Return the piece of constant weights that contains a position."""
         number = bisect_right(self._starts, position) - 1
         start, order = self._starts[number], self._orders[number]
         if isinstance(order, _RampOrder):
@@ -80,7 +80,7 @@ class SegmentedOrder:
         return Piece(start, start, self._segments[number].parts)
 
     def shares(self, position: int) -> list[float]:
-        """Return each source's share of the weights at a position."""
+        """Return the share of the weights that each source has at a position; the shares sum up to 1."""
         number = bisect_right(self._starts, position) - 1
         segment = self._segments[number]
         shares = _shares(segment.parts)
@@ -96,7 +96,7 @@ def _shares(parts: Sequence[int]) -> list[float]:
 
 @lru_cache(maxsize=64)
 def order_of(segments: tuple[Segment, ...]) -> SegmentedOrder:
-    """Return the order of these segments."""
+    """Return the order that these segments make."""
     return SegmentedOrder(segments)
 
 
@@ -107,18 +107,18 @@ def _order(segment: Segment) -> MixtureShares | _RampOrder:
 
 
 class _RampOrder:
-    """Function from positions of a ramp, counted from its beginning, to sources.
+    """Function from positions in a ramp, counted from its beginning, to the numbers of the sources.
 
     Args:
         begin, end: weights of the sources at both ends, as whole numbers.
-        length: number of samples.
+        length: number of samples of the ramp.
     """
 
     def __init__(self, begin: tuple[int, ...], end: tuple[int, ...], length: int) -> None:
         size = min(MAX_PARTS, math.isqrt(2 * length))
         count = -(-length // size)
         self._bounds = [length * number // count for number in range(count + 1)]
-        """First position of each step, and the ramp's length."""
+        """First position of each step of the ramp, then the ramp's length."""
         self._integrals = [
             _Integral(
                 2 * length * first * sum(end), last * sum(begin) - first * sum(end), 2 * length * sum(begin) * sum(end)
@@ -141,7 +141,7 @@ class _RampOrder:
         return found
 
     def step(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """Return the first position of the step in which a position lies, and the step's weights."""
+        """Return the first position of the step that contains `position`, and the weights in that step."""
         number = bisect_right(self._bounds, position) - 1
         return self._bounds[number], self._steps()[number]
 
@@ -155,7 +155,7 @@ class _RampOrder:
         return table
 
     def _steps(self) -> list[tuple[int, ...]]:
-        """Return the number of each source's samples in each step."""
+        """Return, for each step of the ramp, the number of samples that each source gives in it."""
         if not self._parts:
             given = [0] * len(self._integrals)
             for bound in self._bounds[1:]:
@@ -165,8 +165,8 @@ class _RampOrder:
         return self._parts
 
     def _until(self, given: Sequence[int], bound: int) -> list[int]:
-        """Return the number of samples that each source has given before `bound`, from those that they had given at the
-        step's beginning."""
+        """Return the number of samples that each source has given at position `bound` of the ramp, where a step ends.
+        `given`: the numbers at the step's beginning."""
         until = [max(had, integral.floor(bound)) for had, integral in zip(given, self._integrals, strict=True)]
         left = bound - sum(until)
         waiting = [number for number, integral in enumerate(self._integrals) if integral.ceil(bound) > until[number]]
@@ -180,7 +180,8 @@ class _RampOrder:
 
 
 class _Integral(NamedTuple):
-    """Integral of a source's share over a ramp, up to position x: (rate x + bend x^2) / whole."""
+    """Integral of a source's share over a ramp, from its beginning to position x: (rate x + bend x^2) / whole, in
+    samples."""
 
     rate: int
     bend: int
@@ -193,5 +194,5 @@ class _Integral(NamedTuple):
         return -(-(self.rate * position + self.bend * position * position) // self.whole)
 
     def deadline(self, count: int, length: int) -> int:
-        """Return the first position at which the integral is at least `count`; length + 1 if there is none."""
+        """Return the first position at which the integral is at least `count`; `length` + 1 if it never is."""
         return bisect_left(range(length + 1), count, key=self.floor)

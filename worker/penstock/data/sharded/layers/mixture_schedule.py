@@ -1,4 +1,4 @@
-"""Weights of a mixture that change with the position: what users write, and the segments that it means.
+"""Weights of a mixture that change with the position: what users write (Schedule, Ramp), and the segments that result.
 
 A position counts the samples that the mixture has given before, in all shards and on all boxes. So the weights are a
 function of the order alone, and no number of boxes or workers changes them.
@@ -18,7 +18,8 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["MAX_RAMP", "Ramp", "Schedule", "Segment", "Weights", "segments_of"]
 
 Weights: TypeAlias = Sequence[Weight] | Mapping[str, Weight]
-"""Weights in the order of the sources, or by their names; a name that is left out has weight 0."""
+"""Weights of the sources: a list in the order of the sources, or a dict by their names; a name that is left out has
+weight 0."""
 
 MAX_RAMP = 1 << 31
 """Largest number of samples of a ramp. A ramp of this length has 32,768 steps."""
@@ -30,15 +31,17 @@ class Ramp:
 
         Schedule({0: {"web": 0.7, "code": 0.3}, 50_000: Ramp({"web": 0.5, "code": 0.5}, over=10_000)})
 
-    Sources' shares of all weights change linearly, from those before the ramp to those of `to`, and then stay.
+    Each source's share of the weights changes linearly, from its share before the ramp to its share in `to`, and then
+    stays.
     """
 
     to: Weights
     """Weights at the ramp's end."""
     over: int
-    """Length of the ramp, in the unit of the Schedule's positions; at most up to the next position of the Schedule."""
+    """Length of the ramp, in the unit of the Schedule's positions. The ramp must end before the Schedule's next
+    position, or at it."""
     start: Weights | None = None
-    """Weights at the ramp's beginning; None: the weights before it."""
+    """Weights at the ramp's beginning; None: the weights that the Schedule has before the ramp."""
 
 
 class Schedule:
@@ -83,7 +86,8 @@ class Schedule:
         return f"Schedule({self._changes!r})"
 
     def segments(self, names: Sequence[str]) -> tuple[Segment, ...]:
-        """Return the segments for sources of these names. Raises InvalidArgumentError for invalid weights and ramps."""
+        """Return the segments of the order that these weights make, for sources with these names. Raises
+        InvalidArgumentError for invalid weights and ramps."""
         found: list[Segment] = []
         positions = [*self._changes]
         for position, end in zip(positions, [*positions[1:], None], strict=True):
@@ -98,7 +102,8 @@ class Schedule:
                 begin = found[-1].parts
             else:
                 raise InvalidArgumentError(
-                    "a Ramp at position 0 of a Schedule needs weights to begin with. Give Ramp(..., start=)"
+                    "a Ramp at position 0 of a Schedule must have weights to begin with, got start=None. Give "
+                    "Ramp(..., start=)"
                 )
             parts = _parts(given.to, names, f"{where}, end of the Ramp")
             found.append(Segment(position, parts, over, begin))
@@ -122,19 +127,20 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a mixture's order, up to the next segment, with constant weights, or with a ramp."""
+    """Part of a mixture's order, from one position to the next segment, in which the weights are constant or follow a
+    ramp."""
 
     start: int
-    """Position of the first sample."""
+    """Position of the segment's first sample."""
     parts: tuple[int, ...]
-    """Weights as whole numbers; those at the end of a ramp."""
+    """Weight of each source as a whole number; for a ramp, the weights at its end."""
     over: int = 0
-    """Number of samples of a ramp; 0: the weights are constant."""
+    """Number of samples of the ramp with which the segment begins; 0 if the weights are constant."""
     begin: tuple[int, ...] = ()
-    """Weights at the beginning of a ramp, as whole numbers."""
+    """Weight of each source at the beginning of the ramp, as a whole number; empty if the weights are constant."""
 
     def with_more(self, parts: tuple[int, ...]) -> Segment:
-        """Return the segment with the weights of further sources."""
+        """Return the segment with the weights of further sources, `parts`, as whole numbers."""
         begin = (*self.begin, *parts) if self.over else ()
         return replace(self, parts=(*self.parts, *parts), begin=begin)
 
@@ -145,8 +151,8 @@ class Segment:
 
 
 def segments_of(weights: Weights | Schedule, names: Sequence[str]) -> tuple[Segment, ...]:
-    """Return the segments that the weights of sources of these names mean. Raises InvalidArgumentError for invalid
-    weights."""
+    """Return the segments of the order that the weights of a Mixture make, for sources with these names. Raises
+    InvalidArgumentError for invalid weights."""
     if isinstance(weights, Schedule):
         return weights.segments(names)
     return (Segment(0, _parts(weights, names, "the weights")),)

@@ -38,17 +38,17 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["MAX_PARTS", "MixtureShares", "parts_of", "shares_of", "table_of"]
 
 MAX_PARTS = 1 << 16
-"""Largest sum of the whole numbers that weights are converted to."""
+"""Largest sum of the whole numbers (parts) to which weights are converted."""
 MAX_EXPONENT = 400
 """Largest exponent in the text of a weight; that of a float is at most 324. A text like 1e99999999 would take minutes
-and gigabytes."""
+and gigabytes to convert."""
 MOST = 1e308
-"""Largest sum of weights that is printed; a float has few numbers above it."""
+"""Largest sum of weights that an error prints as a number; few floats are larger."""
 POSITIONS = 1 << 12
-"""Smallest number of positions in a table. With usual weights, a table of this size has enough periods for each
+"""Smallest number of positions in a table of sources. With usual weights, such a table has enough periods for each
 position of the period to get each source by its share. Making a table takes 6 ms."""
 ALL_POSITIONS = 1 << 20
-"""Approximate number of positions in all tables together: 2 MB."""
+"""Approximate number of positions in all tables together, which take 2 MB."""
 
 _KEY = 0x6D69782D7475726E
 _FRACTION_BITS = 24
@@ -63,8 +63,9 @@ Weight = float | int | Fraction | Decimal
 def parts_of(weights: Sequence[Weight]) -> tuple[int, ...]:
     """Return the weights as whole numbers (parts) in the same ratio: 0.7, 0.2 and 0.1 become 7, 2 and 1.
 
-    A weight is taken as the fraction in its decimal text. If that takes more than MAX_PARTS parts in all, the weights
-    are rounded to that many, the largest remainders up. Raises InvalidArgumentError for invalid weights.
+    A weight is taken as the fraction in its decimal text. If the parts would sum up to more than MAX_PARTS, the weights
+    are rounded so that they sum up to MAX_PARTS; those with the largest remainders are rounded up. Raises
+    InvalidArgumentError for invalid weights.
     """
     exact = [_fraction(number, weight) for number, weight in enumerate(weights)]
     total = sum(exact)
@@ -114,12 +115,13 @@ def _reduced(parts: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def shares_of(parts: tuple[int, ...]) -> MixtureShares:
-    """Return the shares of sources whose weights are these whole numbers, at least one of which is not 0."""
+    """Return the shares of sources with these weights (whole numbers, at least one of them above 0)."""
     return MixtureShares(_reduced(parts))
 
 
 class MixtureShares:
-    """Function from positions to sources. `parts`: weights as whole numbers without a common divisor."""
+    """Function from positions of a mixture's order to the numbers of its sources, under constant weights. `parts`:
+    weights as whole numbers without a common divisor."""
 
     def __init__(self, parts: tuple[int, ...]) -> None:
         self._parts = parts
@@ -137,7 +139,7 @@ class MixtureShares:
         return int(self._table(block % self._count)[inside])
 
     def many(self, positions: Ints) -> Ints:
-        """Return the numbers of the sources that give the samples at these positions."""
+        """Return, for each of these positions, the number of the source that gives the sample there."""
         if self._only is not None:
             return np.full(len(positions), self._only, np.int64)
         found = np.empty(len(positions), np.int64)
@@ -157,16 +159,16 @@ class MixtureShares:
 
 @dataclass
 class _Line:
-    """Samples of one source while a table of positions is filled. The positions are counted from 1."""
+    """Samples of one source while a table of positions is filled. Positions in it are counted from 1."""
 
     source: int
     """Number of the source."""
     part: int
-    """Number of samples that it gets in each period of the weights."""
+    """Number of samples that the source gives in each period of the weights."""
     due: list[int]
-    """First position that each sample may get."""
+    """First position that each of the source's samples may get."""
     deadline: list[int]
-    """Last position that each sample may get."""
+    """Last position that each of the source's samples may get."""
     target: list[int]
     """Target position of each sample of the source, drawn within the sample's window, in units of 2^-24 of a
     position."""
@@ -186,11 +188,12 @@ class _Line:
 
 
 def table_of(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray[np.uint16]:
-    """Return table `number`: the source of each of its `positions` positions, a multiple of the sum of `parts`."""
+    """Return table number `number`: for each of its `positions` positions, the number of the source that gives the
+    sample there. `positions` is a multiple of the sum of `parts`."""
     period = sum(parts)
     lines = [_Line.of(source, part, period, positions // period, number) for source, part in enumerate(parts) if part]
     left = [0] * (positions + 1)
-    """Number of samples that have no position yet, by their deadline."""
+    """Number of samples without a position so far, by their deadline."""
     for line in lines:
         for deadline in line.deadline:
             left[deadline] += 1
@@ -199,8 +202,8 @@ def table_of(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray
     """Number of samples placed so far, by (position of the period, source)."""
     table = np.empty(positions, np.uint16)
     bound = positions
-    """Deadline such that the samples with deadlines up to it need all positions up to it. Only these samples may be
-    placed there."""
+    """Deadline up to which the samples need all positions that are left up to it. Until then only these samples may be
+    placed."""
     for position in range(1, positions + 1):
         inside = position % period
         waiting = []
@@ -225,8 +228,9 @@ def table_of(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray
 
 
 def _tight(left: list[int], position: int, deadline: int) -> int | None:
-    """Return the first d before `deadline` such that the samples with deadlines up to d need all positions from
-    `position` to d; None if there is none."""
+    """Return the first position d before `deadline` such that all positions from `position` to d are needed by samples
+    with deadlines up to d; None if there is no such position. `left`: number of samples without a position, by
+    deadline."""
     spare = 0
     for at in range(position, deadline):
         spare += 1 - left[at]

@@ -1,10 +1,9 @@
-"""Documents of tokens packed into lines of one length.
-
-Documents are packed in order, or by best fit within windows.
+"""Documents of tokens packed into lines of one length, in order or by best fit within windows (groups of consecutive
+documents).
 
 In order, a line may begin in the middle of a document. The state contains the beginning of the line that is being
-filled: the source's saved position before the document in which the line begins, and an offset in that document.
-After a resume the document is read again, and the line is made again.
+filled: the source's saved position before the document in which the line begins, and an offset in that document. After
+a resume the document is read again, and the line is made again.
 
 By best fit, the documents of a window are sorted by length, and each goes into the line in which it leaves the least
 space (best-fit decreasing). A packer that keeps lines open while it reads would have to save them. Here a window of
@@ -154,7 +153,7 @@ class Packed(Layer):
         (number, done), inner = entered(saved, "Packed", "window", "done")
 
         left_out: dict[str, int] = {}
-        """Documents without tokens, by source, of windows before that had no other ones."""
+        """Number of documents without tokens, by source, in earlier windows that had no other documents."""
 
         def lines(samples: list[Any], origins: list[Origin], number: int) -> tuple[list[Any], list[Origin]]:
             nonlocal left_out
@@ -174,7 +173,7 @@ class Packed(Layer):
         return _FittedCursor(WindowCursor(cursor, window, lines, number, done, where, limit), self._fields)
 
     def _check(self) -> None:
-        """Raise InvalidArgumentError for arguments that do not go together."""
+        """Raise InvalidArgumentError for arguments that exclude each other."""
         separators = (self._bos is not None) + (self._eos is not None)
         if self._length <= separators:
             raise InvalidArgumentError(
@@ -202,9 +201,9 @@ class Packed(Layer):
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Return lines of items, as lists of the items' numbers, by best-fit decreasing: the longest item first, each into
-    the line in which it leaves the least space. Lines come in the order of their first items. `sizes`: sizes of the
-    items, at most `length`."""
+    """Return how items are packed into lines, as a list of item numbers for each line, by best-fit decreasing: the
+    longest item first, each into the line in which it leaves the least space. Lines come in the order of their first
+    items. `sizes`: size of each item, at most `length`, the size of a line."""
     lines: list[list[int]] = []
     spaces: list[tuple[int, int]] = []
     for item in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
@@ -224,9 +223,12 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
 def _all_located(
     documents: Sequence[Document], origins: Sequence[Origin], left_out: dict[str, int]
 ) -> tuple[list[Document], dict[str, int]]:
-    """Return the documents that have tokens, with their origins; and how many documents without tokens, by source, are
-    left to be counted with a later window. A document without tokens is counted with the next one that has some; the
-    last ones of the window with the one before, because a state that is saved between windows does not have them."""
+    """Return the documents of a window that have tokens, with their origins; and how many documents without tokens, by
+    source, are left to be counted with a later window.
+
+    A document without tokens is counted with the next document that has some. The last ones of a window are counted
+    with the document before them, because a state that is saved between windows does not contain them.
+    """
     found: list[Document] = []
     for document, origin in zip(documents, origins, strict=True):
         if len(document.tokens):
@@ -241,12 +243,12 @@ def _all_located(
 
 
 class _FittedCursor:
-    """Cursor of the lines of windows of documents."""
+    """Cursor of the lines into which windows of documents are packed by best fit."""
 
     def __init__(self, lines: WindowCursor, fields: RowFields) -> None:
         self._lines, self._fields = lines, fields
         self._line: list[Part] = []
-        """Parts of the line that was yielded last."""
+        """Parts of documents in the line that was yielded last."""
 
     traced = True
 
@@ -272,9 +274,10 @@ class _FittedCursor:
 
 
 class _PackedCursor:
-    """Cursor of packed lines. The line that is being filled takes its tokens from one or more documents, and may begin
-    in the middle of the first one. The cursor keeps the source's saved positions before the first of them, and before
-    the last one, because the next line may begin in it."""
+    """Cursor of the lines into which documents are packed in order. The line that is being filled takes its tokens from
+    one or more documents, and may begin in the middle of the first one. The cursor keeps two saved positions of the
+    source: before the line's first document, and before the last document that was read, because the next line may
+    begin in it."""
 
     def __init__(
         self,
@@ -288,20 +291,20 @@ class _PackedCursor:
         self._documents, self._fields, self._split = documents, fields, split
         self._bos, self._eos = bos, eos
         self._parts: list[Part] = []
-        """Documents that were read so far, from the beginning of the line that is being filled."""
+        """Parts of the documents that were read so far for the line that is being filled, from its beginning."""
         self._have = 0
-        """Number of tokens in `_parts`."""
+        """Number of tokens in `_parts`, which may be more than the line takes."""
         self._take = 0
-        """Number of document tokens that the line takes, once it is filled."""
+        """Number of document tokens that the line takes (without BOS and EOS), once it is filled."""
         self._closing = False
-        """True if the filled line gets an EOS."""
+        """True if an EOS is added to the filled line."""
         self._offset = offset
-        """Offset, in the first document, at which the line that is being filled begins."""
+        """Index, in the first document of the line that is being filled, of the line's first token."""
         self._begin: tuple[int, SavedPosition] | None = None
-        """Index of the first document of the line, and the source's saved position before it; None: the document
-        still has to be read."""
+        """Index of the first document of the line that is being filled, and the source's saved position before it; None
+        if the document still has to be read."""
         self._line: list[Part] = []
-        """Parts of the line that was yielded last."""
+        """Parts of documents in the line that was yielded last."""
 
     traced = True
 
@@ -342,7 +345,7 @@ class _PackedCursor:
         self._documents.close()
 
     def _fill(self) -> bool:
-        """Read the tokens of the next line. Returns False if too few are left for a line."""
+        """Read documents until the next line is filled. Return False if too few tokens are left for a line."""
         while self._have < self._capacity():
             document = self._documents.read()
             if document is None:
@@ -367,12 +370,13 @@ class _PackedCursor:
         return self._take + self._closing == capacity or self._fields.pad is not None
 
     def _size(self, number: int) -> int:
-        """Return the number of tokens that are left of a part."""
+        """Return the number of tokens in part number `number` of `_parts`."""
         part = self._parts[number]
         return part.end - part.begin
 
     def _needs_eos(self, number: int, taken: int) -> bool:
-        """Return True if an EOS must be added to a line whose last document token is number `taken` - 1 of a part."""
+        """Return True if an EOS must be added to a line that ends with the first `taken` tokens of part number
+        `number`, because they do not end with EOS."""
         if self._eos is None:
             return False
         document, begin, _ = self._parts[number]
@@ -389,7 +393,7 @@ class _PackedCursor:
         return length - 1
 
     def _advance(self) -> None:
-        """Advance past the line that was filled. The next line begins in the document that was read last."""
+        """Begin the next line with the tokens that the filled line did not take."""
         left = self._have - self._take
         document, _, end = self._parts[-1]
         self._have, self._parts = left, [Part(document, end - left, end)] if left else []

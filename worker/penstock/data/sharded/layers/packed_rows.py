@@ -1,6 +1,7 @@
 """Rows of packed documents: the tokens of a line, and what a model needs beside them.
 
-A row is made of parts of documents. Each of its arrays is allocated once, and the parts are written into it.
+A line is a fixed number of tokens; a row is a line with its other fields, such as labels. A row is made of parts of
+documents. Each of its arrays is allocated once, and the parts are written into it.
 """
 
 from __future__ import annotations
@@ -22,27 +23,28 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["Document", "Part", "RowFields", "collate_packed", "row_origin"]
 
 _ROWS, _SEGMENTS = "_rows", "_segments"
-"""Endings of the fields with the row, and with the segment, of each item that belongs to a document."""
+"""Endings of the names of two fields that a batch has for each field of items (such as images): number of each item's
+row, and number of each item's segment."""
 
 
 class Document(NamedTuple):
-    """Document of tokens with its other columns."""
+    """Tokens of a document, with its other columns."""
 
     tokens: Ints
     """Array of integers of shape (tokens,)."""
     columns: Mapping[str, npt.NDArray[Any]] = {}
     """Arrays of shape (tokens, ...), by name."""
     attached: Mapping[str, npt.NDArray[Any]] = {}
-    """Arrays of shape (items, ...), by name."""
+    """Arrays with any number of items for each document, such as images; shape (items, ...), by name."""
     continues: bool = False
-    """True if it is a piece that continues the document before it."""
+    """True if this is a piece of a longer document, and not the first one."""
     where: str = ""
-    """Name of the document, for errors."""
+    """Words that name the document in errors, such as its shard and index."""
     origin: Origin = NOWHERE
 
 
 class Part(NamedTuple):
-    """Tokens of a document from `begin` to `end`, exclusive, in a row."""
+    """Tokens of a document from index `begin` to `end` - 1, as a part of a row."""
 
     document: Document
     begin: int
@@ -51,7 +53,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class RowFields:
-    """Settings of the fields of a row."""
+    """Settings that say which fields a row has, and how they are made."""
 
     length: int
     """Number of tokens of a row."""
@@ -66,7 +68,8 @@ class RowFields:
     segments: bool = False
     cu_seqlens: bool = False
     loss_mask: bool | str = False
-    """True: the row has a mask of the tokens with a label; text: name of the column that the mask is made of."""
+    """True: the row has a mask of the tokens that have a label. Text: the mask is made from the column with this
+    name."""
     ignore_index: int = -100
     payload: tuple[str, ...] = ()
     attached: tuple[str, ...] = ()
@@ -92,24 +95,24 @@ class RowFields:
 
     @property
     def names(self) -> list[str]:
-        """Names of the fields of a row that is a dict."""
+        """Names of the fields of a row, if a row is a dict."""
         made = [name for name in ("labels", "positions", "segments", "cu_seqlens", "loss_mask") if getattr(self, name)]
         items = [name + ending for name in self.attached for ending in ("", _SEGMENTS)]
         return [self.tokens, *made, *self.payload, *items]
 
     @cached_property
     def plain(self) -> bool:
-        """True if a row is a tensor of tokens, and not a dict."""
+        """True if a row is only a tensor of tokens; False if it is a dict of fields."""
         return self == RowFields(self.length, self.pad, self.dtype)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns of a sample with one value for each token."""
+        """Names of the columns of a sample that have one value for each token."""
         named = isinstance(self.loss_mask, str) and self.loss_mask not in self.payload
         return (*self.payload, *([str(self.loss_mask)] if named else []))
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that differ from their defaults, as JSON values, without `length` and `pad`."""
+        """Return the settings that differ from their defaults, as JSON values; `length` and `pad` are left out."""
         usual = RowFields(self.length, self.pad)
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
@@ -119,11 +122,12 @@ class RowFields:
         }
 
     def line(self, parts: Sequence[Part], first: int | None = None, last: int | None = None) -> torch.Tensor:
-        """Return the tokens of a row.
+        """Return the tokens of a row: a tensor of shape (length,).
 
         Args:
-            first: token before those of the parts; None: none.
-            last: token after those of the parts; None: none.
+            parts: parts of documents whose tokens the row has.
+            first: token before those of the parts; None: there is no such token.
+            last: token after those of the parts; None: there is no such token.
         """
         line = np.empty(self.length, self.dtype)
         at = 0
@@ -167,7 +171,7 @@ class RowFields:
     def _add_labels(
         self, made: dict[str, npt.NDArray[Any]], parts: Sequence[Part], ends: list[int], tokens: Ints
     ) -> None:
-        """Add the labels and the mask of the tokens that have one."""
+        """Add the labels to the fields of a row, and the mask of the tokens that have a label."""
         mask = np.zeros(self.length, np.bool_)
         mask[: ends[-1]] = True
         mask[np.array(ends) - 1] = False
@@ -241,8 +245,8 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
 
 
 def row_origin(parts: Sequence[Part]) -> Origin:
-    """Return the origin of a row: the parts' tokens in it by source, and what was left out before documents that begin
-    in it."""
+    """Return the origin of a row: how many tokens it has of each source, and the samples that were left out before the
+    documents that begin in it."""
     skipped: dict[str, int] = {}
     for document, begin, _ in parts:
         if document.origin.skipped and not begin:
@@ -252,7 +256,7 @@ def row_origin(parts: Sequence[Part]) -> Origin:
 
 
 def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:
-    """Return each part with the index of its last token in the row."""
+    """Return each part with the index in the row of the part's last token."""
     at, found = -1, []
     for part in parts:
         at += part.end - part.begin
@@ -261,7 +265,7 @@ def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:
 
 
 def _column(parts: Sequence[Part], name: str, length: int) -> npt.NDArray[Any]:
-    """Return a column of shape (length, ...): the parts' values, then zeros."""
+    """Return a column of a row, of shape (length, ...): the values of the parts, then zeros."""
     first = parts[0].document.columns[name]
     column = np.zeros((length, *first.shape[1:]), first.dtype)
     at = 0
@@ -274,7 +278,8 @@ def _column(parts: Sequence[Part], name: str, length: int) -> npt.NDArray[Any]:
 
 
 def _items(parts: Sequence[Part], name: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-    """Return all items of a row, of shape (items, ...), and the segment of each, counted from 1."""
+    """Return all items of a row in the attached column `name`, of shape (items, ...), and the number of the segment of
+    each item, counted from 1; shape (items,)."""
     found = [(number, part.document, part.document.attached[name]) for number, part in enumerate(parts, 1)]
     full = [each for each in found if len(each[2])] or found[:1]
     for _, document, values in full:

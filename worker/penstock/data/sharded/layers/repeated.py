@@ -1,6 +1,6 @@
 """Repetition of a finite source: each shard begins its next epoch independently of the others.
 
-Shards do not wait for each other. The end of a shard's epoch shows only within that shard: a layer over this one
+Shards do not wait for each other. The end of a shard's epoch matters only within that shard: a layer over this one
 continues its window, line of packed tokens or mixture across it, and no other worker is involved.
 """
 
@@ -63,8 +63,8 @@ class Repeated(Layer):
 
 
 def _fewer(described: Any) -> str:
-    """Return a text such as "3 pieces, 8 shards" for an error, if the source has fewer pieces than shards; ""
-    otherwise."""
+    """Return a text such as "3 pieces, 8 shards" for an error, if a source has fewer pieces than shards; otherwise "".
+    `described`: description of the source."""
     while isinstance(described, Mapping):
         if described.get("kind") == "LogicalShards":
             by_position = described["cut"] == "by position"
@@ -87,7 +87,8 @@ class _Cursor:
 
     @property
     def continues(self) -> bool:
-        """True if the sample that was yielded last is a piece of a Chunked, and not the first one of its document."""
+        """True if the sample that was yielded last is a piece of a document (made by Chunked), and not its first
+        piece."""
         return getattr(self._inner, "continues", False)
 
     def __next__(self) -> Any:

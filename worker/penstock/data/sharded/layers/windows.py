@@ -1,4 +1,5 @@
-"""Layers that keep a window of a shard's samples in memory: to shuffle it, or to group its samples by a key.
+"""Layers that keep a window of a shard's samples in memory: to shuffle it, or to group its samples by a key. A window
+is a fixed number of consecutive samples.
 
 The content of a common shuffle buffer depends on all earlier draws, so the buffer would have to be part of the state,
 and likewise buckets that fill up. Here each window of samples is arranged independently, and the state is only the
@@ -33,8 +34,8 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["Grouped", "WindowCursor", "WindowShuffled"]
 
 _Arrange = Callable[[list[Any], list[Origin], int], tuple[list[Any], list[Origin]]]
-"""Function from the samples of a window, their origins and the window's number to the items that the layer yields for
-it, and their origins. Both lists of origins are empty if the samples are not traced."""
+"""Function (samples of a window, their origins, number of the window) that returns the items that the layer yields for
+the window, and their origins. Both lists of origins are empty if the source's samples have no different origins."""
 
 
 class WindowShuffled(Layer):
@@ -48,6 +49,7 @@ class WindowShuffled(Layer):
     def __init__(self, source: ShardedSource, window: int) -> None:
         """
         Args:
+            source: source whose samples are shuffled.
             window: number of a shard's samples that are shuffled with each other. The last window of an epoch has
                 fewer, unless the source is a Repeated, whose windows continue across the epoch's end. A worker keeps
                 one window in memory for each shard that it reads.
@@ -106,6 +108,7 @@ class Grouped(Layer):
     ) -> None:
         """
         Args:
+            source: source whose samples are grouped.
             key: function from a sample to its key. All samples of a list have the same key.
             size: number of samples in a list. Lists come in the order in which they become complete.
             window: number of a shard's samples among which lists are made.
@@ -149,7 +152,7 @@ class Grouped(Layer):
 
 
 class WindowCursor:
-    """Cursor that reads a shard's samples window by window, arranges each window into items, and yields these."""
+    """Cursor that reads a shard's samples window by window, arranges each window into items, and yields these items."""
 
     def __init__(
         self,
@@ -163,22 +166,28 @@ class WindowCursor:
     ) -> None:
         """
         Args:
-            limit: limit on samples that are left out in a row, if a window may yield nothing. None: a window yields as
+            inner: cursor of the layer's source.
+            window: number of samples in a window.
+            arrange: function that arranges the samples of a window.
+            number: number of the window at which to begin.
+            done: number of items of this window that were already yielded.
+            where: words that name the layer and shard in errors.
+            limit: limit on samples that are left out in a row, if a window may yield no items. None: a window yields as
                 many items as it has samples.
         """
         self._inner, self._window, self._arrange, self._where = inner, window, arrange, where
         self._limit = limit
         self._number = number
-        """Number of the window that is being yielded."""
+        """Number of the window whose items are being yielded."""
         self._done = done
         """Number of items of this window that have been yielded."""
         self._held: list[Any] | None = None
-        """Items of this window, in the order in which they are yielded; None: the window still has to be read."""
+        """Items of this window, in the order in which they are yielded; None if the window still has to be read."""
         self._origins: list[Origin] = []
-        """Origin of each item in `_held`; empty if the source's samples are not traced."""
+        """Origin of each item in `_held`; empty if the source's samples have no different origins."""
         self._origin = NOWHERE
         self._begin: SavedPosition | None = None
-        """Saved position of the source before the window in `_held`."""
+        """Source's saved position before the window in `_held`."""
 
     def __iter__(self) -> WindowCursor:
         return self
@@ -227,7 +236,7 @@ class WindowCursor:
         self._inner.close()
 
     def _hold(self) -> list[Any]:
-        """Return the items of the present window, and read it if needed; an empty list after the last window."""
+        """Return the items of the present window, and read it if necessary; an empty list after the last window."""
         while self._held is None:
             self._begin = self._inner.saved_position()
             origins = []
@@ -260,7 +269,7 @@ class WindowCursor:
 
 
 def _joined(own: list[Origin]) -> Origin:
-    """Return the origin of a list of samples with these origins."""
+    """Return the origin of a list of samples, made from the samples' own origins."""
     source = own[0].source if len({each.source for each in own}) == 1 else "(mixed)"
     skipped: dict[str, int] = {}
     for each in own:

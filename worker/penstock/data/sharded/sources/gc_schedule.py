@@ -16,7 +16,7 @@ __all__ = ["GarbageCollection"]
 
 
 class _Process:
-    """Original settings of this process's garbage collector, and the number of streams that use the changed
+    """Original settings of this process's garbage collector, and the number of streams that have asked for other
     settings."""
 
     def __init__(self) -> None:
@@ -53,15 +53,15 @@ class GarbageCollection:
         _process.hold()
 
     def passed(self) -> None:
-        """Count a sample, and collect garbage after every n."""
+        """Count a sample of the process, and collect garbage after every n samples."""
         _process.samples += 1
         if _process.samples >= self._every:
             _process.samples = 0
             gc.collect()
 
     def close(self) -> None:
-        """Withdraw this stream's request. Closing the last stream restores the collector's settings. May be called
-        twice."""
+        """Withdraw this stream's request. When the last stream is closed, the collector's settings are restored. May be
+        called twice."""
         if self._open:
             self._open = False
             _process.release()

@@ -1,8 +1,8 @@
 """Shards of indexable pieces. A shard is a range of positions in the order of all the pieces' records.
 
 The order of an epoch is a function (ordering/sharded_order.py), and shard l of L has its positions from floor(l N / L)
-to floor((l + 1) N / L), for N records. The bounds are computed in integers, so each record is in exactly one shard for
-any N and L. A cursor's state is one number, and skipping records adds to it.
+to floor((l + 1) N / L) - 1, for N records. The bounds are computed in integers, so each record is in exactly one shard
+for any N and L. A cursor's state is one number, and skipping records adds to it.
 
 While user code reads a record, the process's random generators are in a state that belongs to this record, seeded by
 (seed, epoch, position). So random augmentation does not depend on the shard, the worker, or earlier reads.
@@ -26,19 +26,20 @@ from penstock.proto.errors import StateCorruptError
 __all__ = ["PieceParts", "RangeCursor", "shard_range"]
 
 POSITIONS_PER_CALL = 1024
-"""Positions whose records are looked up in one call, which takes 0.1 us for each position."""
+"""Number of positions whose records are looked up in one call; a call takes 0.1 us for each position."""
 EXAMINED_POSITIONS = 256
-"""Upcoming positions that are examined to find the parts to prefetch."""
+"""Number of upcoming positions that are examined in one call to find the parts to prefetch."""
 
 
 def shard_range(records: int, shards: int, shard: int) -> tuple[int, int]:
-    """Return (beginning, end) of shard number `shard` in the order of `records` records."""
+    """Return the first position of shard number `shard`, and the position after its last one, in the order of `records`
+    records."""
     return shard * records // shards, (shard + 1) * records // shards
 
 
 class PieceParts:
-    """Parts of all pieces, numbered consecutively. A StreamingDataset has one part for each of its shards; any other
-    piece is one part."""
+    """Parts of all pieces of a source, numbered consecutively. A piece that is a StreamingDataset has its shards as
+    parts; any other piece is one part."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
@@ -47,15 +48,16 @@ class PieceParts:
         self.records = int(self.sizes.sum())
         lengths = np.array([int(own.sum()) for own in sizes], np.int64)
         self._starts = np.cumsum(lengths) - lengths
-        """Number of each piece's first record, counted over all pieces."""
+        """Number of each piece's first record, counted over all pieces; shape (pieces,)."""
         counts = np.array([len(own) for own in sizes], np.int64)
         self._first_parts = np.cumsum(counts) - counts
         self._streaming = [n for n in range(len(pieces)) if pieces.streaming(n) is not None]
         self._wanted: dict[int, Ints] = {}
-        """Parts that each prefetching cursor needs next, by the cursor's number."""
+        """Numbers of the parts that each prefetching cursor needs next, by the cursor's number."""
 
     def found(self, ids: Ints) -> list[tuple[int, int]]:
-        """Return (number of the piece, offset in it) for each record, given by its number among all records."""
+        """Return (number of the piece, offset in the piece) for each record. `ids`: numbers of the records, counted
+        over all pieces."""
         piece = np.searchsorted(self._starts, ids, side="right") - 1
         return list(zip(piece.tolist(), (ids - self._starts[piece]).tolist(), strict=True))
 
@@ -65,7 +67,7 @@ class PieceParts:
         return bool(self._streaming)
 
     def want(self, cursor: int, parts: Ints) -> None:
-        """Prefetch these parts in this order for a cursor, together with those that other cursors need. An empty array
+        """Prefetch parts for a cursor, in this order, together with the parts that other cursors need. An empty array
         ends the cursor's prefetch."""
         if parts.size:
             self._wanted[cursor] = parts
@@ -87,7 +89,7 @@ class PieceParts:
 
 
 class RangeCursor(Iterator[Any]):
-    """Cursor that reads the records at positions [begin, end) of an epoch's order."""
+    """Cursor that reads the records at positions `begin` to `end` - 1 of an epoch's order."""
 
     def __init__(
         self,
@@ -102,8 +104,12 @@ class RangeCursor(Iterator[Any]):
     ):
         """
         Args:
+            parts: parts of the source's pieces.
             order: order of the records; None if there are no records.
+            epoch: number of the epoch.
+            begin, end: first position of the shard, and the position after its last one.
             ahead: number of upcoming positions whose parts are prefetched.
+            saved: saved position; None: the shard's beginning.
             key: key from which random generators are seeded for each record; None: the generators are left alone.
         """
         if saved is not None and (type(saved) is not int or not 0 <= saved <= end - begin):
@@ -118,7 +124,7 @@ class RangeCursor(Iterator[Any]):
         self._key, self._seeds = key, list[Seeds]()
         self._random: OwnGenerators | None = None
         self._prefetched_from = -1
-        """Position from which parts were prefetched last; -1: none yet."""
+        """Position of the cursor when it last asked for parts to be prefetched; -1 before the first time."""
 
     def __next__(self) -> Any:
         if self._at >= self._end:

@@ -50,14 +50,16 @@ class LineFile:
             ) from error
 
     def cut(self, parts: int) -> list[LineRange]:
-        """Return the file's records as `parts` ranges of bytes of about equal length. A range may have no records."""
+        """Return `parts` ranges of bytes of about equal length that together contain the file's records. A range may
+        have no records."""
         bounds = [part * self.size // parts for part in range(parts + 1)]
         return [LineRange(self.path, self._parse, self.size, *each) for each in itertools.pairwise(bounds)]
 
 
 def cut_files(pieces: Sequence[Any], shards: int) -> list[list[Any]]:
-    """Return a list for each piece: the ranges of a LineFile, or only the piece itself. The files are cut into ranges
-    of about equal length, so that there is at least one piece per shard."""
+    """Return a list for each piece of data: the ranges into which a LineFile is cut, or only the piece itself. The
+    files are cut into ranges of about equal length, so that there is at least one range or other piece for each
+    shard."""
     files = [piece for piece in pieces if isinstance(piece, LineFile)]
     more = max(0, shards - len(pieces)) if files else 0
     # Each file gets additional ranges in proportion to its size; the largest files get the remainder.
@@ -76,18 +78,18 @@ class LineRange:
     path: Path
     parse: Callable[[bytes], Any]
     size: int
-    """Size of the whole file in bytes when it was cut."""
+    """Size of the whole file in bytes, at the time when it was cut."""
     begin: int
     end: int
 
     def __call__(self) -> _Lines:
-        """Return an iterator over the range's records. LogicalShards calls this to open the range, and closes the
+        """Return an iterator over the range's records. LogicalShards calls the range to open it, and closes the
         iterator."""
         return _Lines(self)
 
 
 class _Lines(Iterator[Any]):
-    """Iterator over a range's records. Its state is a position in the file."""
+    """Iterator over the records of a range of lines. Its state is the offset of the next line in the file, in bytes."""
 
     def __init__(self, of: LineRange) -> None:
         self._of = of

@@ -28,10 +28,10 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["LogicalShards"]
 
 MAX_OPEN = 128
-"""Default for max_open. A process reads all shards of a finite source in turn, and needs an open piece for each shard.
-128 is an eighth of the usual limit of file descriptors."""
+"""Default of the argument `max_open`. A process reads all shards of a finite source in turn, and needs an open piece
+for each shard. 128 is an eighth of the usual limit of file descriptors."""
 LISTED = 16
-"""Largest length of a list that a description contains in full. A longer list is replaced by its digest."""
+"""Largest length of a list that a source's description contains in full. A longer list is replaced by its digest."""
 KEPT_ORDERS = 2
 
 
@@ -177,7 +177,7 @@ def _cut(
     pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, shards: int
 ) -> tuple[Sequence[Any], Sequence[str] | None, list[str]]:
     """Return the pieces and their names after LineFiles were cut into ranges; and, for the source's description, the
-    number of ranges of each file."""
+    number of ranges of each file, as texts."""
     if not isinstance(pieces, list | tuple) or not any(isinstance(piece, LineFile) for piece in pieces):
         return pieces, names, []
     if counts is not None:
@@ -201,7 +201,7 @@ def _cut(
 
 
 def _listed(values: Sequence[Any] | None) -> Any:
-    """Return the form of a list in a source's description: the list itself, or for a long list its length and digest,
+    """Return a list as a source's description contains it: the list itself, or for a long list its length and digest,
     which suffice to detect another list."""
     if not values or len(values) <= LISTED:
         return None if not values else list(values)

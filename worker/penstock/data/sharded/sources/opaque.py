@@ -52,7 +52,8 @@ from penstock.proto.state.snapshot_cadence import SnapshotCadence
 __all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "OpaqueStream", "StreamMark", "close_quietly", "without_snapshots"]
 
 SNAPSHOT_EVERY = 1000
-"""Default number of samples between snapshots: about the largest number of samples that a resume reads again."""
+"""Default number of samples between snapshots, which is also about the largest number of samples that a resume reads
+again."""
 SNAPSHOT_S = 60.0
 """Default number of seconds between snapshots, so that a resume reads again for about a minute at most, even if samples
 are slow."""
@@ -62,24 +63,25 @@ NUMBER_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class StreamMark:
-    """Position in a stream, with a snapshot from which to reach the position again."""
+    """Position in a stream (called a mark), with a snapshot of the stream from which the position can be reached
+    again."""
 
     passed: int = 0
     """Number of samples before the position."""
     digest: int | None = BEGINNING
     """Chained digest of the samples before the position; None if it is unknown."""
     snapshot: dict[str, Any] | None = None
-    """Snapshot of the stream at an earlier position, or None: {"passed", "digest", "state", "rng"}. "state" is the
-    iterable's state, encoded; "rng" is the state of the random generators, or None if no number was drawn since they
-    were seeded."""
+    """Snapshot of the stream at an earlier position, {"passed", "digest", "state", "rng"}; None if there is no
+    snapshot. "passed" is the number of samples before it, "digest" their chained digest, "state" the iterable's state,
+    encoded; "rng" is the state of the random generators, or None if no number was drawn since they were seeded."""
 
     def saved_position(self) -> SavedPosition:
         return {"passed": self.passed, "digest": self.digest, "snapshot": self.snapshot}
 
     @staticmethod
     def of(saved: SavedPosition, name: str) -> StreamMark:
-        """Return the position in a saved position. Raises StateCorruptError for an invalid one. `name`: name of the
-        stream, for the error."""
+        """Return the mark that a saved position contains. `name`: name of the stream, for errors. Raises
+        StateCorruptError for an invalid saved position."""
         try:
             mark = StreamMark(saved["passed"], saved["digest"], saved["snapshot"])
             numbers = [(mark.passed, mark.digest)]
@@ -99,7 +101,9 @@ class StreamMark:
                     or not 0 <= passed < NUMBER_LIMIT
                     or not (digest is None or type(digest) is int)
                 ):
-                    raise ValueError(f"values out of range: {passed!r} samples with the digest {digest!r}")
+                    raise ValueError(
+                        f"its number of samples and its digest must be integers, got {passed!r}, {digest!r}"
+                    )
         except (KeyError, TypeError, ValueError) as error:
             raise damaged_state(f"the saved position of {name} is damaged", error) from error
         return mark
@@ -117,7 +121,7 @@ def without_snapshots(saved: SavedPosition) -> SavedPosition:
 
 
 class _OtherSamplesError(Exception):
-    """Error: samples that were read again differ from the delivered ones."""
+    """Error: samples that were read again differ from those that were delivered."""
 
 
 class _EndsEarlyError(Exception):
@@ -125,8 +129,8 @@ class _EndsEarlyError(Exception):
 
 
 class OpaqueStream(Iterator[Any]):
-    """Iterator over the samples of the iterable that `make` returns. `make` is called when the first sample is
-    requested."""
+    """Iterator over the samples of an iterable that the function `make` returns. `make` is called when the first sample
+    is requested."""
 
     def __init__(
         self,
@@ -144,24 +148,26 @@ class OpaqueStream(Iterator[Any]):
         Args:
             make: function that returns the iterable; called each time the stream is read from its beginning or resumed.
             name: name of the stream, for errors.
+            digests: calculator of the samples' chained digest.
             seed: seed of the random generators while the stream's code runs; None: the process's generators are left
                 alone.
             mark: position at which to begin; None: the stream's beginning.
             keeps_made: True if `make` returns an object of the user instead of a new one. The object is then not
                 closed, and its state is not used.
+            snapshot_every, snapshot_s: number of samples, and of seconds, after which a snapshot is taken.
         """
         self._make, self._name, self._digests, self._keeps_made = make, name, digests, keeps_made
         self._every, self._seconds = snapshot_every, snapshot_s
         self._seed = seed
         self._inside: AbstractContextManager[None] = SoleWorker(nullcontext())
         self._fresh = b""
-        """State of the random generators just after they were seeded."""
+        """State of the random generators just after they were seeded for this stream."""
         mark = mark or StreamMark()
         self.passed = mark.passed
-        """Number of samples that the stream has yielded."""
+        """Number of samples that the stream has yielded or skipped."""
         self._chain = mark.digest
         self._snapshots = [mark.snapshot] if mark.snapshot is not None else []
-        """The newest snapshots, at most two, the older one first."""
+        """The two newest snapshots, or fewer; the older one first."""
         self._cadence = SnapshotCadence()
         self._next_at, self._next_s = 1, float("inf")
         self._made: Any = None
@@ -174,7 +180,8 @@ class OpaqueStream(Iterator[Any]):
 
     @property
     def reads_again(self) -> bool:
-        """True if a resume at this position would have to read all earlier samples again."""
+        """True if a resume at this position would have to read all earlier samples again, because there is no
+        snapshot."""
         return self.passed > 0 and not self._snapshots
 
     def __next__(self) -> Any:
@@ -196,15 +203,15 @@ class OpaqueStream(Iterator[Any]):
         return self._mark().saved_position()
 
     def park(self) -> None:
-        """Close the stream temporarily, so that others can be opened, after taking a snapshot, so that little has to be
-        read again when the stream is reopened."""
+        """Take a snapshot and close the iterable for now, so that other streams can be opened. The snapshot makes a
+        later reopening cheap: little has to be read again."""
         holder = None if self._iterator is None or self._ended else self._stateful()
         if holder is not None and self.passed > max((own["passed"] for own in self._snapshots), default=0):
             self._take(holder)
         self.close()
 
     def close(self) -> None:
-        """Close the iterable and keep the position. The next sample makes the iterable again."""
+        """Close the iterable and keep the position. The next request for a sample makes the iterable again."""
         iterator, made = self._iterator, self._made
         self._iterator = self._made = None
         if iterator is None and made is None:
@@ -272,7 +279,7 @@ class OpaqueStream(Iterator[Any]):
         self._snapshots = [*self._snapshots[-1:], own]
 
     def _stateful(self) -> Any:
-        """Return the object whose state is saved, the iterable or its iterator; None if neither has a state."""
+        """Return the object whose state is saved: the iterable or its iterator; None if neither has a state."""
         for holder in (self._made, self._iterator):
             if holder is self._made and self._keeps_made:
                 continue
@@ -283,7 +290,7 @@ class OpaqueStream(Iterator[Any]):
     # ---- start and resume
 
     def _reopen(self) -> None:
-        """Make the iterable, and advance it to the stream's position."""
+        """Make the iterable again, and advance it to the stream's position."""
         mark = self._mark()
         try:
             if mark.snapshot is None:
@@ -334,9 +341,9 @@ class OpaqueStream(Iterator[Any]):
             try:
                 self._advance()
             except StopIteration:
-                raise _EndsEarlyError(f"it ends after {self.passed} samples") from None
+                raise _EndsEarlyError(f"the stream ends after {self.passed} samples") from None
         if mark.digest is not None and self._chain != mark.digest:
-            raise _OtherSamplesError(f"its samples differ from the {mark.passed} delivered ones")
+            raise _OtherSamplesError(f"the samples differ from the {mark.passed} delivered ones")
 
     def _begin(self, snapshot: dict[str, Any] | None) -> None:
         if self._seed is not None:
@@ -369,7 +376,7 @@ class OpaqueStream(Iterator[Any]):
         if holder is None:
             holder = self._stateful()
             if holder is None:
-                raise _OtherSamplesError("its iterator no longer has a state_dict")
+                raise _OtherSamplesError("the iterator no longer has a state_dict")
             _load(holder, decode_state(snapshot["state"]))
         if self._seed is not None:
             rng = snapshot["rng"]
@@ -380,7 +387,7 @@ class OpaqueStream(Iterator[Any]):
 
 
 def _is_node(holder: Any) -> bool:
-    """Return True for the root of a torchdata.nodes graph, whose state is loaded by `reset()`."""
+    """Return True if an object is the root of a torchdata.nodes graph, whose state is loaded by `reset()`."""
     return hasattr(holder, "get_state") and hasattr(holder, "reset")
 
 

@@ -35,36 +35,39 @@ __all__ = ["OpenPieces", "Pieces"]
 
 
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
-"""Types that are refused as the list of pieces, because each of their records would become a piece."""
+"""Types that are refused as the list of pieces, because each of their records would become a piece. For example, a user
+passed a single dataset instead of a list of datasets."""
 _PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor, StreamingDataset, MegatronDocuments, LanceRows)
-"""Types whose records are read without calling user code, so that no random numbers are drawn. pyarrow's tables are
+"""Types whose records are read without calling user code, so that no random numbers can be drawn. pyarrow's tables are
 treated in the same way; subclasses count as user code."""
 
 _WITH_FINGERPRINT = (StreamingDataset, MegatronDocuments, LanceRows)
-"""Types whose fingerprints are part of a state."""
+"""Types of pieces whose attribute `fingerprint` becomes part of a state."""
 
 
 class OpenPieces:
-    """Open pieces of a process, at most `most`, the least recently used first."""
+    """Open pieces of a process: at most `most`, in the order of their last use. The least recently used one is closed
+    first."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._closers: OrderedDict[object, Callable[[], None]] = OrderedDict()
 
     def used(self, key: object) -> bool:
-        """Mark a piece as the most recently used one; return False if it is not open."""
+        """Mark a piece as the most recently used one. Return False if it is not open."""
         if key not in self._closers:
             return False
         self._closers.move_to_end(key)
         return True
 
     def add(self, key: object, close: Callable[[], None]) -> None:
-        """Add a piece that was just opened; `close` closes it. Other pieces are closed first if too many are open."""
+        """Add a piece that was just opened. `close`: function that closes it. Close other pieces first if too many are
+        open."""
         self.close_surplus()
         self._closers[key] = close
 
     def close_surplus(self) -> None:
-        """Close pieces until another one may be opened."""
+        """Close the least recently used pieces until another one may be opened."""
         while len(self._closers) >= self.most:
             _, close_oldest = self._closers.popitem(last=False)
             close_oldest()
@@ -79,13 +82,21 @@ class OpenPieces:
 
 
 class Pieces:
-    """Pieces of a source and their records, by number."""
+    """Pieces of a source and their records, by the numbers of both."""
 
     def __init__(
         self, pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, max_open: int
     ) -> None:
-        """Check all pieces. Functions are called if the length of their piece is needed and not given. The first
-        function is always called, to find out the kind of object that the functions return.
+        """Check all pieces.
+
+        A function is called if the length of its piece is needed and not given. The first function is always called, to
+        find out the kind of object that the functions return.
+
+        Args:
+            pieces: the user's list of pieces.
+            counts: number of records in each piece; None: not given.
+            names: name of each piece; None: its number.
+            max_open: largest number of pieces that are open at a time.
 
         Raises InvalidArgumentError for an invalid piece, DatasetError for wrong counts.
         """
@@ -102,16 +113,16 @@ class Pieces:
         self._functions = {number for number in range(len(self)) if self._is_function(number)}
         lengths = self._lengths(given)
         self.by_position = lengths is not None
-        """True if all pieces are indexable."""
+        """True if all pieces are indexable, so that records are found by position."""
         self.counts = given if lengths is None else lengths
-        """Number of records in each piece; None if unknown."""
+        """Number of records in each piece; None if the numbers are unknown."""
         self.opened.close()
         _all.add(self)
 
     def _nothing_open(self, max_open: int) -> None:
         self.opened = OpenPieces(max_open)
         self._tables: dict[int, Any] = {}
-        """Open objects that the functions of indexable pieces returned, by the piece's number."""
+        """Open objects that the functions of indexable pieces have returned, by the piece's number."""
         self._readers: set[int] = set()
 
     def __len__(self) -> int:
@@ -130,7 +141,8 @@ class Pieces:
         return np.array([self.counts[number]], np.int64)
 
     def streaming(self, number: int) -> StreamingDataset | None:
-        """Return a piece if it is a StreamingDataset, whose parts can be prefetched; None otherwise."""
+        """Return piece number `number` if it is a StreamingDataset, whose parts can be prefetched; None for any other
+        piece."""
         piece = self._pieces[number]
         return piece if isinstance(piece, StreamingDataset) else None
 
@@ -138,11 +150,12 @@ class Pieces:
         return [piece.fingerprint for piece in self._pieces if isinstance(piece, _WITH_FINGERPRINT)]
 
     def read_by(self, cursor: int) -> None:
-        """Register a cursor that begins to read pieces."""
+        """Register a cursor that begins to read pieces. `cursor`: number of the cursor."""
         self._readers.add(cursor)
 
     def left(self, cursor: int) -> None:
-        """Remove a cursor that has ended. After the last one, all pieces are closed."""
+        """Remove a cursor that has ended. After the last cursor has ended, all pieces are closed. `cursor`: number of
+        the cursor."""
         if cursor in self._readers:
             self._readers.remove(cursor)
             if not self._readers:
@@ -167,7 +180,7 @@ class Pieces:
             ) from error
 
     def may_draw(self, number: int) -> bool:
-        """Return True if the records of a piece are read by user code, which may draw random numbers."""
+        """Return True if user code reads the records of piece number `number`, so that it may draw random numbers."""
         piece = self._tables.get(number) if number in self._functions else self._pieces[number]
         plain = type(piece) in _PLAIN or hasattr(piece, "to_pylist")
         return not plain
@@ -198,7 +211,7 @@ class Pieces:
         return table
 
     def _open(self, number: int) -> Any:
-        """Call the function of a piece, and return the object that it opens."""
+        """Call the function of piece number `number`, and return the object that it opens."""
         try:
             with SoleWorker(nullcontext()):
                 opened = self._pieces[number]()
@@ -211,8 +224,8 @@ class Pieces:
         return opened
 
     def _open_table(self, number: int) -> Any:
-        """Open an indexable piece, with the random generators seeded for this piece. A piece may be opened several
-        times, and must draw the same numbers each time."""
+        """Open indexable piece number `number`, with random generators that are seeded for this piece. A piece may be
+        opened several times, and must draw the same numbers each time."""
         with OwnGenerators(derive_seed(0, "opens", number)):
             return self._open(number)
 
@@ -223,14 +236,14 @@ class Pieces:
     # ---- iterable pieces
 
     def stream(self, number: int) -> tuple[Callable[[], Any], bool]:
-        """Return (function that returns a piece as an iterable, True if the function returns an object of the user
-        instead of a new one)."""
+        """Return a function that returns piece number `number` as an iterable; and True if that function returns an
+        object of the user instead of a new one."""
         piece = self._pieces[number]
         return (partial(self._open, number), False) if number in self._functions else ((lambda: piece), True)
 
     def as_iterable(self, piece: Any) -> Any:
-        """Return a piece as an iterable over its records. An indexable piece, which other pieces of the source may not
-        be, is read in order."""
+        """Return a piece as an iterable over its records. An indexable piece is read in order. (A source may have
+        pieces of both kinds.)"""
         return _Rows(piece) if _is_indexable(piece) else piece
 
     # ---- checks
@@ -307,8 +320,8 @@ _all: weakref.WeakSet[Pieces] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Forget all open pieces in a forked child, which then opens its own. Both processes would share the position of an
-    inherited file, and read on where the other process stopped."""
+    """Forget all open pieces in a forked child, which then opens its own. A file that the child inherited has one
+    position in both processes, so each would read on where the other one stopped."""
     for pieces in list(_all):
         pieces._nothing_open(pieces.opened.most)
 
@@ -317,7 +330,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Rows:
-    """Iterator over the records of an indexable piece, in order, with one number as its state."""
+    """Iterable over the records of an indexable piece, in order. The state of its iterator is one number."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -348,8 +361,8 @@ class _RowIterator(Iterator[Any]):
 
 
 def _refuse_unordered(what: str, piece: Any) -> None:
-    """Raise InvalidArgumentError for an iterable whose records have no fixed order. `what`: name of the piece, for the
-    error."""
+    """Raise InvalidArgumentError for an iterable whose records have no fixed order. `what`: beginning of the error,
+    which names the piece."""
     kind = type(piece).__qualname__
     if isinstance(piece, str | bytes | Mapping):
         raise InvalidArgumentError(
@@ -375,7 +388,7 @@ def _is_indexable(piece: Any) -> bool:
 
 
 def _row(table: Any, offset: int) -> Any:
-    """Return the record at `offset`. The record of a pyarrow table is a row, as a dict."""
+    """Return the record at `offset` of a piece. The record of a pyarrow table is a row, as a dict."""
     if hasattr(table, "to_pylist") and hasattr(table, "column_names"):
         if offset >= len(table):
             raise IndexError(f"a row's number must be at least 0 and below {len(table)}, got {offset}")

@@ -1,9 +1,10 @@
-"""Exchange of the global random generators' states between a stream and its caller.
+"""Exchange of the global random generators' states between a stream and its caller. A stream is the sequence of samples
+of one of the user's iterables.
 
 A generator function calls `random.random()`, a dataset calls numpy's or torch's generators. The values must depend only
-on the stream's seed and position. The values must not depend on the caller, on another stream that is read in turn with
-this stream, or on an additional worker. So python's, numpy's and torch's generators have the stream's states while its
-code runs, and the caller's states again afterwards.
+on the stream's seed and position. They must not depend on the caller, on another stream that is read in turn with this
+stream, or on an additional worker. So python's, numpy's and torch's generators have the stream's states while its code
+runs, and the caller's states again afterwards.
 
 States are exchanged twice for each sample, and saving or restoring all three generators in full takes 80 us. Two
 methods reduce this to about 15 us:
@@ -34,7 +35,8 @@ from penstock.proto.state.generators import seed_rng, torch_rng_state
 __all__ = ["OwnGenerators"]
 
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
-"""Instance of random.Random whose methods are the functions of the module `random`."""
+"""Python's global random generator: the instance of random.Random whose methods are the functions of the module
+`random`."""
 _HEAD, _SIZE = object.__basicsize__, _random.Random.__basicsize__
 _WORDS = 625 * 4
 """Size in bytes of the state of MT19937, Python's random generator: 624 words, and the index among them."""
@@ -61,7 +63,7 @@ _SHOWS_DRAWS = _memory_shows_draws()
 
 
 class _Side:
-    """States of the random generators of one of the two sides: the stream, or its caller."""
+    """States of the global random generators for one side of the exchange: the stream, or its caller."""
 
     def __init__(self) -> None:
         self._python: Any = None

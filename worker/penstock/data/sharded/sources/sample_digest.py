@@ -26,7 +26,7 @@ from penstock.proto.state.codec import encode_state
 __all__ = ["BEGINNING", "SampleDigests"]
 
 BEGINNING = 0
-"""Value of a stream's digest chain before the first sample."""
+"""Value of a stream's chained digest before the first sample."""
 
 _WORD = struct.Struct("<Q")
 _UNKNOWN = bytes(8)
@@ -42,8 +42,8 @@ class SampleDigests:
         return SampleDigests, ()  # instances contain only scratch memory
 
     def after(self, chain: int, sample: Any) -> int:
-        """Return the value of the chain after one more sample, as an unsigned 64-bit integer. `chain`: value before the
-        sample."""
+        """Return the chained digest of a stream after one more sample, as an unsigned 64-bit integer. `chain`: the
+        digest before the sample."""
         return xxh3_64_intdigest(self._digest(sample), chain)
 
     def _digest(self, sample: Any) -> bytes:

@@ -136,8 +136,8 @@ class Savable:
         return _Cursor(stream, name, self._rows, None if self._collect is None else GarbageCollection(self._collect))
 
     def _mark(self, saved: SavedPosition, name: str) -> StreamMark:
-        """Return the position that a saved position contains, converted to batches of this source's `batch_rows`.
-        `name`: name of the stream, for errors."""
+        """Return the position in a stream that a saved position contains. If it was saved with another `batch_rows`,
+        convert it to batches of this source. `name`: name of the stream, for errors."""
         mark = StreamMark.of(saved, name)
         rows = saved.get("rows")
         if rows == self._rows:
@@ -161,7 +161,7 @@ class Savable:
 
 
 class _Cursor:
-    """Cursor of one stream in one epoch."""
+    """Cursor of one stream in one epoch (see protocol.Cursor)."""
 
     def __init__(self, stream: OpaqueStream, name: str, rows: int | None, collecting: GarbageCollection | None) -> None:
         self._stream, self._name, self._rows, self._collecting = stream, name, rows, collecting
@@ -200,7 +200,8 @@ class _Cursor:
 
 
 def _json(name: str, value: Any) -> Any:
-    """Return a value after a round trip through JSON. `name`: name of the argument, for the error."""
+    """Return a value as JSON gives it back. `name`: name of the argument, for the error. Raises InvalidArgumentError
+    unless it is a JSON value."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -1,10 +1,10 @@
-"""Shards of whole pieces, for sources with pieces that can only be read sequentially. A shard's pieces are read one
-after the other.
+"""Shards of whole pieces (files or other parts of a user's data), for pieces that can only be read sequentially. A
+shard's pieces are read one after the other.
 
-If all counts are known, each piece in turn is assigned to the shard with the fewest records so far; otherwise pieces
-are assigned to shards in turn. With shuffling, the assignment differs between epochs. The order within a shard depends
-on the seed and the epoch. (The assignment does not depend on the seed, because the lengths of shards must be known
-without it.)
+If the number of records of every piece is known, each piece in turn is assigned to the shard with the fewest records so
+far; otherwise pieces are assigned to shards in turn. With shuffling, the assignment differs between epochs. The order
+within a shard depends on the seed and the epoch. (The assignment does not depend on the seed, because the lengths of
+shards must be known without it.)
 
 While a piece is read, the random generators of the process have states of this piece, seeded by (seed, epoch, piece).
 So the piece's code draws the same numbers in any shard and worker, and independently of other code.
@@ -65,7 +65,7 @@ def _permuted(numbers: Sequence[int], key: int) -> list[int]:
 
 
 class SequentialPieces:
-    """Pieces of a source, assigned to its shards as a whole."""
+    """Pieces of a source, each of which is assigned to one shard as a whole."""
 
     def __init__(self, pieces: Pieces, shards: int, *, shuffle: bool, capture_rng: bool = True) -> None:
         self.pieces, self._shards, self._shuffle = pieces, shards, shuffle
@@ -77,8 +77,8 @@ class SequentialPieces:
         self._warned = False
 
     def close_for_others(self, stream: OpaqueStream, name: str) -> None:
-        """Close a stream so that another one can be opened. Warn if the closed stream will be read again from its
-        beginning."""
+        """Close a piece's stream so that another piece can be opened. Warn if the closed stream will have to be read
+        again from its beginning."""
         stream.park()
         if stream.reads_again and not self._warned:
             self._warned = True
@@ -121,7 +121,7 @@ class SequentialPieces:
 
 
 class RunCursor(Iterator[Any]):
-    """Cursor of a shard that reads its pieces one after the other."""
+    """Cursor of a shard that reads the shard's pieces one after the other. `run`: numbers of these pieces, in order."""
 
     def __init__(
         self, runs: SequentialPieces, run: list[int], seed_of: Callable[[int], int | None], saved: SavedPosition
@@ -202,7 +202,7 @@ class RunCursor(Iterator[Any]):
         )
 
     def _touch(self, stream: OpaqueStream) -> None:
-        """Mark a stream as open and in use, before it is read. Closes other streams if too many are open."""
+        """Mark a piece's stream as open and in use, before it is read. Close other streams if too many are open."""
         opened = self._pieces.opened
         if not opened.used(id(self)):
             self._pieces.read_by(id(self))
@@ -233,7 +233,7 @@ class RunCursor(Iterator[Any]):
         return count is not None and stream.passed >= count
 
     def _expect_end(self, stream: OpaqueStream) -> None:
-        """Raise DatasetError if the stream of a piece has more records than the piece's count."""
+        """Raise DatasetError if a piece has more records than the argument `counts` says."""
         count = self._count()
         if stream.passed != count or (stream.is_open and stream.skip(1)):
             raise DatasetError(f"{self._name} must have {count} records, as counts says, got more. Correct counts")
