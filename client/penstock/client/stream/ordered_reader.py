@@ -62,8 +62,7 @@ OUTRUN = 2 * (MAX_ENTRIES + 8)
 """Number of a slot's next batches for which checkpoint steps are announced. A worker may be a whole ring ahead of the
 loop, and the next announcement is sent when the loop has taken half of these batches."""
 FAILED_GRACE_S = 2.0
-"""Seconds to wait, after the coordinator has reported a failed slot, for the slot's last batches and error on its
-lane."""
+"""Seconds to wait, after a slot was reported as failed, for its last batches and its error to arrive on its lane."""
 RETRY_FLUSH_S = 0.02
 LAZY_S = 0.002
 """Seconds of waiting after which the acks of incomplete groups are sent. If they were sent at once, a loop that is
@@ -204,8 +203,7 @@ class OrderedReader:
         _log.warning("%s: damaged data arrived and is fetched again: %s", self._label, what)
 
     def _other(self, lane: SlotLane, frame: Frame) -> bool:
-        """Handle a frame that is not the due batch, such as an error or the end of the slot's epoch. Return True if the
-        box's epoch has ended."""
+        """Handle a frame that is not the due batch, such as an error. Return True if the box's epoch has ended."""
         position, kind, slot = self.position, frame.kind, lane.slot
         if kind == ERROR:
             if frame.error.name == BatchCorruptError.__name__:
@@ -263,8 +261,7 @@ class OrderedReader:
         ]
 
     def _pass_over(self, lane: SlotLane) -> None:
-        """Count a frame that is not needed. Raises ProtocolError after more than MAX_UNUSED in a row, because no
-        deadline is checked while they arrive."""
+        """Count a frame that is not needed. Raises ProtocolError after more than MAX_UNUSED such frames in a row."""
         lane.unused += 1
         if lane.unused > MAX_UNUSED:
             raise self._confused(lane, f"{lane.unused} batches and messages that are not needed")
@@ -581,8 +578,8 @@ class OrderedReader:
         return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
     def snapshot(self) -> records_pb2.BoxPosition | None:
-        """Return the position, for the watch thread. Return None if the training thread changes it during each attempt
-        to read it."""
+        """Return the position, for the watch thread; None if the training thread changes it during each attempt to read
+        it."""
         position = self.position
         for _ in range(1000):
             before = (position.step, position.epoch, len(position.live))

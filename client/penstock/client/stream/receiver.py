@@ -287,7 +287,7 @@ class ReceiverLane:
             self.fail(error)
 
     def _crowded(self) -> bool:
-        """Return True if the consumer does not read its frames. Then nothing more is received, so that TCP stops the
+        """Return True if the consumer does not read its frames. Then nothing more is received, and TCP stops the
         sender."""
         if self._producer.crowded:
             self._producer.flush()
