@@ -156,7 +156,7 @@ def memory_of(first: int) -> Memory:
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended meanwhile
         sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
         pss += sizes.get("Pss", 0)
         files += sizes.get("Pss_File", 0)

@@ -45,7 +45,7 @@ def in_child(work: Callable[[], None]) -> int:
     try:
         work()
     except (BrokenPipeError, ConnectionResetError):
-        pass  # the measurement is over
+        pass  # the measurement is over, and the other side has closed
     except BaseException:
         traceback.print_exc()
     finally:

@@ -70,7 +70,7 @@ def batch_bytes(batch: Any) -> int:
     if isinstance(batch, dict):
         return sum(batch_bytes(leaf) for leaf in batch.values())
     if isinstance(batch, int):
-        return batch  # a floor returns the number of bytes that it moved
+        return batch  # a floor (plain copy) yields no batch but the number of bytes that it moved
     nbytes = getattr(batch, "nbytes", None)
     return int(nbytes if nbytes is not None else batch.numpy().nbytes)
 

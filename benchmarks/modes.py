@@ -136,7 +136,7 @@ class Player:
                 try:
                     pipe.close()
                 except OSError:
-                    pass  # a request was still buffered
+                    pass  # a request was still in the buffer, and the player has ended
 
 
 class Stage:

@@ -79,7 +79,7 @@ def tree(root: int) -> dict[int, Process]:
                 parent = int(_stat(pid)[1])
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # the process has ended meanwhile
             found[pid] = Process(pid, parent, command)
     kept: dict[int, Process] = {}
     fresh = {root} & found.keys()

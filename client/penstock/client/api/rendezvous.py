@@ -44,7 +44,7 @@ SOCKETS = "/proc/net/unix"
 @."""
 
 _shared_so_far = 0
-_pause = threading.Event()  # never set: a wait on it is a sleep
+_pause = threading.Event()  # never set: a wait on this event is a sleep
 
 
 @dataclass(frozen=True)

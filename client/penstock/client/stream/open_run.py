@@ -174,7 +174,7 @@ class OpenRun:
         penstock.runtime.process.forks)."""
         self.error = self._owner.error(f"run {self.name}, box {self.box}")
         self._closed = True
-        self.version += 1  # readers check `error` first
+        self.version += 1  # readers of the run check `error` first
         forks.silence(self.wake_fd)
 
     # ---- opening

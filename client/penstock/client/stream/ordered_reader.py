@@ -130,7 +130,7 @@ class OrderedReader:
         if self._version != run.version:
             self._refresh()
         self.wait_s = 0.0
-        self._waiting_since = 0.0  # a wait that ended with the epoch or with an error does not count for this batch
+        self._waiting_since = 0.0  # waits that ended with an epoch or an error do not count for this batch
         while True:
             slot = position.live[position.cursor]
             lane = self._lanes[slot]
@@ -210,12 +210,12 @@ class OrderedReader:
                 self._corrupt(lane, frame.error.message)
                 return False
             error = self._placed(error_of(frame.error), slot)
-            self._run.error = error  # no frame comes after it
+            self._run.error = error  # no frame comes after an ERROR
             raise error
         if kind == END:
             if frame.epoch < position.epoch:
                 self._pass_over(lane)
-                return False  # repeated after a reconnect: the slot had ended before
+                return False  # sent again after a reconnect; this END was handled before
             if frame.epoch != position.epoch or frame.total != position.total[slot]:
                 raise self._confused(lane, f"the end of epoch {frame.epoch} after batch {frame.total}")
             if by_own_methods(self._run.views[slot].capabilities):

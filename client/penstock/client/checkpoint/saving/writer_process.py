@@ -199,7 +199,7 @@ class _Running:
         threading.Thread(target=self._listen, args=(ready,), name="penstock-checkpoint", daemon=True).start()
         try:
             started = ready.wait(START_S) and self.alive
-        except BaseException:  # interrupted: no caller gets this writer
+        except BaseException:  # interrupted, so that no caller gets this writer: end it
             self.process.kill()
             raise
         if not started:
@@ -238,7 +238,7 @@ class _Running:
         with self._lock:
             self._why = why
         self.process.kill()
-        self.process.wait(LEAVE_S)  # limited: a process that hangs in the kernel ends later
+        self.process.wait(LEAVE_S)  # a limited wait, because a process that hangs in the kernel ends later
         self._fail_all()
 
     def leave(self) -> None:

@@ -57,7 +57,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
     """Return the frame (bytes before and after the values in torch.save's archive) of contiguous CPU tensors of this
     dtype and shape."""
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # the memory is never read
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # uninitialised memory, whose values are never read
     recorder = _Recorder(tensor)
     with without_crc32():
         torch.save(tensor, recorder)  # type: ignore[arg-type]
