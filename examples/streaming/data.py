@@ -15,7 +15,7 @@ SIDE = 12
 
 
 def input_fn(url: str, cache: str, global_batch_size: int) -> StreamingLoader:
-    """Return the loader; Penstock calls this in each worker. All processes of a host share the folder `cache`."""
+    """Return the loader; Penstock calls this in each worker. All processes of a host share the cache folder `cache`."""
     dataset = StreamingDataset(url, cache, validate_hash="sha1", cache_limit=1 << 30)
     return StreamingLoader(dataset, global_batch_size=global_batch_size, shuffle=True, shuffle_block=1000)
 

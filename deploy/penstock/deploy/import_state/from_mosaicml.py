@@ -21,7 +21,8 @@ KEYS = {"epoch", "sample_in_epoch", "num_canonical_nodes", "shuffle_seed", "init
 
 
 def shard_sizes(folders: Sequence[Path]) -> list[int]:
-    """Return the samples of each shard of the streams, in their order. Raises InvalidArgumentError."""
+    """Return the number of samples in each shard of the streams, in their order. `folders`: folder or index.json of
+    each stream. Raises InvalidArgumentError for an index that cannot be read."""
     sizes = []
     for folder in folders:
         path = folder / "index.json" if folder.is_dir() else folder
@@ -42,11 +43,13 @@ def mosaicml_epoch(
     block: int | None,
     python: str,
 ) -> BegunEpoch:
-    """Return the epoch of a state.
+    """Return the epoch that a state is in.
 
     Args:
-        sizes: samples of each shard.
-        batch: samples of a step, of all ranks.
+        path: file with the state.
+        sizes: number of samples in each shard.
+        batch: samples of a step, of all ranks together.
+        shuffle: True if the StreamingDataset shuffles.
         algorithm, block: shuffle_algo and shuffle_block_size of the StreamingDataset.
         python: interpreter that has mosaicml-streaming.
     """
