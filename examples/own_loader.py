@@ -87,7 +87,10 @@ class WindowLoader:
         training job."""
         first, *others = [{**state, "taken": 0} for state in worker_states]
         if any(other != first for other in others):
-            raise ValueError(f"all worker states must be of the same epoch and batches, got {worker_states}")
+            raise ValueError(
+                f"all worker states must be of the same epoch and batches, got {worker_states}. Pass states that were "
+                "saved at one step"
+            )
         return {**first, "taken": [state["taken"] for state in worker_states]}
 
     def deaggregate_state_dict(self, aggregated: dict[str, Any]) -> dict[str, Any]:

@@ -123,7 +123,8 @@ COMMON_REASONS = {
 
 
 def pod_monitors(fleet: FleetSettings) -> list[Manifest]:
-    """Return the objects of the component `monitored`, by which the Prometheus operator finds the daemons' metrics."""
+    """Return the PodMonitors (kustomize component `monitored`), by which the Prometheus operator finds the daemons'
+    metrics."""
     return [
         {
             "apiVersion": "monitoring.coreos.com/v1",
@@ -347,7 +348,7 @@ def _spliced(line: str) -> str:
 
 
 def main() -> None:
-    """Write the generated files."""
+    """Write all generated files below deploy/kubernetes."""
     for name, made in files().items():
         (HERE / name).write_text(made)
 

@@ -126,7 +126,8 @@ class Trainer(Stateful):
         per_microbatch = config.local_batch_size * dims.dp
         if config.global_batch_size % per_microbatch:
             raise ValueError(
-                f"global_batch_size must be a multiple of {per_microbatch}, got {config.global_batch_size}"
+                f"global_batch_size must be a multiple of {per_microbatch}, got {config.global_batch_size}. Change "
+                "global_batch_size or local_batch_size"
             )
         self.microbatches = config.global_batch_size // per_microbatch
 

@@ -21,7 +21,7 @@ def input_fn(url: str, cache: str, global_batch_size: int) -> StreamingLoader:
 
 
 def write(folder: Path, samples: int) -> None:
-    """Write a dataset that mosaicml-streaming can read as well."""
+    """Write a dataset of `samples` pictures to a folder, in a format that mosaicml-streaming can read as well."""
     random = np.random.default_rng(0)
     kinds = random.random((10, SIDE, SIDE), np.float32)
     columns = {"number": "int", "kind": "int", "picture": f"ndarray:float32:{SIDE},{SIDE}"}

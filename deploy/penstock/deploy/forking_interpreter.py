@@ -110,7 +110,7 @@ class ForkingInterpreter:
                         "whether this machine is overloaded, and try again"
                     )
         except LaneLostError as error:
-            raise WorkerLostError("the Python process that runs the loaders died: see its output above") from error
+            raise WorkerLostError("the Python process that runs the loaders died. See its output above") from error
         return message
 
 
@@ -150,7 +150,7 @@ class ForkedChild:
         ended = self.process.ended  # read first: messages sent before the end can still be read
         message = self.channel.receive(wait=False)
         if message is None and ended:
-            raise LaneLostError("the child process has ended")
+            raise LaneLostError("the child process has ended. See its output above")
         return message
 
     def receive(self, until: float) -> ControlMessage | None:

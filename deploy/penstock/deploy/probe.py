@@ -62,7 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _given(flag_value: str | None, flag: str, name: str) -> str:
     value = flag_value or os.environ.get(name, "")
     if not value:
-        raise InvalidArgumentError(f"{flag} (or the variable {name}) must be given")
+        raise InvalidArgumentError(
+            f"{flag} (or the variable {name}) must be given. Set it in the container, as the manifests do"
+        )
     return value
 
 
@@ -73,7 +75,7 @@ def _look_at_worker(file: str, ready: bool, within_s: float | None) -> None:
     if ready and liveness.heard_s_ago > (within_s or READY_S):
         since = "yet" if liveness.heard_s_ago == float("inf") else f"for {liveness.heard_s_ago:.0f} s"
         raise DeadlineError(
-            f"the coordinator has not answered the worker {since} (limit {within_s or READY_S:g} s): see whether it "
+            f"the coordinator has not answered the worker {since} (limit {within_s or READY_S:g} s). See whether it "
             "runs, and whether the worker reaches it"
         )
     if liveness.turned_s_ago > (within_s or LIVE_S):

@@ -34,7 +34,7 @@ def input_fn(
     tokenizer = Tokenizer.from_file(str(Path(tokenizer_path) / "tokenizer.json"))
     first, last = tokenizer.token_to_id(bos), tokenizer.token_to_id(eos)
     if first is None or last is None:
-        raise ValueError(f"the tokenizer must have the tokens {bos!r} and {eos!r}: pass the names of its own")
+        raise ValueError(f"the tokenizer must have the tokens {bos!r} and {eos!r}. Pass the names of its own")
     paths = sorted(Path(dataset_path).glob("*.jsonl"))
     records = LogicalShards([LineFile(path) for path in paths], shards=SHARDS, names=[path.name for path in paths])
 

@@ -27,7 +27,9 @@ def pairs_of(option: str, texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (name and equals and value):
-            raise InvalidArgumentError(f"{option} must have the form NAME=VALUE, got {text!r}")
+            raise InvalidArgumentError(
+                f"{option} must have the form NAME=VALUE, got {text!r}. Put the name and = before the value"
+            )
         if name in found:
             raise InvalidArgumentError(f"{option} must have each name once, got {name!r} twice. Leave one out")
         found[name] = value

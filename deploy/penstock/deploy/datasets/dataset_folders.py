@@ -55,7 +55,7 @@ def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: 
 
 
 def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
-    """Print what is in a dataset, with its first samples."""
+    """Print a dataset's format, size and columns, and its first samples. `samples`: number of samples to print."""
     shards = _shards(folder)
     found: dict[str, Any] = _counts(folder, shards)
     with _opened(folder, shards) as dataset:

@@ -30,7 +30,7 @@ from penstock.runtime.telemetry.cluster_view import LATELY_S, ClusterView, Event
 __all__ = ["JobQuestion", "check_cluster", "check_lost", "check_skew", "check_slots", "check_version", "check_worker"]
 
 CONNECT_S = 3.0
-"""Deadline of a TCP connection within a cluster, in seconds."""
+"""Longest time in seconds to wait for a TCP connection within a cluster."""
 NO_ANSWER = f"the worker accepts connections, but does not answer within {CONNECT_S:g} s"
 """Text of the finding about a worker that hangs or is stopped. The kernel still accepts connections for it."""
 LATE_HEARTBEAT_S = 2.0

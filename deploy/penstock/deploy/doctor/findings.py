@@ -17,7 +17,7 @@ Level = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check."""
+    """Result of one check of `penstock doctor`: what was found, whether it suffices, and the remedy."""
 
     check: str
     level: Level
@@ -27,7 +27,7 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """Return a finding that reports no problem."""
+    """Return a finding that reports no problem. `check`: name of the check; `found`: what was found."""
     return Finding(check, "ok", found)
 
 

@@ -40,7 +40,8 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
     module, _, name = input_fn.partition(":")
     if not module or not name:
         raise InvalidArgumentError(
-            f"input_fn must be MODULE:NAME, such as mypackage.data:train_input, got {input_fn!r}"
+            f"input_fn must be MODULE:NAME, such as mypackage.data:train_input, got {input_fn!r}. Name a function of "
+            "an importable module"
         )
     with LinePipe() as answer:
         command = interpreter("penstock.deploy.doctor.import_check", input_fn, str(answer.theirs.fileno()))

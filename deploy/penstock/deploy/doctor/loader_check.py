@@ -87,8 +87,8 @@ class LoaderQuestion:
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
             raise InvalidArgumentError(
-                f"the target must be MODULE:NAME, such as mypackage.data:train_input, or a folder of checkpoints, got "
-                f"{self.input_fn!r}"
+                "the target must be MODULE:NAME, such as mypackage.data:train_input, or a folder of checkpoints, got "
+                f"{self.input_fn!r}. Name a function or a folder"
             )
         return {
             "input_fn": self.input_fn,
@@ -124,7 +124,7 @@ class LoaderCheck:
     """True if the loader was restored from a worker's own state_dict(); False if it was restored at the start of an
     epoch, or by aggregate_state_dict and deaggregate_state_dict."""
     generation: int = 1
-    """Number of the restore in its chain, from 1."""
+    """Number of the restore in its chain of restores, from 1."""
     exact: bool = True
     differs: int | None = None
     """Number of the first batch that differs from the first stream; None if no batch differs."""
@@ -163,7 +163,7 @@ class ExaminedLoader:
 
 @dataclass
 class LoaderReport:
-    """All findings about a loader, and the verdict."""
+    """All findings about a loader, and the verdict: whether, and how, it can be saved."""
 
     question: LoaderQuestion
     loaders: list[ExaminedLoader]

@@ -58,7 +58,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    """Check the version of Python. `version`: major, minor, micro."""
+    """Check whether releases are tested with this version of Python. `version`: (major, minor, micro)."""
     text, check = ".".join(map(str, version)), "python"
     if version[:2] < OLD_PYTHON:
         return problem(check, text, "Penstock needs 3.11 or newer: make an environment with it.")

@@ -22,7 +22,7 @@ class FleetPlan:
 
     engine: str
     name: str
-    """Name of the fleet."""
+    """Name of the fleet, with which the names of its daemons begin."""
     workers: int
     slots: int
     """Number of slots of each worker, which is the largest number of runners that it has at a time."""

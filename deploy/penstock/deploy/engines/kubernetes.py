@@ -56,7 +56,11 @@ def render(plan: FleetPlan, folder: Path) -> str:
     there are no certificates.
     """
     if not plan.options["image"]:
-        raise CommandError("--image must be given: a container image that has Penstock and your code", USAGE)
+        raise CommandError(
+            "--image must be given: a container image that has Penstock and your code. Pass its name, such as "
+            "registry/penstock:1",
+            USAGE,
+        )
     if not plan.options["tls_secret"] and not plan.insecure:
         raise UnsafeBindError(
             "--tls-secret must be given, because pods connect to each other over the network. The Secrets "
@@ -125,7 +129,11 @@ def _secret(plan: FleetPlan, role: str, name: str) -> str:
     with contextlib.suppress(OSError):
         token = Path(plan.token_file).read_text().strip()
     if not token:
-        raise CommandError(f"the token file {plan.token_file} must be readable and must have a token", USAGE)
+        raise CommandError(
+            f"the token file {plan.token_file} must be readable and must have a token. Correct the file, or pass "
+            "another by --token-file",
+            USAGE,
+        )
     own = token if role == "coordinator" else _of_workers(token, plan.token_file)
     found: dict[str, Any] = {
         "apiVersion": "v1",

@@ -66,7 +66,10 @@ class LocalEngine:
             terminated = in_time and process.result() == -signal.SIGTERM
             process.send(signal.SIGTERM)
             if terminated:  # a signal arrived before the supervisor could handle it
-                raise CommandError(f"the fleet in {where.path} was ended while it was starting", INTERRUPTED)
+                raise CommandError(
+                    f"the fleet in {where.path} was ended while it was starting. Start it again",
+                    INTERRUPTED,
+                )
             raise CommandError(f"the supervisor of the fleet in {where.path} did not start: {last_words(log)}", BUG)
         answer = json.loads(result)
         if "error" in answer:

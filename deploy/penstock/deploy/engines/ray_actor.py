@@ -103,7 +103,7 @@ class DaemonActor:
         return self.about()
 
     def about(self) -> dict[str, Any]:
-        """Return the daemon's present status."""
+        """Return the daemon's present status, without waiting."""
         import ray
 
         return {

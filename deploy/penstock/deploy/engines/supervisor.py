@@ -142,7 +142,10 @@ class _Supervisor:
             if living.done():
                 living.result()
             elif not self._up:
-                raise CommandError(f"the fleet in {self._folder.path} was ended while it was starting", INTERRUPTED)
+                raise CommandError(
+                    f"the fleet in {self._folder.path} was ended while it was starting. Start it again",
+                    INTERRUPTED,
+                )
         finally:
             for task in (stopped, living):
                 task.cancel()
@@ -246,7 +249,7 @@ class _Supervisor:
                 raise
             _log.error("%s. The worker is not started again; to retry, run the same `penstock up`", error)
             if all(worker.state in ("failed", "left") for worker in self._workers.values()):
-                raise CommandError(f"the last worker failed, so the fleet ends: {error}", error.code) from error
+                raise CommandError(f"the fleet ends because its last worker failed: {error}", error.code) from error
 
     async def _end(self) -> None:
         """End the workers first, all at the same time; then the coordinator."""

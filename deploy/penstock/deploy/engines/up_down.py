@@ -52,7 +52,9 @@ def run_up(
     folder = _folder(settings)
     if render and settings.engine not in RENDERERS:
         raise CommandError(
-            f"--render must be given with --engine {' or '.join(RENDERERS)}, got --engine {settings.engine}", USAGE
+            f"--render must be given with --engine {' or '.join(RENDERERS)}, got --engine {settings.engine}. Leave out "
+            "--render, or name one of these engines",
+            USAGE,
         )
     if not render:
         folder.make()

@@ -54,7 +54,7 @@ def imported(begun: BegunEpoch, rows: int) -> ImportedEpoch:
     """
     order = begun.order
     if rows < 1:
-        raise InvalidArgumentError(f"--rows must be at least 1, got {rows}")
+        raise InvalidArgumentError(f"--rows must be at least 1, got {rows}. Pass the number of rows of the dataset")
     if len(order) and not 0 <= order.min() <= order.max() < rows:
         raise StateMismatchError(
             f"the dataset must have at least {order.max() + 1} rows, as the state was saved with, got {rows}. Pass the "
@@ -79,7 +79,9 @@ def whole_steps(delivered: int, batch: int, length: int | None = None) -> int:
     Raises StateMismatchError if these rows end within a step.
     """
     if batch < 1:
-        raise InvalidArgumentError(f"--batch-size must be at least 1, got {batch}")
+        raise InvalidArgumentError(
+            f"--batch-size must be at least 1, got {batch}. Pass the number of rows of a step, over all ranks"
+        )
     if delivered % batch and (length is None or delivered < length):
         raise StateMismatchError(
             f"the number of delivered rows must be a multiple of {batch}, the rows of a step, got {delivered}. Pass "

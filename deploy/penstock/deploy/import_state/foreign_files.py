@@ -64,7 +64,8 @@ def _of_json(path: Path, data: bytes) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise StateCorruptError(
-            f"{path} must be JSON or a file that torch.save() wrote, got one that begins with {data[:8]!r} ({error})"
+            f"{path} must be JSON or a file that torch.save() wrote, got one that begins with {data[:8]!r} ({error}). "
+            "Pass a file that the other library's state was saved in"
         ) from error
 
 

@@ -46,7 +46,8 @@ def order_by(python: str, script: str, request: Mapping[str, Any]) -> Ints:
             )
         except OSError as error:
             raise InvalidArgumentError(
-                f"--python must be an interpreter that has the other library, got {python}: {error.strerror}"
+                f"--python must be an interpreter that has the other library, got {python}: {error.strerror}. Pass the "
+                "path of its python"
             ) from error
         except subprocess.TimeoutExpired:
             raise DeadlineError(

@@ -30,7 +30,9 @@ def energon_epoch(paths: Sequence[Path], batch: int, loader: str, python: str) -
     """
     module, colon, name = loader.partition(":")
     if not (module and colon and name):
-        raise InvalidArgumentError(f"--loader must be MODULE:NAME, got {loader!r}")
+        raise InvalidArgumentError(
+            f"--loader must be MODULE:NAME, got {loader!r}. Name a function that returns the restored loader"
+        )
     request = {"loader": loader, "ranks": len(paths), "path": [str(Path.cwd())]}
     found = []
     for rank, path in enumerate(paths):

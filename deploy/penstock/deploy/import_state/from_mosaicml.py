@@ -29,7 +29,9 @@ def shard_sizes(folders: Sequence[Path]) -> list[int]:
         try:
             sizes += [int(shard["samples"]) for shard in json.loads(path.read_bytes())["shards"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidArgumentError(f"{path} must be the index.json of a stream's shards: {error}") from error
+            raise InvalidArgumentError(
+                f"{path} must be the index.json of a stream's shards: {error}. Correct the path of --index"
+            ) from error
     return sizes
 
 
@@ -62,7 +64,7 @@ def mosaicml_epoch(
     nodes, delivered = count(path, state, "num_canonical_nodes"), count(path, state, "sample_in_epoch")
     epoch, seed = count(path, state, "epoch"), count(path, state, "shuffle_seed")
     if nodes < 1:
-        raise StateMismatchError(f"{path}: num_canonical_nodes must be at least 1, got {nodes}")
+        raise StateMismatchError(f"{path}: num_canonical_nodes must be at least 1, got {nodes}. Pass an older state")
     order = order_by(
         python,
         "mosaicml_order",

@@ -65,7 +65,8 @@ def torchdata_epoch(
             )
     if not first.batches and batch is None:
         raise InvalidArgumentError(
-            "--batch-size must be given, because the snapshot in the state was made before the first batch"
+            "--batch-size must be given, because the snapshot in the state was made before the first batch. Pass the "
+            "number of rows of a step, over all ranks"
         )
     own = -(-first.rows // first.batches) if batch is None else -(-batch // len(ranks))
     """Number of rows in a batch of one rank."""

@@ -19,7 +19,7 @@ from penstock.proto.errors import InvalidArgumentError, StateCorruptError, State
 __all__ = ["SEED", "trainer_epoch"]
 
 SEED = 42
-"""Default seed of TrainingArguments."""
+"""Default seed of transformers' TrainingArguments."""
 FILE = "trainer_state.json"
 TOLERANCE = 1e-6
 """Largest difference of two values of the Trainer's `epoch`, a fraction, that count as equal."""
@@ -54,7 +54,7 @@ def trainer_epoch(path: Path, rows: int, *, seed: int, ranks: int, accumulation:
     if min(own, ranks, accumulation, rows) < 1:
         raise InvalidArgumentError(
             f"--rows, train_batch_size, --ranks and --accumulation must be at least 1, got {rows}, {own}, {ranks} and "
-            f"{accumulation}"
+            f"{accumulation}. Correct these values"
         )
     batch = own * ranks
     batches = rows // batch if drop_last else -(-rows // batch)

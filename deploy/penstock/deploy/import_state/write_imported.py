@@ -56,7 +56,8 @@ class Request:
         """Return the path of the only state. Raises InvalidArgumentError if several are given."""
         if len(self.states) > 1:
             raise InvalidArgumentError(
-                f"--from {self.library} must be given one STATE, which is valid for all ranks, got {len(self.states)}"
+                f"--from {self.library} must be given one STATE, which is valid for all ranks, got {len(self.states)}. "
+                "Pass one file"
             )
         return self.states[0]
 
@@ -64,7 +65,8 @@ class Request:
         """Return `value`, the value of option `flag`. Raises InvalidArgumentError if the option was not given."""
         if value is None or value == []:
             raise InvalidArgumentError(
-                f"{flag} must be given with --from {self.library}, because the states do not contain this value"
+                f"{flag} must be given with --from {self.library}, because the states do not contain this value. Pass "
+                "the value of the saved run"
             )
         return value
 

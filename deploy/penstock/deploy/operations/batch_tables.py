@@ -119,7 +119,9 @@ def describe(batch: Any, row: int | None) -> dict[str, Any]:
     rows = rows_in(batch)
     if row is not None and (rows is None or row >= rows):
         have = "no rows, because it has no tensor with a dimension and no list" if rows is None else _range(rows)
-        raise InvalidArgumentError(f"--row must be a row of the batch, which has {have}, got {row}")
+        raise InvalidArgumentError(
+            f"--row must be a row of the batch, which has {have}, got {row}. Pass the number of one of these rows"
+        )
     found: dict[str, Any] = {"rows": rows, "leaves": [_leaf(name, value) for name, value in leaves(batch)]}
     if row is not None:
         found["row"] = {"row": row, "leaves": [_of_row(name, value) for name, value in _row(batch, "", row, rows)]}
@@ -223,7 +225,9 @@ def _envelope(batch: Any) -> bytes:
     try:
         return encode_state(batch)
     except UnsupportedStateError as error:
-        raise InvalidArgumentError(f"--out: the batch cannot be written as .pst: {error.message}; try .npz") from error
+        raise InvalidArgumentError(
+            f"--out: the batch cannot be written as .pst: {error.message}. Write it as .npz"
+        ) from error
 
 
 def _arrays(batch: Any) -> bytes:
@@ -246,11 +250,11 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
     try:
         array = _resolved(value).numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgumentError(f"--out: {name!r} cannot be written as .npz ({error}): write it as .pst") from error
+        raise InvalidArgumentError(f"--out: {name!r} cannot be written as .npz ({error}). Write it as .pst") from error
     empty = _is_container(value) and not value
     if array.dtype.hasobject or empty or array.dtype.kind == "S" or not _is_kept(value, array):
         raise InvalidArgumentError(
-            f"--out: {name!r}, a {type(value).__qualname__}, cannot be written as .npz: write it as .pst"
+            f"--out: {name!r}, a {type(value).__qualname__}, cannot be written as .npz. Write it as .pst"
         )
     return array
 
@@ -285,7 +289,7 @@ def _plain(value: Any, name: str) -> Any:
             value = value.clone()
     if type(value) not in _PLAIN:
         raise InvalidArgumentError(
-            f"--out: {name} is a {type(value).__qualname__}, which torch.load(weights_only=True) does not read: write "
+            f"--out: {name} is a {type(value).__qualname__}, which torch.load(weights_only=True) does not read. Write "
             "the batch as .pst"
         )
     return value

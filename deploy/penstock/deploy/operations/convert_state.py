@@ -44,11 +44,11 @@ def convert(source: Path, target: Path, boxes: int, workers: int) -> list[dict[s
 
     for name, value in (("--boxes", boxes), ("--workers", workers)):
         if value < 1:
-            raise InvalidArgumentError(f"{name} must be at least 1, got {value}")
+            raise InvalidArgumentError(f"{name} must be at least 1, got {value}. Pass the numbers of the resumed job")
     if boxes * workers > (most := Limits().slots_max):
         raise InvalidArgumentError(
             f"--boxes times --workers must be at most {most}, the workers of a run, got {boxes} x {workers} = "
-            f"{boxes * workers}"
+            f"{boxes * workers}. Pass smaller numbers"
         )
     file = SavedFile(source)
     done, states = [], {}
@@ -68,7 +68,7 @@ def _converted(saved: SavedState, boxes: int, workers: int) -> SavedState:
     if rows is not None and boxes > rows:
         raise StateMismatchError(
             f"--boxes must be at most {rows}, the rows of a global batch of {saved.input_fn}, because each box needs a "
-            f"row, got {boxes}"
+            f"row, got {boxes}. Pass fewer boxes"
         )
     try:
         return saved.new_topology(boxes, workers)

@@ -30,7 +30,7 @@ DEEPEST = 16
 
 @dataclass(frozen=True)
 class FoundState:
-    """Saved state that was found in a file."""
+    """Saved state in a file, with the keys that lead to it."""
 
     path: tuple[Any, ...]
     """Keys that lead from the file's content to the state; () if the file contains only the state."""
@@ -67,7 +67,7 @@ class SavedFile:
         else:
             raise StateCorruptError(
                 f"{path} must be a file that encode_state() or torch.save() wrote, got one that begins with "
-                f"{data[:8]!r}"
+                f"{data[:8]!r}. Pass a file with a saved state"
             )
         self.states = [FoundState(at, read(value)) for at, value in _states(self._value, ())]
         if not self.states:

@@ -57,7 +57,9 @@ def run_name(run: str) -> str:
     texts."""
     job, slash, ordinal = run.partition("/")
     if not job or (slash and not (ordinal.isascii() and ordinal.isdigit())):
-        raise InvalidArgumentError(f"a run must be JOB or JOB/NUMBER, as `penstock status` shows it, got {run!r}")
+        raise InvalidArgumentError(
+            f"a run must be JOB or JOB/NUMBER, as `penstock status` shows it, got {run!r}. Correct the name"
+        )
     return run if slash else f"{job}/0"
 
 

@@ -41,7 +41,7 @@ class Section:
     columns: Columns[Any]
     headings: Sequence[str]
     rows: Sequence[Any]
-    """Rows of the table, as views that each have an `alarm`."""
+    """Rows of the table: objects for its cells, each with an `alarm` that decides the row's color."""
 
     def table(self, count: int) -> RichTable:
         """Return the table with its header and its first `count` rows."""

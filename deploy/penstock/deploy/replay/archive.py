@@ -41,7 +41,7 @@ def _unknown(run: str, box: int, where: str) -> UnknownRunError:
 
 
 class RunningArchive:
-    """History of a run, queried from a running coordinator."""
+    """History of a run, asked from a running coordinator."""
 
     def __init__(self, client: CoordinatorClient) -> None:
         self._client = client

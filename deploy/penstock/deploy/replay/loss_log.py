@@ -34,7 +34,7 @@ BEFORE = 50
 FEWEST = 8
 """Smallest number of finite losses from which a median is computed."""
 LEAST = 3.0
-"""Height above which a loss belongs to a spike."""
+"""Height (distance from the running median, in standard deviations) above which a loss belongs to a spike."""
 FACTOR, FLOOR = 1.4826, 1e-3
 
 
@@ -55,7 +55,7 @@ class Spike:
     median: float
     height: float
     first: int
-    """First logged step of the spike."""
+    """First logged step of the spike, which may last several steps."""
     last: int
     """Last logged step of the spike."""
 
@@ -76,17 +76,21 @@ def read_losses(path: Path) -> list[Loss]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"--loss {path} cannot be read: {error}") from error
+        raise InvalidArgumentError(
+            f"--loss {path} cannot be read: {error}. Check that the file exists and that this user may read it"
+        ) from error
     found: dict[int, float] = {}
     if not text.strip():
-        raise InvalidArgumentError(f"--loss {path} must have losses, got an empty file")
+        raise InvalidArgumentError(
+            f"--loss {path} must have losses, got an empty file. Pass the log of the training job"
+        )
     lines = _of_json(path, text) if text.lstrip()[:1] == "{" else _of_csv(path, text)
     for number, step, loss in lines:
         found[_step(path, number, step)] = _loss(path, number, loss)
     if not found:
         raise InvalidArgumentError(
             f'--loss {path} must have lines with `step` and `loss`, as JSON ({{"step": 7, "loss": 2.5}}) or as CSV '
-            "with a header, got none"
+            "with a header, got none. Log both at each step"
         )
     return [Loss(step, found[step]) for step in sorted(found)]
 
@@ -101,7 +105,9 @@ def _of_json(path: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return  # the job was killed while it wrote its last line
-            raise InvalidArgumentError(f"--loss {path}: line {number} must be a JSON object: {error}") from error
+            raise InvalidArgumentError(
+                f"--loss {path}: line {number} must be a JSON object: {error}. Correct the line"
+            ) from error
         if isinstance(value, dict) and value.get("step") is not None and value.get("loss") is not None:
             yield number, value["step"], value["loss"]
 
@@ -112,7 +118,7 @@ def _of_csv(path: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
     if not {"step", "loss"} <= names.keys():
         raise InvalidArgumentError(
             f"--loss {path} must be JSON lines, or CSV with the columns step and loss, got the header "
-            f"{', '.join(reader.fieldnames or ())!r:.200}"
+            f"{', '.join(reader.fieldnames or ())!r:.200}. Name the columns so"
         )
     try:
         for row in reader:
@@ -120,7 +126,9 @@ def _of_csv(path: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
             if step and loss:
                 yield reader.line_num, step, loss
     except csv.Error as error:
-        raise InvalidArgumentError(f"--loss {path}: line {reader.line_num} is not CSV: {error}") from error
+        raise InvalidArgumentError(
+            f"--loss {path}: line {reader.line_num} must be CSV: {error}. Correct the line"
+        ) from error
 
 
 def _step(path: Path, number: int, value: Any) -> int:
@@ -147,7 +155,7 @@ def _loss(path: Path, number: int, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise InvalidArgumentError(
-            f"--loss {path}: loss in line {number} must be a number, got {value!r:.80}"
+            f"--loss {path}: loss in line {number} must be a number, got {value!r:.80}. Correct the line"
         ) from None
 
 
@@ -157,7 +165,7 @@ def spikes_of(losses: Sequence[Loss], most: int) -> list[Spike]:
     if len(losses) <= FEWEST:
         raise InvalidArgumentError(
             f"--loss must have at least {FEWEST + 1} losses, because a spike is a loss far above the median of those "
-            f"before it, got {len(losses)}"
+            f"before it, got {len(losses)}. Pass a longer log"
         )
     spikes: list[Spike] = []
     begun: list[Spike] = []

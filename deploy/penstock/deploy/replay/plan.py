@@ -40,7 +40,7 @@ class KnownPosition:
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """Start of a replay, and where its stream digest is compared."""
+    """From where a box's batches are replayed, and at which position the stream digest is compared."""
 
     start: KnownPosition
     snapshots: tuple[pb.SnapshotHeader | None, ...]
@@ -59,7 +59,10 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
     of_number = [history for history in histories if number in (None, history.attempt)]
     if not of_number:
         have = ", ".join(str(history.attempt) for history in histories)
-        raise StateUnavailableError(f"--attempt must be one of {have}, which the coordinator still has, got {number}")
+        raise StateUnavailableError(
+            f"--attempt must be one of {have}, which the coordinator still has, got {number}. Pass one of these, or "
+            "omit --attempt"
+        )
     begun = [history for history in of_number if history.opening.start.step < step]
     if not begun:
         first = min(history.opening.start.step for history in of_number) + 1
@@ -72,7 +75,8 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
     if not came and chosen.settled:
         had = [f"{one.opening.start.step + 1} to {_last(one)} of attempt {one.attempt}" for one in of_number]
         raise StateUnavailableError(
-            f"--step must be a step that was delivered to box {box} (steps {', '.join(had)}), got {step}"
+            f"--step must be a step that was delivered to box {box} (steps {', '.join(had)}), got {step}. Pass one of "
+            "these steps"
         )
     return chosen
 

@@ -82,11 +82,15 @@ class ReplayRequest:
                 "--state-dir and --attempt must be given with a RUN. Name the run as `penstock status` shows it"
             )
         if self.out is not None and self.out.suffix not in FORMATS:
-            raise InvalidArgumentError(f"--out must end with one of {', '.join(FORMATS)}, got {self.out}")
+            raise InvalidArgumentError(
+                f"--out must end with one of {', '.join(FORMATS)}, got {self.out}. Choose one of these endings"
+            )
         if self.out is not None and not self.out.absolute().parent.is_dir():
-            raise InvalidArgumentError(f"--out {self.out}: the directory {self.out.absolute().parent} does not exist")
+            raise InvalidArgumentError(
+                f"--out must be in an existing directory, got {self.out}. Make the directory first"
+            )
         if self.out is not None and self.out.is_dir():
-            raise InvalidArgumentError(f"--out must be a file, got the directory {self.out}")
+            raise InvalidArgumentError(f"--out must be a file, got the directory {self.out}. Add a file name")
 
 
 def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
@@ -142,7 +146,8 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
         )
     if request.box >= saved.num_boxes:
         raise BoxOutOfRangeError(
-            f"--box must be from 0 to {saved.num_boxes - 1}, the boxes of the checkpoint, got {request.box}"
+            f"--box must be from 0 to {saved.num_boxes - 1}, the boxes of the checkpoint, got {request.box}. Pass one "
+            "of these boxes"
         )
     history = pb.History(attempt=0)
     opening = history.opening
@@ -205,7 +210,7 @@ def _counted(number: int, what: str) -> str:
 
 
 class BatchReplay:
-    """Replay of a delivered batch according to a plan."""
+    """Replay of a delivered batch, which follows a plan (plan.py)."""
 
     def __init__(self, request: ReplayRequest, history: pb.History, way: ReplayPlan, archive: Archive | None) -> None:
         self._request, self._history, self._plan, self._archive = request, history, way, archive
