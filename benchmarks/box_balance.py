@@ -1,13 +1,15 @@
-"""Cost of a step's most expensive box over the mean of all boxes, without balance and with it; and the time of the
-assignment.
+"""Balance of boxes (data-parallel ranks): the cost of a step's most expensive box, divided by the mean cost of all
+boxes, without Balance and with it; and the time that the assignment of rows to boxes takes.
 
     python -m benchmarks.box_balance [--boxes 8] [--rows 64] [--json]
 
-Costs are squared lengths. The lengths: lognormal (sigma 1); the same, cut off at 8 medians as a context does; words of
-Python's standard library by file, up to 8,192. "sorted microbatches" assigns the batches of a window whole, sorted by
-cost, as torchtitan describes its LoadBalancingDataLoader (torchtitan 0.3.0 on PyPI does not contain it, so these are
-a few lines of our own). A window's time is the sum of its steps' most expensive boxes, over what equal boxes would
-take. Other times are those of the processor.
+The cost of a row is its length squared. Three distributions of lengths are used: lognormal (sigma 1); the same, cut off
+at 8 times the median, as a model's context length cuts off texts; and the words in each file of Python's standard
+library, up to 8,192. A window is the rows of several steps, which are assigned together. "sorted microbatches" sorts
+the batches of a window by cost and assigns them whole, as torchtitan describes its LoadBalancingDataLoader (torchtitan
+0.3.0 on PyPI does not contain it, so the benchmark has a few lines of its own for this). The time of a window is the
+cost of the most expensive box, summed over its steps, divided by the time if all boxes were equal. Other times are
+processor time.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ __all__ = ["main"]
 
 Costs = npt.NDArray[np.float64]
 Assign = Callable[[Costs, int, int], list[list[Costs]]]
-"""(costs of a window, steps, boxes) -> for each step, the costs of each box's rows."""
+"""Way to assign rows: function of the costs of a window's rows, the number of steps and the number of boxes. It returns
+for each step the costs of each box's rows."""
 WINDOWS = 40
 LONGEST = 8192
 
 
 def corpora(rows: int) -> dict[str, Costs]:
-    """Return costs of this many rows, by the name of their lengths."""
+    """Return the costs of `rows` rows, by the name of the distribution of their lengths."""
     lengths = np.random.default_rng(0).lognormal(0, 1, rows)
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))[:6000]
     words = [min(LONGEST, 1 + len(file.read_bytes().split())) for file in files]
@@ -60,8 +63,9 @@ def balanced(costs: Costs, steps: int, boxes: int) -> list[list[Costs]]:
 
 
 def judged(costs: Costs, steps: int, boxes: int, rows: int, assign: Assign) -> dict[str, float]:
-    """Return the mean over steps of max/mean, the mean over windows of their time, and the milliseconds for 1,024
-    rows."""
+    """Measure one way to assign rows. Return "max/mean", the cost of a step's most expensive box divided by the mean of
+    all boxes, as the mean over steps; "time", that of a window, as the mean over windows; and "ms per 1024 rows", the
+    processor time of the assignment. `rows`: number of rows of a box in a step."""
     ratios, times, began = [], [], time.process_time()
     window = steps * boxes * rows
     assigned = [assign(costs[begin : begin + window], steps, boxes) for begin in range(0, len(costs), window)]
@@ -74,7 +78,8 @@ def judged(costs: Costs, steps: int, boxes: int, rows: int, assign: Assign) -> d
 
 
 def loop_rows_s(costs: Costs, batch: int, balance: Balance | None) -> float:
-    """Return the rows of all boxes' batches a second that a loader plans and reads, as one of 8 boxes."""
+    """Return the speed of a loader of one of 8 boxes that assigns the rows of all boxes and reads its own: rows of all
+    boxes for each second of processor time."""
     loader = MapLoader(
         range(len(costs)), global_batch_size=batch, shuffle=True, rank=(0, 8), reseed=False, balance=balance
     )

@@ -1,7 +1,9 @@
-"""Batches of each benchmark case, described as data that every player can read.
+"""Cases of the benchmarks: descriptions of the batches to deliver, as plain data that every player can read.
 
-A player is the process that measures one mode (see `serve.py`). Some players run in a peer's environment, so this
-module imports only the standard library. `loaders.py` makes torch sources of a case.
+A mode is one of the compared ways to deliver batches, such as Penstock's TCP lane or torch's DataLoader. A player is
+the process that measures one mode (see `serve.py`). Players of other libraries (peers) run in Python environments of
+their own, so this module imports only the standard library. `loaders.py` makes torch datasets that yield the batches of
+a case.
 """
 
 from __future__ import annotations
@@ -15,32 +17,35 @@ __all__ = ["BUSY_S", "PATH", "SLOW", "SNAPSHOTS", "Case", "Times", "calibrate", 
 BUSY_S = 0.002
 """Seconds of pure Python that a slow source spends on each batch."""
 LEAF_SHAPE = (8, 128)
-"""Shape of each leaf of the dict case: int64, 8 KiB."""
+"""Shape of each tensor in a batch that is a dict: int64, 8 KiB."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Endless sequence of batches."""
+    """Description of an endless sequence of batches, and of the work that its source (the dataset that yields them)
+    does for each batch."""
 
     name: str
     nbytes: int
-    """Size of a batch in bytes, over all its leaves."""
+    """Size of a batch in bytes: all its tensors together."""
     leaves: int = 1
-    """Number of leaves. 1: a uint8 tensor. More: a dict of that many int64 tensors of LEAF_SHAPE."""
+    """Number of tensors of a batch. 1: the batch is a uint8 tensor. More: it is a dict of that many int64 tensors of
+    LEAF_SHAPE."""
     busy_s: float = 0.0
-    """Seconds that the source is busy with each batch, by the clock."""
+    """Seconds of wall-clock time for which the source runs Python code for each batch."""
     work: int = 0
-    """Number of turns of `spin` for each batch, instead of `busy_s`. Such work takes longer if other programs use the
-    processor, which `busy_s`, measured by the clock, would hide."""
+    """Number of rounds of `spin`, a fixed amount of work, that the source does for each batch, instead of `busy_s`.
+    Such work takes longer if other programs use the processor, which `busy_s`, measured by the clock, would hide."""
     state_tensors: int | None = None
     """Number of tensors of 1 KiB in the source's state; None: no state methods."""
     checkpoint_every: int | None = None
     """Penstock's `checkpoint_steps`: N requests a snapshot at every N-th step."""
     counter: str = ""
-    """File of 8 bytes in which the source counts the calls of its state_dict; "" = none."""
+    """Path of a file of 8 bytes in which the source counts the calls of its state_dict; "": the calls are not
+    counted."""
     slots: int = 4
-    """Number of ring entries that the floors use: that of Penstock's ring if it was measured, else computed by
-    Penstock's rule."""
+    """Number of distinct pieces of memory that the floors (plain copies, see floors.py) use: as many as Penstock's ring
+    had entries, if it was measured before, else as many as Penstock's rule gives."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,15 +53,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Times:
-    """Durations of a measurement, in seconds."""
+    """Durations of the parts of a measurement, in seconds."""
 
     warm_s: float = 0.25
     span_s: float = 0.8
-    """Span of throughput and processor time."""
+    """Seconds for which throughput and processor time are measured."""
     latency_s: float = 0.2
-    """Later span in which every `next()` is timed by itself."""
+    """Seconds for which, after that, every `next()` is timed by itself."""
     at_least: int = 20
-    """Smallest number of batches of a span, up to `at_most_s`."""
+    """Smallest number of batches in each of these measurements, which are longer if that many take longer, up to
+    `at_most_s` seconds."""
     at_most_s: float = 6.0
 
 
@@ -69,7 +75,7 @@ MAX_ENTRIES, MIN_ENTRIES, RING_BYTES = (
 
 
 def ring_entries(nbytes: int) -> int:
-    """Return the number of entries of this many bytes in a ring of Penstock."""
+    """Return the number of entries that Penstock gives a ring whose entries have `nbytes` bytes."""
     return max(MIN_ENTRIES, min(MAX_ENTRIES, RING_BYTES // max(nbytes, 1)))
 
 
@@ -84,13 +90,14 @@ PATH = (
     _case("8 MiB", 8 * MIB),
     _case("dict of 8 x 8 KiB", 64 * KIB, leaves=8),
 )
-"""Ready batches: the speed of the path itself."""
+"""Cases with batches that exist already, so that only the delivery takes time."""
 
 SLOW = (
     _case("2 ms by the clock", MIB, busy_s=BUSY_S),
     _case("2 ms of work", MIB, work=1),  # `work` is calibrated at the suite's start, once for all modes
 )
-"""Batches of 1 MiB that cost their source 2 ms of pure Python: the cost that the path adds."""
+"""Cases with batches of 1 MiB for each of which the source runs Python code for 2 ms, to measure what the delivery adds
+to that."""
 
 _NONE = _case("no state", MIB)
 _SLOW_NONE = _case("no state, 2 ms", MIB, busy_s=BUSY_S)
@@ -102,12 +109,12 @@ SNAPSHOTS = (
     _SLOW_NONE,
     replace(_SLOW_NONE, name="1 KiB, every step, 2 ms", state_tensors=1, checkpoint_every=1),
 )
-"""Batches of 1 MiB from sources with and without a state; each is compared with the one without a state at the same
-speed."""
+"""Cases with batches of 1 MiB from sources with and without a state. Each source with a state is compared with one of
+the same speed without a state."""
 
 
 def spin(turns: int) -> int:
-    """Run a fixed amount of pure Python."""
+    """Run a fixed amount of pure Python code, `turns` times."""
     value = 0
     for turn in range(turns):
         value = (value * 31 + turn) & 0xFFFF
@@ -115,8 +122,8 @@ def spin(turns: int) -> int:
 
 
 def calibrate(seconds: float) -> int:
-    """Return the turns of `spin` that take that many seconds here, from the fastest of several attempts, because other
-    programs only slow it."""
+    """Return the argument with which `spin` takes `seconds` seconds on this machine. The fastest of several attempts
+    counts, because other programs can only make it slower."""
     turns = 10_000
 
     def took() -> float:

@@ -1,11 +1,13 @@
-"""Checkpoints of a training loop: the stall of a save, the time until it is on disk, and its memory.
+"""Checkpoints of a training loop: how long a save stalls the loop, how long it takes until the checkpoint is on the
+disk, and how much memory it takes.
 
     python -m benchmarks.checkpoint [--rounds 5] [--saves 3] [--mib 1024] [--quick] [--json FILE]
         [--write docs/benchmarks.md] [--folder DIR]
 
-It compares Penstock's AsyncCheckpointer with torch's own methods to save, and with two floors. In each round each mode
-runs once, in a process of its own (benchmarks/checkpoint_modes.py), in an order that rotates from round to round.
-Medians are over all saves of all rounds, and ratios are of these medians.
+It compares Penstock's AsyncCheckpointer with torch's own methods to save, and with a floor, the least that any method
+must do. Each compared method is a mode. In each round each mode runs once, which is called its turn, in a process of
+its own (benchmarks/checkpoint_modes.py). The order rotates from round to round. Medians are over all saves of all
+rounds, and ratios are of these medians.
 
 Memory is measured from outside, in separate turns, because reading a process's memory stalls that process.
 """
@@ -35,18 +37,20 @@ from benchmarks.report import IDLE_CORES, between
 __all__ = ["Amounts", "main", "memory_turn", "run"]
 
 SAMPLE_S = 0.02
-"""Seconds between two readings of the memory."""
+"""Seconds between two readings of the memory of the measured processes."""
 DEADLINE_S = 600.0
-"""Deadline of one turn, in seconds."""
+"""Deadline of one turn, the run of one mode, in seconds."""
 SETTLED = 5
-"""Number of readings of the memory before the first save; their median is the baseline."""
+"""Number of readings of the memory before the first save. Their median is the baseline, which is subtracted from later
+readings."""
 
 
 @dataclass(frozen=True)
 class Amounts:
     rounds: int
     saves: int
-    """Number of saves of a turn after the first save, which allocates the memory that later saves reuse."""
+    """Number of saves in one run of a mode that are measured. The first save is not among them, because it allocates
+    memory that later saves use again."""
     mib: int
     memory_rounds: int = 2
     step_ms: float = 50.0
@@ -58,7 +62,8 @@ QUICK = Amounts(rounds=1, saves=1, mib=64, memory_rounds=1, step_ms=10.0)
 
 
 class Turn:
-    """Process of one mode, from its start to its result. Its output goes to files, so that no pipe must be read."""
+    """Turn: one run of a mode in a process of its own, from its start to its result. The process's output goes to
+    files, so that no pipe must be read. `held`: True to let the process wait for `go` before its first save."""
 
     def __init__(self, mode: str, amounts: Amounts, folder: Path, *, held: bool) -> None:
         self._go, self._output, self._errors = folder / "go", folder / "output", folder / "errors"
@@ -76,21 +81,24 @@ class Turn:
         return self._process.pid
 
     def ready(self) -> None:
-        """Wait until a held process is ready. Raises RuntimeError if it ends, or takes too long."""
+        """Wait until the process, which was started with `held`, is ready for its first save. Raises RuntimeError if
+        the process ends or takes too long."""
         while not _lines(self._output):
             self._check()
             time.sleep(SAMPLE_S)
 
     def go(self) -> None:
-        """Let the process begin."""
+        """Let the process, which was started with `held`, begin to save."""
         self._go.touch()
 
     def running(self) -> bool:
-        """Return whether the process has no result yet. Raises RuntimeError if it failed or takes too long."""
+        """Return True while the process has no result yet. Raises RuntimeError if the process failed or takes too
+        long."""
         return self._check()
 
     def result(self) -> list[dict[str, float]]:
-        """Wait for the process's measurements and return them. Raises RuntimeError as `running` does."""
+        """Wait for the end of the process, and return its measurements, one dict for each save. Raises RuntimeError as
+        `running` does."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(self._until - time.monotonic(), 0.0))
         self._check()
@@ -98,7 +106,8 @@ class Turn:
         return found
 
     def _check(self) -> bool:
-        """Return whether the process runs."""
+        """Return True if the process runs, False if it has ended well. Raises RuntimeError if it failed or takes too
+        long."""
         status = self._process.poll()
         if status is None and time.monotonic() < self._until:
             return True
@@ -108,7 +117,8 @@ class Turn:
         raise RuntimeError(": ".join([why, *_lines(self._errors)[-1:]]))
 
     def end(self) -> None:
-        """Kill all its processes. torch's writer process may outlive its parent and is a child of this process then."""
+        """Kill the process and all its descendants. torch's writer process may outlive its parent; it is then a child
+        of this process."""
         kill_tree(os.getpid(), itself=False)
         self._process.wait()
         with suppress(ChildProcessError):
@@ -122,22 +132,22 @@ def _lines(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a tree of processes at one moment, in bytes; shared pages are divided among processes, and counted
-    once."""
+    """Memory of a process and its descendants at one moment, in bytes. `pss`: all of it; a page that several processes
+    share is counted once."""
 
     pss: int
     files: int
-    """Memory in mapped files, such as libraries, in bytes."""
+    """Part of the memory that is mapped files, such as libraries, in bytes."""
     others: int
-    """Private memory of all processes except the first, in bytes."""
+    """Private memory of the descendants, without that of the first process, in bytes."""
 
 
 def memory_of(first: int) -> Memory:
     """Return the memory of the process `first` and of all other processes that this program has started.
 
-    The processes are read one after the other, and then once more in reverse order. While a writer maps memory of
-    another process, a share of that memory moves to the writer; with one order only it would be counted twice, or not
-    at all.
+    The processes are read one after the other, and then once more in reverse order. While a writer process maps memory
+    of another process, a share of that memory moves from the other process's figure to the writer's. Read in one order
+    only, this share could be counted twice or not at all.
     """
     pids = [pid for pid in tree(os.getpid()) if pid != os.getpid()]
     pss = files = others = 0
@@ -155,7 +165,8 @@ def memory_of(first: int) -> Memory:
 
 
 def timed(mode: str, amounts: Amounts, folder: Path) -> list[dict[str, float]]:
-    """Run a turn without readings of memory."""
+    """Run a mode once, without reading its memory, which would disturb the times. Return the measurements of each
+    save."""
     turn = Turn(mode, amounts, folder, held=False)
     try:
         return turn.result()
@@ -164,8 +175,8 @@ def timed(mode: str, amounts: Amounts, folder: Path) -> list[dict[str, float]]:
 
 
 def memory_turn(mode: str, amounts: Amounts, folder: Path) -> dict[str, int]:
-    """Run a turn with readings of memory, from before the first save to its end. Return the baseline, and the peak of
-    all processes together."""
+    """Run a mode once, and read the memory of all its processes from before the first save until its end. Return, in
+    bytes, the baseline before the first save, and the peak."""
     turn = Turn(mode, amounts, folder, held=True)
     try:
         turn.ready()
@@ -203,7 +214,7 @@ def filesystem(folder: Path) -> str:
 
 
 def run(amounts: Amounts, folder: Path) -> dict[str, Any]:
-    """Run all turns; return the results as written to --json."""
+    """Run all modes in all rounds. Return the results, which --json writes to a file."""
     busy, load = busy_cores(1.0), os.getloadavg()[0]
     if busy > IDLE_CORES:
         print(f"the machine is not idle: {busy:.2f} cores are busy", file=sys.stderr)
@@ -254,7 +265,8 @@ def run(amounts: Amounts, folder: Path) -> dict[str, Any]:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Return 1 if a measurement failed or, without --quick, a target was missed."""
+    """Run the benchmark. Return the exit status: 1 if a measurement failed or, without --quick, a target was missed;
+    else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, help=f"{FULL.rounds}")
     parser.add_argument("--saves", type=int, help=f"saves of a turn, besides its first one; {FULL.saves}")

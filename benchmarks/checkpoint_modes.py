@@ -1,8 +1,9 @@
 """Modes of saving a checkpoint, each in a process of its own that benchmarks/checkpoint.py starts.
 
-Each runs a small training loop. A step computes matrix products on all cores and then changes part of the saved
-tensors, as an optimizer's step does. Some saves are made in the loop. Measured are the time that the call for a save
-stalls the loop, the excess of the steps until the checkpoint is on disk, and the time until then.
+Each process runs a small training loop. A step computes matrix products on all cores and then changes part of the saved
+tensors, as an optimizer's step does. The loop saves several times. For each save three times are measured: the stall,
+for which the call that saves blocks the loop; the excess, by which the steps after the call take longer than others
+until the checkpoint is on the disk; and the total, from the call until then.
 
 If a mode copies while the loop runs, the loop waits before it changes tensors that are being copied, because the
 checkpoint would otherwise mix two steps. That wait is part of the stall.
@@ -38,9 +39,10 @@ from penstock.client.checkpoint import AsyncCheckpointer
 THREADS = 2
 """Number of writing threads, in every mode."""
 CHUNK = 16 << 20
-"""Bytes of one write of the floor, the same as of Penstock's writer."""
+"""Number of bytes that one system call of the floor writes, the same as in Penstock's writer."""
 TENSORS = 192
-"""Number of tensors: a third are parameters, the others an optimizer's moments; one in 4 is 16 times as large."""
+"""Number of tensors that are saved. A third are parameters, the others an optimizer's moments. One in 4 is 16 times as
+large as the others."""
 
 
 class Mode(ABC):
@@ -51,11 +53,11 @@ class Mode(ABC):
 
     @abstractmethod
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save, as a training loop does."""
+        """Make the call by which a training loop saves `state`. Return when the loop may continue."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Return whether the last save is on the disk."""
+        """Return True if the last save is on the disk."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -64,10 +66,10 @@ class Mode(ABC):
     # The two methods below do nothing in most modes, which have copied when `save` returns and hold no resources.
 
     def settle(self) -> None:  # noqa: B027
-        """Wait, before the loop changes the state, until it has been copied."""
+        """Wait until the last save has copied the state, so that the loop may change it."""
 
     def close(self) -> None:  # noqa: B027
-        """Release everything after the last save."""
+        """Release processes, threads and memory of this mode after the last save."""
 
 
 class Plain(Mode):
@@ -82,7 +84,7 @@ class Plain(Mode):
 
 
 class Asynchronous(Mode):
-    """Mode with dcp.async_save, as its documentation recommends."""
+    """Mode that saves by torch's dcp.async_save, as its documentation recommends."""
 
     kind = AsyncCheckpointerType.THREAD
 
@@ -121,7 +123,8 @@ class InProcess(Asynchronous):
 
 
 class KeptStager(Asynchronous):
-    """Mode with a stager that keeps its memory from save to save; the default one is new for each."""
+    """Mode that saves by dcp.async_save, with a stager (torch's object that copies the state) that is used again for
+    each save, with its memory. By default each save has a new one."""
 
     shared, meanwhile = False, False
 
@@ -144,15 +147,17 @@ class KeptStager(Asynchronous):
 
 
 class SharedStager(KeptStager):
-    """Mode that stages in shared memory, which avoids a copy to its process."""
+    """Mode that saves by dcp.async_save, and copies the state to shared memory, from which the saving process writes.
+    By default the state is copied once more, to that process."""
 
     kind = AsyncCheckpointerType.PROCESS
     shared = True
 
 
 class StagedMeanwhile(SharedStager):
-    """Mode that saves in a thread, while the loop continues until it changes the saved tensors. torch's documentation
-    says that this needs CUDA; it works without."""
+    """Mode that saves by dcp.async_save, and copies the state in a thread while the loop continues. The loop waits for
+    the copy only before it changes the saved tensors. torch's documentation says that this needs CUDA; it works
+    without."""
 
     meanwhile = True
 
@@ -192,7 +197,8 @@ MODES: dict[str, type[Mode]] = {
 
 
 def make_state(nbytes: int) -> dict[str, Any]:
-    """Return a model and its optimizer of `nbytes` in float32, and their few objects."""
+    """Return a state to save: a model and the state of its optimizer, of `nbytes` bytes of float32 tensors, and a few
+    objects."""
     shares = [1 if number % 4 else 16 for number in range(TENSORS)]
     tensors = [torch.randn(nbytes // 4 * share // sum(shares) + 1) for share in shares]
     third = TENSORS // 3
@@ -213,7 +219,7 @@ def make_state(nbytes: int) -> dict[str, Any]:
 
 
 class Loop:
-    """Training loop, step by step."""
+    """Training loop of a benchmark, of which each step is timed."""
 
     def __init__(self, state: dict[str, Any], step_s: float) -> None:
         self._tensors = list(state["model"].values())
@@ -229,7 +235,8 @@ class Loop:
         return time.perf_counter() - began
 
     def step(self, mode: Mode) -> tuple[float, float]:
-        """Return the seconds of the step, and the seconds that it waited for `mode` besides."""
+        """Make one step. Return its seconds without waiting, and the seconds for which it waited until `mode` had
+        copied the state."""
         products = self._timed()
         began = time.perf_counter()
         mode.settle()
@@ -264,7 +271,8 @@ def measure(mode: Mode, state: dict[str, Any], loop: Loop, saves: int, nbytes: i
 
 
 def floor(folder: Path, saves: int, nbytes: int) -> list[dict[str, float]]:
-    """Measure the lower limit of all modes: a copy to memory that is faulted in, and a write past the page cache."""
+    """Measure the floor, the least that any mode must do: copy `nbytes` bytes to memory that has been used before, and
+    write them to the disk past the page cache. Return the measurements of each save."""
     source = torch.randn(nbytes // 4).view(torch.uint8)
     memory = mmap.mmap(-1, nbytes)
     target = torch.frombuffer(memory, dtype=torch.uint8)
@@ -288,7 +296,8 @@ def floor(folder: Path, saves: int, nbytes: int) -> list[dict[str, float]]:
 
 
 def write(path: Path, data: memoryview) -> bool:
-    """Write and sync a file. Return False if its file system has no O_DIRECT."""
+    """Write and sync a file. Return True if it was written past the page cache, False if the file system has no
+    O_DIRECT."""
     flags, direct = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, True
     try:
         handle = os.open(path, flags | os.O_DIRECT, 0o666)

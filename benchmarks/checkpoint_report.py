@@ -15,20 +15,22 @@ END = "<!-- checkpoints: end -->"
 
 PLAIN, THREAD, MEANWHILE, PENSTOCK = "dcp.save", "dcp.async_save, thread", "process, staged meanwhile", "Penstock"
 COPYING = (PLAIN, THREAD, "thread, kept stager", "dcp.async_save, process", "process, shared stager")
-"""torch's modes whose call returns when all has been copied, as Penstock's does."""
+"""Modes of torch in which the call that saves returns when the state has been copied, as Penstock's does."""
 MODES = (*COPYING, MEANWHILE, PENSTOCK)
-"""Modes of benchmarks/checkpoint_modes.py. That module is not imported here, because it imports torch: if this process
-had torch loaded, the measured process would share torch's pages with it and seem to use half as much memory for
-them."""
+"""All modes (methods of saving) in the report, named as in benchmarks/checkpoint_modes.py. That module is not imported
+here, because it imports torch: if this process had torch loaded too, the measured process would share torch's pages
+with this one, and seem to use half as much memory for them."""
 FLOOR = "floor"
 
 STALL, EXCESS, TOTAL, COPIES = 1.0, 0.5, 1.2, 1.05
-"""Targets, as ratios to: the best torch mode, torch's default asynchronous mode, dcp.save, the bytes that are saved."""
+"""Targets of Penstock: largest ratio of its stall to that of torch's best mode; of the steps' excess to that of torch's
+default asynchronous mode; of the total time to that of dcp.save; of its memory to the bytes that are saved."""
 MIB = 1 << 20
 
 
 def _values(results: dict[str, Any], mode: str, key: str) -> list[float]:
-    """Return the figures of all saves of all rounds; `first` has one value a round."""
+    """Return one figure of a mode for all saves of all rounds. For the key "first", the first save's, return one value
+    for each round."""
     turns = [turn for turn in results["saves"].get(mode, []) if turn]
     if key == "first":
         return [turn[0]["first"] for turn in turns]
@@ -44,13 +46,14 @@ def _median(results: dict[str, Any], mode: str, key: str) -> float | None:
 
 
 def _worst(results: dict[str, Any], mode: str) -> dict[str, Any] | None:
-    """Return the mode's turn with the most memory, with `above`: bytes above its baseline."""
+    """Return the measurement of a mode's run that took the most memory, with a key "above": bytes above the memory
+    before the first save. Return None if the memory was not measured."""
     turns = [{**turn, "above": turn["peak"] - turn["base"]} for turn in results["memory"].get(mode, [])]
     return max(turns, key=lambda turn: turn["above"], default=None)
 
 
 def judge(results: dict[str, Any]) -> list[Verdict]:
-    """Return the verdict on each target."""
+    """Return the verdict on each target: whether Penstock has reached it."""
     stalls = {mode: stall for mode in COPYING if (stall := _median(results, mode, "stall")) is not None}
     best = min(stalls, key=lambda mode: stalls[mode], default="no mode of torch's")
     ratios = (
@@ -98,7 +101,7 @@ def _times(value: float | None, other: float | None) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return conditions, tables and targets."""
+    """Return the whole report as Markdown: conditions of the run, tables and targets."""
     parts = [_setting(results), _times_table(results), _memory(results)]
     rows = [[one.what, one.wanted, one.found, one.word] for one in judge(results)]
     parts.append("**Targets**\n\n" + table(("", "wanted", "found", ""), rows))

@@ -1,11 +1,11 @@
-"""Checkpoints of many small entries: the cost of one entry, beside torch's own functions.
+"""Checkpoints of many small entries: the cost of one entry, compared with torch's own functions.
 
     python -m benchmarks.checkpoint_small [--entries 3000] [--rounds 5]
 
 A dict of that many values, alternately a tensor of 8 float32 and a number, is saved and restored by
 `AsyncCheckpointer`, `torch.save` and `torch.load`, and `torch.distributed.checkpoint`, one after another in each round;
-a round before the first one is not counted. A stall is the time that the call for a save blocks training; the first one
-also plans.
+a round before the first one is not counted. A stall is the time for which the call that saves blocks training; in the
+first save it includes the making of a plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAVES, LOADS = ("torch.save", "dcp.save"), ("torch.load", "dcp.load")
 
 
 def measure(entries: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each round, by operation."""
+    """Return the seconds that each operation took in each round, by the operation's name."""
     found: dict[str, list[float]] = {}
     for number in range(rounds + 1):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,12 @@
-"""Savings of building batches in the ring: torch's default_collate beside penstock.worker.collate, in one run.
+"""Comparison of torch's default_collate, whose batches are copied into the ring, with penstock.worker.collate, which
+builds batches in the ring, in one run.
 
     python benchmarks/collate.py [--rounds 5] [--json FILE]
 
-A torch DataLoader (num_workers=0) stacks 64 ready samples to a batch; the consuming loop does nothing with
-them. One worker slot, the same host's lane, all features on. The processor time is that of the runner's process, for
-user code and Penstock together; on a shared machine it is more reliable than the rate. Rounds of the kinds are
-interleaved and medians reported.
+A torch DataLoader (num_workers=0) stacks 64 ready samples to a batch; the consuming loop does nothing with them. One
+worker slot, the lane of the same host, all features on. The processor time is that of the runner, the process that runs
+the loader, for user code and Penstock together; on a shared machine it is more reliable than the rate. The compared
+kinds take turns in each round, and medians over the rounds are reported.
 
 "shared" is default_collate as in a worker process of torch's DataLoader, which makes shared memory for each batch.
 "held" is Penstock's collate in a loader that still references its batch at the yield, so that the batch must be copied.
@@ -30,10 +31,10 @@ from penstock.worker import collate, current_assignment
 
 ROWS = 64
 SIZES = {1 << 10: 6000, 16 << 10: 3000, 128 << 10: 500}
-"""Size of a sample in bytes -> batches of one round."""
+"""Number of batches of one round, by the size of a sample in bytes."""
 KINDS = ("shared", "default", "ours", "held", "ready")
 WARM = 50
-"""Number of batches of each round that are not measured."""
+"""Number of batches at the start of each round that are not measured."""
 
 
 class Ready(torch.utils.data.Dataset[torch.Tensor]):
@@ -51,7 +52,8 @@ class Ready(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Timed:
-    """Wrapper of a loader that prints its process's processor time for the batches after the first WARM."""
+    """Wrapper of a loader, in the runner, that writes to a file how much processor time its process used for all
+    batches after the first WARM."""
 
     def __init__(self, loader: Any, kind: str, batches: int, out: str) -> None:
         self.loader = loader
@@ -79,7 +81,8 @@ class Timed:
 
 
 def as_in_a_worker_process(samples: list[torch.Tensor]) -> torch.Tensor:
-    """Collate as default_collate does in a worker, where get_worker_info() is not None."""
+    """Collate samples as default_collate does in a worker process of torch's DataLoader: into new shared memory for
+    each batch."""
     first = samples[0]
     storage = first._typed_storage()._new_shared(sum(one.numel() for one in samples))  # type: ignore[no-untyped-call]
     out = first.new(storage).resize_(len(samples), *first.shape)
@@ -87,7 +90,7 @@ def as_in_a_worker_process(samples: list[torch.Tensor]) -> torch.Tensor:
 
 
 def source(kind: str, size: int, batches: int, out: str) -> Timed:
-    """Return the loader; Penstock calls this in the worker."""
+    """Return the loader of one kind. This is the input_fn, which Penstock calls in the runner."""
     current_assignment()
     data = Ready(size, batches)
     collates = {"shared": as_in_a_worker_process, "default": None, "ours": collate, "held": collate}
@@ -101,7 +104,8 @@ def source(kind: str, size: int, batches: int, out: str) -> Timed:
 
 
 def measure(kind: str, size: int, batches: int, out: str) -> tuple[float, float]:
-    """Return (batches per second, microseconds of the runner's processor time per batch)."""
+    """Measure one kind once. Return batches per second, and the runner's processor time for each batch in
+    microseconds."""
     with Appliance(num_workers_per_box=1, seed=1) as appliance:
         iterator = iter(
             DataExecutor(DataLoader(source, kind, size, batches, out), num_steps=batches, appliance=appliance)

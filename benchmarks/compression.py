@@ -1,4 +1,5 @@
-"""Costs and savings of compression on the TCP lane, by content, size and codec; and the networks on which it pays.
+"""Costs and savings of compression on the TCP lane, by content, size and codec; and the speed of the network below
+which compression is of use.
 
     python benchmarks/compression.py [--seconds 0.5] [--rounds 3] [--only codecs,levels,small,lane]
 
@@ -53,7 +54,8 @@ def contents(size: int) -> dict[str, memoryview]:
 
 
 def processor_s(work: Callable[[], object], seconds: float, rounds: int) -> float:
-    """Return the processor seconds of one call."""
+    """Return the processor seconds of one call of `work`: the mean of the fastest of `rounds` rounds, which take
+    `seconds` seconds together."""
     work()
     best = float("inf")
     for _ in range(rounds):

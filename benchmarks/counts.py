@@ -2,8 +2,9 @@
 
     python -m benchmarks.counts
 
-`make`: to make a batch of 64 rows, on a worker. `send`: what the worker adds to count the batch and to send the counts.
-`take`: what the training thread adds. All are the least of several rounds, in which the kinds alternate.
+Three figures are printed. `make`: the time in which a worker makes a batch of 64 rows. `send`: the time that the worker
+needs in addition to count the batch and to send the counts. `take`: the time that the training thread needs to add up
+the counts. Each is the least of several rounds, in which the compared kinds take turns.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROWS, ROUNDS = 64, 12
 
 
 class Text:
-    """Samples of 512 tokens in three languages."""
+    """Dataset of samples with 512 tokens each, in three languages."""
 
     def __init__(self) -> None:
         self.tokens = torch.arange(512)
@@ -72,7 +73,7 @@ def _least(work: Callable[[], object], count: int = 2000) -> float:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Measure all kinds, and print the figures."""
     print(f"us a batch of {ROWS} rows          make: without  by source  and by key      send      take")
     for name, (make, by_key) in CASES.items():
         loaders = [make(None), make(Counts()), make(by_key)]

@@ -1,4 +1,5 @@
-"""Batches to a device through the whole public path, beside a plain copy of page-locked memory and torch's DataLoader.
+"""Speed of batches to a device through Penstock's whole public path, compared with a plain copy of page-locked memory
+and with torch's DataLoader.
 
     python benchmarks/device.py [--device cuda|cuda:N|cpu] [--workers N] [--rounds 3] [--max-bytes N] [--json FILE]
 
@@ -40,17 +41,17 @@ from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.lane.ring import entries_for
 
 SIZES = {64 << 10: 8000, 256 << 10: 4000, 1 << 20: 2000, 4 << 20: 600, 16 << 20: 150, 64 << 20: 40}
-"""Size of a batch in bytes -> batches of one round of Penstock."""
+"""Number of batches that Penstock delivers in one round, by the size of a batch in bytes."""
 LEAVES, LEAF = 8, 8 << 10
 DATALOADER_SHARE = 8
-"""Factor by which torch's DataLoader gets fewer batches, because it is slower."""
+"""Factor by which a round of torch's DataLoader has fewer batches, because it is slower."""
 TARGET = 0.9
 NO_DEVICE = 3
 
 
 class Ready(torch.utils.data.IterableDataset[Any]):
-    """Dataset that repeats one batch, as a new tensor object each time. torch's DataLoader moves a tensor that it sends
-    to shared memory, and would not copy the same object a second time."""
+    """Dataset that repeats one batch, as a new tensor object each time. torch's DataLoader moves each tensor that it
+    sends to shared memory. It would not copy the same object a second time, and so seem too fast."""
 
     def __init__(self, size: int, leaves: int, batches: int) -> None:
         self.size = size
@@ -67,12 +68,13 @@ class Ready(torch.utils.data.IterableDataset[Any]):
 
 
 def source(size: int, leaves: int, batches: int) -> Ready:
-    """Return the loader of each worker, which yields `batches`."""
+    """Return the loader of a worker, which yields `batches` batches of `size` bytes with `leaves` tensors each. This is
+    the input_fn."""
     return Ready(size, leaves, batches)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Move a batch to the device; on the CPU copy it, which `to` does not do."""
+    """Return a copy of a batch on the device. On the CPU the batch is cloned, because `to` would not copy it."""
     if isinstance(batch, dict):
         return {name: moved(leaf, device) for name, leaf in batch.items()}
     return batch.to(device, non_blocking=True, copy=True)
@@ -84,7 +86,8 @@ def settle(device: torch.device) -> None:
 
 
 def rate(batches: Iterable[Any], device: torch.device) -> tuple[float, float]:
-    """Return (batches per second, microseconds of this thread's processor time per batch), from the first batch on."""
+    """Read all batches. Return batches per second, and this thread's processor time for each batch in microseconds,
+    both from the first batch on."""
     iterator = iter(batches)
     next(iterator)
     settle(device)

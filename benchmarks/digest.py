@@ -33,15 +33,16 @@ from penstock.proto.batch.digest import batch_digest
 from penstock.worker import current_assignment
 
 SIZES = {4 << 10: 60_000, 64 << 10: 40_000, 1 << 20: 12_000, 8 << 20: 1_500}
-"""Size of a batch in bytes -> batches of one round."""
+"""Number of batches of one round, by the size of a batch in bytes."""
 KINDS = ("none", "sample", "full")
 RING_SLOTS = 8
 WARM_SHARE = 10
-"""Share of batches that are not measured: one in this many."""
+"""One batch in this many, at the start of a round, is not measured."""
 
 
 def source(kind: str, size: int) -> Iterator[Any]:
-    """The input_fn."""
+    """Yield ready batches of `size` bytes without end: the input_fn. `kind`: kind of digest that the runner
+    computes."""
     current_assignment()
     if kind == "none":
         import penstock.worker.runner.runner as runner
@@ -51,7 +52,7 @@ def source(kind: str, size: int) -> Iterator[Any]:
 
 
 def rate(kind: str, size: int, batches: int) -> float:
-    """Return the batches per second."""
+    """Return the batches per second of a stream with one kind of digest, over `batches` batches."""
     digest: Literal["sample", "full"] = "full" if kind == "full" else "sample"
     with _unchecked(kind), Appliance(num_workers_per_box=1, seed=1, digest=digest) as appliance:
         stream = iter(DataExecutor(DataLoader(source, kind, size), num_steps=batches, appliance=appliance))
@@ -65,13 +66,15 @@ def rate(kind: str, size: int, batches: int) -> float:
 
 @contextmanager
 def _unchecked(kind: str) -> Iterator[None]:
-    """Make the training loop's comparison accept the runner's constant."""
+    """Context manager in which, for the kind "none", the training loop computes no digest and expects the constant that
+    the runner sends in its place."""
     with patch.object(lane_reader, "region_digest", lambda *_: 1) if kind == "none" else nullcontext():
         yield
 
 
 def call_s(size: int, *, full: bool) -> float:
-    """Return the seconds of one digest of a batch that was just written; regions take turns."""
+    """Return the seconds in which the digest of a batch of `size` bytes is computed right after the batch was written,
+    as in the runner. Several pieces of memory take turns."""
     region, batch = bytearray(size * RING_SLOTS), bytes(range(256)) * (size // 256)
     seconds = []
     for number in range(max(20, min(2_000, (256 << 20) // size))):

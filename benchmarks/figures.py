@@ -1,4 +1,6 @@
-"""Reduction of the rounds' measurements to one figure: medians, ratios within a round, costs per gigabyte.
+"""Reduction of the measurements of all rounds to single figures: medians, ratios within a round, costs. In a round each
+mode (compared way to deliver batches) is measured once; the result of one measurement is a record, the dict that
+measure.py returns.
 
 A ratio is computed within each round, between two measurements seconds apart, and then its median is taken, because
 load that slows the machine for a minute slows both. A missing figure is None throughout, and never omitted silently.
@@ -30,49 +32,54 @@ __all__ = [
 Record = dict[str, Any]
 Figures = dict[str, dict[str, list[Record | None]]]
 Place = tuple[str, str]
-"""Pair of a case and a mode."""
+"""Names of a case (batches to deliver) and a mode (way to deliver them), which together identify a row of
+measurements."""
 
 RECEIVING = frozenset((CONSUMER, "receiver"))
-"""Roles that run on the training host; all others run at the source of the data, on this host or elsewhere."""
+"""Roles of the processes that must run on the training host. Processes of other roles make or send the batches, and
+could run on another host."""
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that exist."""
+    """Return the median of the values that are not None; None if all are None."""
     there = [value for value in values if value is not None]
     return statistics.median(there) if there else None
 
 
 def values(figures: Figures, place: Place, of: Callable[[Record], float]) -> list[float | None]:
-    """Return one value for each round."""
+    """Return the value of `of` for the record of each round; None for a round without a record."""
     case, mode = place
     records = figures.get(case, {}).get(mode, [])
     return [None if record is None else of(record) for record in records]
 
 
 def record_rate(record: Record) -> float:
-    """Return the batches a second."""
+    """Return the batches per second of one measurement."""
     return float(record["batches"] / record["span_s"])
 
 
 def rate(figures: Figures, place: Place) -> float | None:
-    """Return the batches a second, median of the rounds."""
+    """Return the batches per second of a mode, as the median of the rounds; None if it was not measured."""
     return median(values(figures, place, record_rate))
 
 
 def ratio(figures: Figures, over: Place, under: Place, of: Callable[[Record], float] = record_rate) -> float | None:
-    """Return the median of the rounds' ratios."""
+    """Return the ratio of a figure of `over` to that of `under`, as the median of the ratios within each round; None if
+    one was not measured."""
     pairs = zip(values(figures, over, of), values(figures, under, of), strict=False)
     return median(above / below for above, below in pairs if above is not None and below)
 
 
 def loss(figures: Figures, place: Place, base: Place) -> float | None:
-    """Return the share of the base's rate by which the other is slower; below 0 if it is faster."""
+    """Return how much slower `place` is than `base`, as a share of the base's batches per second; below 0 if it is
+    faster."""
     kept = ratio(figures, place, base)
     return None if kept is None else 1 - kept
 
 
 def cpu_us(roles: Iterable[str] | None) -> Callable[[Record], float]:
-    """Return a function for the processor microseconds a batch of these roles; None: of all that do not receive."""
+    """Return a function from a record to the processor time for each batch, in microseconds, of all processes of these
+    roles. None: of all roles that are not in RECEIVING."""
     chosen = None if roles is None else frozenset(roles)
 
     def of(record: Record) -> float:
@@ -86,16 +93,16 @@ def cpu_us(roles: Iterable[str] | None) -> Callable[[Record], float]:
 
 
 def memory_mib(record: Record) -> float:
-    """Return the sum over all processes of the mode."""
+    """Return the memory of all processes of a mode together, in MiB."""
     return float(sum(entry["pss"] for entry in record["memory"].values()))
 
 
 def shared_files_mib(record: Record) -> float:
-    """Return the part in mapped files, mostly libraries."""
+    """Return the part of that memory that is mapped files, mostly libraries, in MiB."""
     return float(sum(entry["files"] for entry in record["memory"].values()))
 
 
 def roles_in(records: Sequence[Record | None]) -> list[str]:
-    """Return all roles, in the order of their cost in the first round."""
+    """Return the roles of all processes of a mode, that with the most processor time in the first round first."""
     first = next((record for record in records if record is not None), None)
     return sorted(first["cpu_s"], key=lambda role: -first["cpu_s"][role]) if first else []

@@ -1,4 +1,5 @@
-"""Time from `Appliance()` to the first batch, embedded, two worker slots, trivial data; beside torch and the floor.
+"""Time from `Appliance()` to the first batch, in embedded mode with two worker slots and trivial data; compared with
+torch, and with the floor, the least that any such loader must do.
 
     python -m benchmarks.first_batch --rounds 5
 
@@ -43,12 +44,13 @@ os.wait()
 
 
 def data() -> list[int]:
-    """An input_fn."""
+    """Return the batches of the benchmark, a list of ints: the input_fn."""
     return list(range(100))
 
 
 def ours(pause_s: float) -> dict[str, Any]:
-    """Measure an appliance: the first loader `pause_s` after `Appliance()`, and a second one."""
+    """Measure an embedded appliance: the time until the first batch of a loader, whose loop begins `pause_s` seconds
+    after `Appliance()`, and of a second loader. Return the figures by name."""
     from benchmarks.penstock_path import ROLES
     from benchmarks.processes import CONSUMER, adopt_orphans, cpu_by_role
 
@@ -72,7 +74,7 @@ def ours(pause_s: float) -> dict[str, Any]:
 
 
 def torch_loader() -> dict[str, Any]:
-    """Measure a torch DataLoader with two workers."""
+    """Measure the time until the first batch of a torch DataLoader with two workers. Return the figures by name."""
     from torch.utils.data import DataLoader
 
     began = time.perf_counter()
@@ -81,7 +83,8 @@ def torch_loader() -> dict[str, Any]:
 
 
 def floor() -> dict[str, Any]:
-    """Measure a fresh interpreter that imports torch and forks one child."""
+    """Measure the floor: the time in which a fresh interpreter imports torch, forks a child, and gets a byte from the
+    child. Return the figures by name."""
     began = time.perf_counter()
     with subprocess.Popen([sys.executable, "-P", "-c", FLOOR], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -100,7 +103,7 @@ PLAYERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return the lines of the report. `found`: the results of all rounds, by player."""
+    """Return the lines of the report. `found`: figures of each round, by what was measured."""
     firsts = {name: [each["first_s"] for each in rows] for name, rows in found.items()}
     firsts["second"] = [each["second_s"] for rows in found.values() for each in rows if "second_s" in each]
     lines = [f"{'':<10}{'median':>9}{'best':>9}{'worst':>9}{'target':>10}   processor seconds"]

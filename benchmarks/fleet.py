@@ -1,9 +1,11 @@
-"""A simulated fleet against the real coordinator process: how heartbeats, assignments, states and snapshots grow.
+"""Load of a simulated fleet of workers and boxes on a real coordinator process: how the costs of heartbeats,
+assignments, states and snapshots grow with the number of workers.
 
     python -m benchmarks.fleet --workers 100 1000 10000 --seconds 20
 
-Each size has a new coordinator with its state on disk and a new generator (benchmarks/fleet_load.py), one after the
-other. Writes fleet.json, fleet.md and fleet.png; with --write also puts the table and the picture into a document.
+Each size of the fleet has a new coordinator, with its state on disk, and a new process that makes the calls of the
+fleet (benchmarks/fleet_load.py). The sizes are measured one after the other. Writes fleet.json, fleet.md and fleet.png;
+with --write also puts the table and the picture into a document.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ __all__ = ["main", "run"]
 
 SIZES = (100, 1000, 10_000)
 DEADLINE_S = 900.0
-"""Deadline of one size, in seconds."""
+"""Deadline of the measurement of one size of the fleet, in seconds."""
 CONNECTIONS = 1000
 
 
@@ -57,7 +59,8 @@ def _with_cores(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(workers: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Return all results, as written to the JSON file."""
+    """Measure all sizes of the fleet, each phase for `seconds` seconds. Return all results, which are written to
+    fleet.json."""
     failures: list[str] = []
     load, busy = os.getloadavg()[0], busy_cores(2.0)
     used, started = machine_s(), time.monotonic()
@@ -84,7 +87,8 @@ def run(workers: Sequence[int], seconds: float) -> dict[str, Any]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Return 1 if a measurement failed; a missed target is reported without effect on the status."""
+    """Run the benchmark. Return the exit status: 1 if a measurement failed, else 0. A missed target is reported, but
+    does not change the status."""
     parser = argparse.ArgumentParser("python -m benchmarks.fleet", description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, nargs="+", default=SIZES, help="sizes, 10 workers to a box")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds of the steady phases")

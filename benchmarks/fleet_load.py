@@ -2,9 +2,10 @@
 
     python -m benchmarks.fleet_load --workers 1000 --boxes 100 --seconds 10      ->  one line of JSON
 
-It runs in a process of its own. Another process, the probe, with a connection of its own, measures the duration of a
-heartbeat, because the generator's event loop serves thousands of workers and is late at times, which would be counted
-as the coordinator's time. The probe's heartbeats are those of a worker that reports a change, so they are not held.
+It runs in a process of its own. Another process, the probe, with its own connection, measures how long a heartbeat
+takes. The load generator could not: its event loop serves thousands of workers and is late at times, and this delay
+would be counted as the coordinator's. The probe's heartbeats are those of a worker that reports a change, so the
+coordinator answers them at once.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ __all__ = ["Fleet", "main", "percentile"]
 
 WORKERS_PER_BOX = 10
 CONNECTIONS = 32
-"""Number of connections that the fleet's calls share. The coordinator's cost of a connection is measured separately."""
+"""Number of connections to the coordinator that all fake workers and boxes share. What a connection costs the
+coordinator is measured separately."""
 PROBES_PER_S = 50.0
 LARGE = 76_000
 """Size of a large state or snapshot, in bytes."""
 MOVES = 40
-"""Number of slots that migrate, one after the other, to time an assignment in a busy fleet."""
+"""Number of slots that are moved to another worker, one after the other, to measure how long an assignment takes in a
+busy fleet."""
 START_DEADLINE_S = 60.0
 PHASE_DEADLINE_S = 120.0
 
@@ -55,7 +58,8 @@ def percentile(values: Iterable[float], share: float) -> float | None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int | None]:
-    """Return p50, p99, the largest value, and the number of values."""
+    """Return the median ("p50"), the 99th percentile ("p99"), the largest value ("max") and the number of values
+    ("samples")."""
     return {
         "p50": percentile(values, 0.5),
         "p99": percentile(values, 0.99),
@@ -72,7 +76,7 @@ def memory_mib(pid: int, field: str) -> float:
 
 
 class Probe:
-    """Process that times heartbeats, and its results so far."""
+    """Probe: a process that measures how long heartbeats take, and its results so far."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -94,7 +98,8 @@ class Probe:
             self._took.append(float(took))
 
     async def between(self, start: float, end: float) -> list[float]:
-        """Return the seconds of each heartbeat that began in the span; wait until the last of them is reported."""
+        """Return how many seconds each heartbeat took that began from `start` to `end`, both times of time.monotonic().
+        Wait until the last of them is reported."""
         until = time.monotonic() + PHASE_DEADLINE_S
         while (not self._times or self._times[-1] < end) and time.monotonic() < until:
             await asyncio.sleep(0.02)
@@ -107,7 +112,9 @@ class Probe:
 
 
 async def probe(address: str, workers: int) -> None:
-    """Print "TIME SECONDS" for each heartbeat."""
+    """Run the probe: send heartbeats without end, and print "TIME SECONDS" for each: its start, a time of
+    time.monotonic(), and how long it took. `workers`: number of registered workers, of which one is chosen each
+    time."""
     rng = random.Random(1)
     async with AsyncCoordinatorClient(address, os.environ["PENSTOCK_TOKEN"], deadline_s=PHASE_DEADLINE_S) as client:
         while True:
@@ -121,7 +128,7 @@ async def probe(address: str, workers: int) -> None:
 
 
 class Fleet:
-    """Coordinator, its fleet, and the phases of a measurement."""
+    """Coordinator process, its fleet of fake workers and boxes, and the phases of a measurement."""
 
     def __init__(self, workers: int, boxes: int, seconds: float) -> None:
         self.seconds = seconds
@@ -167,7 +174,7 @@ class Fleet:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def start_coordinator(self, listen: str) -> float:
-        """Start the coordinator; return the seconds until it takes calls."""
+        """Start the coordinator. Return the seconds until it accepts calls."""
         began = time.monotonic()
         read, write = os.pipe()
         arguments = ["--listen", listen, "--state-dir", str(self._folder), "--ready-fd", str(write)]
@@ -184,7 +191,8 @@ class Fleet:
 
     @asynccontextmanager
     async def measured(self) -> AsyncIterator[dict[str, Any]]:
-        """Measure a phase: its cost, and the duration of heartbeats meanwhile."""
+        """Context manager that measures a phase: what the phase costs the coordinator, and how long heartbeats take
+        meanwhile. The figures are in the dict that it yields."""
         found: dict[str, Any] = {}
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")  # reset the high-water mark
         ours, theirs = cpu_s(os.getpid()), cpu_s(self.pid)
@@ -210,14 +218,15 @@ class Fleet:
     # ---- the phases
 
     async def register(self) -> dict[str, Any]:
-        """Register all workers at the same time."""
+        """Phase: register all workers at the same time. Return its figures."""
         async with self.measured() as found:
             await asyncio.gather(*(worker.start() for worker in self.workers))
         self._probe = await Probe.start(self.address, self._count)
         return found
 
     async def open(self) -> dict[str, Any]:
-        """Open all boxes at once; return when every box has seen all its slots READY."""
+        """Phase: open the run on all boxes at once. It ends when every box knows that all its slots are READY. Return
+        its figures."""
         async with self.measured() as found:
             await asyncio.gather(*(box.open() for box in self.boxes))
             for box in self.boxes:
@@ -240,17 +249,18 @@ class Fleet:
         return found
 
     async def steady(self) -> dict[str, Any]:
-        """Run all workers and boxes."""
+        """Phase: run all workers and boxes without other events. Return its figures."""
         for box in self.boxes:
             box.train()
-        # The opening's remaining work takes at most two heartbeats.
+        # The work that the opening leaves takes at most two heartbeats.
         await asyncio.sleep(min(2.0, self.seconds) + 2 * max(worker.heartbeat_s for worker in self.workers))
         async with self.measured() as found:
             await asyncio.sleep(self.seconds)
         return found
 
     async def moves(self) -> dict[str, Any]:
-        """Drain workers one after the other; measure the time until another one is assigned the slot."""
+        """Phase: drain MOVES workers one after the other, and measure the time until the slot of each is assigned to
+        another worker. Return its figures."""
         took = []
         async with self.measured() as found:
             for worker in self.workers[1 : 1 + min(MOVES, self._count - 1)]:
@@ -269,7 +279,8 @@ class Fleet:
         return found
 
     async def states(self, size: int, rounds: int) -> dict[str, Any]:
-        """Query the state of all workers at a box's newest step."""
+        """Phase: fetch the state of all workers, of `size` bytes each, at the newest step of a box, `rounds` times.
+        Return its figures."""
         self.payload.state = bytes(size)
         first, last, records, nbytes = [], [], 0, 0
         token = (("authorization", f"Bearer {os.environ['PENSTOCK_TOKEN']}"),)
@@ -294,7 +305,8 @@ class Fleet:
         return found
 
     async def snapshots(self, size: int) -> dict[str, Any]:
-        """Send large snapshots from all workers, at the coordinator's quota."""
+        """Phase: send snapshots of `size` bytes from all workers, as often as the coordinator allows. Return its
+        figures."""
         self.payload.snapshot, self.payload.sending = bytes(size), True
         before = (self.tally.snapshots, self.tally.snapshot_bytes, self.tally.refused)
         async with self.measured() as found:
@@ -307,7 +319,7 @@ class Fleet:
         return found
 
     async def status(self) -> dict[str, Any]:
-        """Make the calls of `penstock status`."""
+        """Phase: make the calls of the command `penstock status`. Return its figures."""
         took = []
         client = AsyncCoordinatorClient(self.address, os.environ["PENSTOCK_TOKEN"])
         async with client, self.measured() as found:
@@ -320,7 +332,8 @@ class Fleet:
         return found
 
     async def restart(self) -> dict[str, Any]:
-        """Kill and restart the coordinator; wait until all workers and boxes are back."""
+        """Phase: kill and restart the coordinator, and wait until all workers and boxes are connected again. Return its
+        figures."""
         assert self._coordinator is not None
         moved = self.tally.lost
         self._coordinator.send_signal(signal.SIGKILL)
@@ -348,7 +361,8 @@ class Fleet:
 
 
 async def connections(count: int) -> dict[str, Any]:
-    """Measure the cost of a connection for the coordinator, with a long poll open on it."""
+    """Measure what a connection with an open call (long poll) costs the coordinator, over `count` connections. Return
+    the figures by name."""
     async with Fleet(2, 1, 0.0) as fleet:
         token = os.environ["PENSTOCK_TOKEN"]
         before = memory_mib(fleet.pid, "VmRSS")
@@ -402,7 +416,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if options.probe:
         asyncio.run(probe(options.probe, options.workers))
         return 0
-    gc.disable()  # it would scan all of the fleet every few seconds, and delay heartbeats meanwhile
+    gc.disable()  # the garbage collector would scan all of the fleet every few seconds, and delay heartbeats meanwhile
     result = asyncio.run(connections(options.connections) if options.connections else measure(options))
     print(json.dumps(result), flush=True)
     os._exit(0)  # gRPC may wait forever for thousands of cancelled calls

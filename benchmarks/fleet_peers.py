@@ -1,9 +1,9 @@
 """Fake workers and boxes: they send a coordinator the calls of real ones, many of them on one connection.
 
 A fake worker does what worker/penstock/worker/daemon/daemon.py does: it registers, keeps one long poll open, reports a
-change at once beside it, makes a slot's first snapshot durable before the slot is READY, sends later ones at its
-quota, and answers state requests. A fake box opens the run and watches it, and its training loop takes
-STEPS_PER_S batches a second. It has no runners, rings and lanes, because a coordinator has no contact with them.
+change at once beside it, makes a slot's first snapshot durable before the slot is READY, sends later ones at its quota,
+and answers state requests. A fake box opens the run and watches it, and its training loop takes STEPS_PER_S batches a
+second. Neither has runners, rings or lanes, because a coordinator has no contact with these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["FakeBox", "FakeWorker", "Payload", "Tally"]
 
 STEPS_PER_S = 10.0
-"""Rate of each box's training loop, in steps a second."""
+"""Speed of each fake box's training loop, in steps per second."""
 RETRY_S = 2.0
 """Mean pause before a call is retried, in seconds. A real daemon waits 0.3 s in a process of its own; thousands of fake
 workers that retry so often in one process would keep it from connecting at all."""
@@ -32,30 +32,32 @@ JOB = "fleet"
 
 @dataclass
 class Tally:
-    """Measurements of the whole fleet. Times are from time.monotonic()."""
+    """Measurements that all fake workers and boxes add to. Times are those of time.monotonic(), in seconds."""
 
     heartbeats: int = 0
     watches: int = 0
     longest_gap_s: float = 0.0
-    """Seconds between two heartbeats of one worker."""
+    """Longest time in seconds between two heartbeats of the same worker."""
     shortest_margin: float = float("inf")
-    """Smallest ratio of a worker's lease to the time since its previous heartbeat."""
+    """Smallest ratio of a worker's lease (seconds of silence after which it counts as dead) to the time between two of
+    its heartbeats. Below 1 a worker was too late."""
     assigned: list[tuple[tuple[int, int], float]] = field(default_factory=list)
-    """((box, slot), time at which its worker got the assignment)."""
+    """Assignments: pairs of (box, slot) and the time at which the slot's worker got the assignment."""
     settled: list[tuple[int, float]] = field(default_factory=list)
-    """(box, time at which it saw all its slots READY)."""
+    """Pairs of a box's number and the time at which the box knew that all its slots were READY."""
     snapshots: int = 0
     snapshot_bytes: int = 0
     refused: int = 0
     failures: list[str] = field(default_factory=list)
     retries: int = 0
     retried_for: str = ""
-    """Number of calls without a coordinator, and the error of the last one."""
+    """Message of the last error after which a call was tried again, because the coordinator could not be reached.
+    `retries` counts these errors."""
     lost: int = 0
     """Number of slots that were moved because a worker missed its lease."""
 
     async def pause(self, error: PenstockError) -> None:
-        """Wait before a call is retried."""
+        """Count an error because of which a call is tried again, and wait about RETRY_S seconds."""
         self.retries += 1
         self.retried_for = error.message
         await asyncio.sleep(random.uniform(0.5, 1.5) * RETRY_S)
@@ -67,17 +69,18 @@ class Tally:
 
 @dataclass
 class Payload:
-    """Sizes of the fleet's states and snapshots, in bytes; the same bytes for all."""
+    """Contents of the states and snapshots that fake workers send, the same for all workers. Only their sizes
+    matter."""
 
     state: bytes = bytes(1024)
     snapshot: bytes = bytes(1024)
     sending: bool = False
-    """True if snapshots are sent beyond the first one of a slot."""
+    """True if workers send further snapshots after the first one of a slot."""
 
 
 async def _cancelled(*tasks: asyncio.Task[None]) -> None:
-    """Cancel tasks and wait for their end: gRPC waits forever for a call that is still being cancelled when its
-    channel closes."""
+    """Cancel tasks and wait for their end. Without this wait, gRPC would wait forever for a call that is still being
+    cancelled when its channel is closed."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -91,7 +94,7 @@ class FakeWorker:
         self.session = f"{name}-1"
         self.assignments: dict[tuple[int, int, int], records_pb2.WorkerAssignment] = {}
         self.assigned = asyncio.Event()
-        """Event that is set by each new assignment."""
+        """Event that is set when this worker gets a new assignment."""
         self._client = client
         self._tally = tally
         self._payload = payload
@@ -116,13 +119,13 @@ class FakeWorker:
                 await self._tally.pause(error)
 
     async def start(self) -> None:
-        """Start; return when the worker is registered."""
+        """Register the worker, and start its heartbeats and its uploads of snapshots. Return when it is registered."""
         await self.register()
         self._spawn(self._heartbeats())
         self._spawn(self._uploads())
 
     async def come_back(self) -> None:
-        """Register again as a new process: its slots belong to another worker now."""
+        """Register again, as a worker process that was started anew does. Its slots were given to other workers."""
         number = int(self.session.rpartition("-")[2])
         self.session = f"{self.name}-{number + 1}"
         self._version, self._last_beat = 0, 0.0
@@ -181,7 +184,7 @@ class FakeWorker:
             self._take(reply)
 
     async def _report_change(self) -> None:
-        """Report a change at once."""
+        """Report a change of a slot to the coordinator at once, beside the heartbeat that is waiting for a reply."""
         while True:
             try:
                 reply = await self._beat(self._version, 0.0)
@@ -283,7 +286,7 @@ class FakeWorker:
 
 
 class FakeBox:
-    """Fake process of a training job."""
+    """Fake training process of one box: opens the run, watches it, and takes steps at STEPS_PER_S."""
 
     def __init__(self, number: int, boxes: int, workers: int, client: AsyncCoordinatorClient, tally: Tally) -> None:
         self.number = number

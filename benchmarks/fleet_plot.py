@@ -1,4 +1,4 @@
-"""Plot of a fleet's figures."""
+"""Plot of the figures of benchmarks/fleet.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["draw"]
 
 
 def draw(results: dict[str, Any], file: Path) -> None:
-    """Draw four plots of growth, as PNG."""
+    """Write a PNG with four plots, which show how figures grow with the number of workers. `results`: results of
+    benchmarks/fleet.py."""
     sizes = results["sizes"]
     counts = [record["workers"] for record in sizes]
     groups: list[tuple[str, list[tuple[str, Callable[[Record], float | None]]]]] = [

@@ -1,4 +1,5 @@
-"""Report of a fleet's figures as a table, with verdicts on its targets."""
+"""Report of benchmarks/fleet.py as a Markdown table, with a column for each size of the fleet, and verdicts on the
+targets."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ __all__ = ["BEGIN", "END", "Record", "find", "judge", "markdown"]
 BEGIN = "<!-- fleet: begin (written by benchmarks/fleet.py --write) -->"
 END = "<!-- fleet: end -->"
 FULL = 10_000
-"""Number of workers of the fleet in the targets."""
+"""Number of workers of the fleet for which the targets hold."""
 
 Record = dict[str, Any]
-"""Results of benchmarks/fleet_load.py for one size."""
+"""Results of benchmarks/fleet_load.py for one size of the fleet: a nested dict."""
 
 
 def find(record: Record | None, *path: str) -> float | None:
-    """Return a figure, None where it was not measured."""
+    """Return the figure that the keys `path` lead to in a record; None if it was not measured."""
     here: Any = record
     for name in path:
         here = here.get(name) if isinstance(here, dict) else None
@@ -97,7 +98,7 @@ TARGETS = (
 
 
 def judge(results: dict[str, Any]) -> list[Verdict]:
-    """Return the verdicts on the full fleet."""
+    """Return the verdict on each target, from the results of the fleet with FULL workers."""
     record = next((found for found in results["sizes"] if found["workers"] == FULL), None)
     verdicts = []
     for target in TARGETS:
@@ -112,7 +113,7 @@ def judge(results: dict[str, Any]) -> list[Verdict]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return the report without the picture."""
+    """Return the report as Markdown, without the picture."""
     machine, noise = results["machine"], results["noise"]
     where = (
         f"Machine: {machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, Linux "

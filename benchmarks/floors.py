@@ -1,15 +1,17 @@
-"""Floors: the limits of this machine with the same bytes. A player, without torch.
+"""Floors: the least that any way to deliver batches must do with the same bytes, and so the limit of this machine. The
+module is the program of a player (see serve.py), without torch.
 
     python -m benchmarks.floors memcpy|tcp
 
-memcpy: one thread copies each leaf of a ready batch into the next slot of memory that was faulted in before. That is
-the one copy that the same host's lane needs, from the user's tensor into the ring.
+memcpy: one thread copies each tensor of a ready batch into the next of several pieces of memory, which have been used
+before. That is the one copy that the same host's lane needs, from the user's tensor into the ring.
 
 tcp: two processes and one connection over loopback; one sends each batch from its next ring entry with
 `sendall`, the other receives it into its next entry with `recv_into`. No framing, no acknowledgement, and no copy on
 either side except the kernel's.
 
-Both use as many distinct entries as Penstock's ring: with fewer, the bytes would stay in nearer caches.
+Both use as many pieces of memory as Penstock's ring has entries. With fewer, the bytes would stay in the processor's
+faster caches.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from benchmarks.serve import Way, serve
 
 
 def _memory(nbytes: int) -> mmap.mmap:
-    """Return shared memory without a file, like a ring, with all pages faulted in."""
+    """Return shared memory of `nbytes` bytes without a file, like a ring. All its pages are allocated."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
 
 
@@ -90,7 +92,7 @@ class RawTcp(Way):
 
 
 def _send(address: tuple[str, int], case: Case) -> None:
-    """Run the other process: send until it is killed."""
+    """Run the sending process: send the case's batches until the process is killed."""
     try:
         memory = _memory(case.nbytes * case.slots)
         memory[:] = os.urandom(4096) * (len(memory) // 4096)

@@ -1,8 +1,8 @@
 """Speed of reading other libraries' files beside their own readers: `python -m benchmarks.formats [FORMAT ...]`.
 
-Both read the same files (some MB, in the page cache) in one process, sample by sample, in sequence and in a shuffled
-order, and take turns. What is reported is a ratio: our samples per second over theirs, the median of the rounds. A
-format whose library is not installed is left out.
+Penstock's reader and the other library's read the same files (some MB, in the page cache) in one process, sample by
+sample, in sequence and in a shuffled order, and take turns. The result is a ratio: Penstock's samples per second
+divided by the other reader's, as the median of the rounds. A format whose library is not installed is left out.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ Stream = Callable[[], Iterable[Any]]
 
 @dataclass(frozen=True)
 class Readers:
-    """Readers of the same files."""
+    """Readers of the same files: Penstock's, and those of other libraries."""
 
     count: int
-    """Number of samples."""
+    """Number of samples in the files."""
     ours: Read
     theirs: Mapping[str, Read]
-    """Other readers by number."""
+    """Readers of other libraries that read a sample by its number, by name."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
-    """Other readers that only read in sequence."""
+    """Readers of other libraries that only read in sequence, by name."""
 
 
 Case = Callable[[Path], Readers]
-"""Function that writes files into a folder, and returns readers of them."""
+"""Function that writes the files of one format into a folder, and returns readers of them."""
 
 
 def _library(name: str) -> Any:
@@ -53,7 +53,7 @@ def _library(name: str) -> Any:
 
 
 def megatron(folder: Path) -> Readers:
-    """20,000 documents of 100 to 2,000 tokens, uint16."""
+    """Write Megatron token files: 20,000 documents of 100 to 2,000 tokens, uint16. Return their readers."""
     from penstock.data import MegatronDocuments
 
     library, torch = _library("megatron.core.datasets.indexed_dataset"), _library("torch")
@@ -66,7 +66,8 @@ def megatron(folder: Path) -> Readers:
     line = np.zeros(2000, np.int64)
 
     def touched(documents: Any) -> Read:
-        """Copy the tokens, as packing does: a mapped document that is not looked at has not been read."""
+        """Return a reader that copies a document's tokens, as packing does. A document is mapped memory, which is read
+        only when its tokens are used."""
 
         def read(number: int) -> None:
             tokens = documents[number]
@@ -82,7 +83,8 @@ def megatron(folder: Path) -> Readers:
 
 
 def saved_dataset(folder: Path) -> Readers:
-    """10,000 rows with 2,049 tokens (int32) and a text, saved by Hugging Face datasets."""
+    """Write a dataset saved by Hugging Face datasets: 10,000 rows with 2,049 tokens (int32) and a text. Return its
+    readers."""
     from penstock.data import StreamingDataset, index_folder
 
     datasets = _library("datasets")
@@ -102,7 +104,7 @@ def saved_dataset(folder: Path) -> Readers:
 
 
 def tfrecord(folder: Path) -> Readers:
-    """10,000 examples with 1,024 tokens and a text, written by TensorFlow."""
+    """Write TFRecord files by TensorFlow: 10,000 examples with 1,024 tokens and a text. Return their readers."""
     from penstock.data import StreamingDataset, index_folder
 
     tf, draw = _library("tensorflow"), np.random.default_rng(0)
@@ -132,7 +134,7 @@ def tfrecord(folder: Path) -> Readers:
 
 
 def array_record(folder: Path) -> Readers:
-    """10,000 records of 2,000 bytes that cannot be compressed."""
+    """Write ArrayRecord files: 10,000 records of 2,000 bytes that cannot be compressed. Return their readers."""
     from penstock.data import StreamingDataset, index_folder
 
     library, draw = _library("array_record.python.array_record_module"), np.random.default_rng(0)
@@ -148,7 +150,8 @@ def array_record(folder: Path) -> Readers:
 
 
 def lance(folder: Path) -> Readers:
-    """10,000 rows with 512 tokens and a text, in batches of 64 rows; a sample is a batch."""
+    """Write a Lance dataset: 10,000 rows with 512 tokens and a text. Return its readers, which read batches of 64 rows,
+    each counted as a sample."""
     import pyarrow
 
     from penstock.data import LanceRows
@@ -174,7 +177,7 @@ def lance(folder: Path) -> Readers:
 
 
 def json_lines(folder: Path) -> Readers:
-    """50,000 lines of some 500 bytes."""
+    """Write a file of JSON lines: 50,000 lines of about 500 bytes. Return its readers."""
     from penstock.data import StreamingDataset, index_folder
 
     path = folder / "a.jsonl"
@@ -189,7 +192,7 @@ def json_lines(folder: Path) -> Readers:
 
 
 def csv_table(folder: Path) -> Readers:
-    """50,000 records of some 500 bytes."""
+    """Write a CSV file: 50,000 records of about 500 bytes. Return its readers."""
     from penstock.data import StreamingDataset, index_folder
 
     path = folder / "a.csv"
@@ -213,12 +216,12 @@ CASES: Mapping[str, tuple[str, Case]] = {
     "jsonl": ("json", json_lines),
     "csv": ("csv", csv_table),
 }
-"""(package that it needs, case) of each format."""
+"""Package that each format needs, and function that writes its files, by the format's name."""
 
 
 def measured(readers: Readers, rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
-    """Return samples per second of each reader, "in sequence" and "shuffled": the median of rounds in which they take
-    turns."""
+    """Return the samples per second of each reader, by order ("in sequence", "shuffled") and name: the median of rounds
+    in which the readers take turns."""
     count = readers.count
     orders = {"in sequence": list(range(count)), "shuffled": random.Random(1).sample(range(count), count)}
     by_number = {"ours": readers.ours, **readers.theirs}

@@ -1,12 +1,15 @@
-"""The whole public path against its alternatives, in one run on one machine.
+"""Speed of Penstock's whole public path, from a loader in a worker to the training loop, compared with other libraries
+(peers) in one run on one machine.
 
     python -m benchmarks.full_path [--suite path|snapshots|slots|slow|all] [--quick] [--write docs/benchmarks.md]
 
-All modes have the same work and take turns within each round; medians and ratios are reported. docs/benchmarks.md has
-the method, the set-up of the peers and the limits of the figures. The results go to a folder (--out): results.json with
-all data of every round, results.md with the tables, results.png, and the output of each player.
+Each compared way to deliver batches is a mode. All modes have the same work and take turns within each round; medians
+and ratios are reported. docs/benchmarks.md has the method, the set-up of the peers and the limits of the figures. The
+results go to a folder (--out): results.json with all data of every round, results.md with the tables, results.png, and
+the output of each player.
 
-Peers run in environments of their own, made by `make bench-peers`; a missing one is named and left out.
+Peers run in Python environments of their own, made by `make bench-peers`. A peer without an environment is named and
+left out.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ QUICK = Plan(
     slots=(4, 8),
     slots_s=0.5,
 )
-"""Durations of a test run, too short for meaningful figures."""
+"""Plan of --quick: durations of a trial run, too short for meaningful figures."""
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
@@ -63,7 +66,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 
 def run(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
-    """Run the chosen suites. The result can be written as JSON."""
+    """Run the chosen suites. Return their results, as values that can be written as JSON."""
     options.out.mkdir(parents=True, exist_ok=True)
     noise = {"load_before": os.getloadavg()[0], "busy_before": busy_cores(2.0)}
     if noise["busy_before"] > IDLE_CORES:
@@ -107,7 +110,8 @@ def _ours_s() -> float:
 
 
 def _shown(options: argparse.Namespace) -> list[str]:
-    """Return the options that change the measurement; folders are left out."""
+    """Return the command-line options that change the measurement, for the report. Options that name folders are left
+    out."""
     shown = ["--quick"] if options.quick else []
     for name in ("suite", "rounds", "seconds"):
         if getattr(options, name) not in (None, "all"):
@@ -116,7 +120,8 @@ def _shown(options: argparse.Namespace) -> list[str]:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Return 0 if all that is installed was measured, also with missed targets; 1 if a measurement failed."""
+    """Run the benchmark. Return the exit status: 1 if a measurement failed, else 0, also if peers are not installed or
+    targets are missed."""
     options = arguments(given)
     adopt_orphans()
     results = run(options, plan_of(options))

@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu [--quick] [--device cpu] [--page FILE]
 
-    tests           the tests that are skipped where torch finds no CUDA device
-    transfer        batches to the device beside a plain copy of page-locked memory: benchmarks/device.py
-    step            training steps of a ViT-B/16 beside steps on data that stays on the device: gpu_step.py
-    staging         the stall of `AsyncCheckpointer.save` beside a plain copy to page-locked memory: gpu_staging.py
+    tests           the tests that are skipped where torch finds no CUDA device transfer batches to the device beside a
+    plain copy of page-locked memory: benchmarks/device.py step            training steps of a ViT-B/16 beside steps on
+    data that stays on the device: gpu_step.py staging         the stall of `AsyncCheckpointer.save` beside a plain copy
+    to page-locked memory: gpu_staging.py
 
 `--device cpu` runs the measurements without a GPU, to try the program; it writes no page.
 
@@ -49,7 +49,8 @@ What is tested without a GPU: the order of copies, events and page-locks, by a C
 
 
 def page(results: dict[str, Any] | None) -> str:
-    """Return docs/gpu.md. `results`: what `measure` returned; None if nothing has been run."""
+    """Return the text of docs/gpu.md. `results`: what `measure` returned; None for a page which says that nothing has
+    been run."""
     if results is None:
         return HEAD + NOT_RUN
     step, staging = results["step"], results["staging"]
@@ -100,7 +101,7 @@ def _size(row: dict[str, Any]) -> str:
 
 
 def run_tests() -> tuple[bool, str]:
-    """Run the tests that need a device. Return whether they passed, and pytest's last line."""
+    """Run the tests that need a CUDA device. Return True if they passed, and the last line of pytest's output."""
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", *TESTS]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     print(done.stdout)
@@ -108,7 +109,8 @@ def run_tests() -> tuple[bool, str]:
 
 
 def measure(device: torch.device, workers: int, quick: bool) -> dict[str, Any]:
-    """Run all measurements, and print each as it ends."""
+    """Run all measurements, print the figures of each when it ends, and return all results by name. `quick`: True for a
+    short run, without meaningful figures."""
     rounds = 1 if quick else 3
     rows = transfer.measure(device, workers, rounds, 1 << 20 if quick else max(transfer.SIZES))
     transfer.show(rows)

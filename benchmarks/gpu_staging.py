@@ -1,4 +1,5 @@
-"""Stall of `AsyncCheckpointer.save` for tensors on a device, beside a plain copy to page-locked memory."""
+"""Time for which `AsyncCheckpointer.save` blocks the training loop (its stall) for tensors on a device, compared with a
+plain copy of the same bytes to page-locked memory."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from penstock.client.checkpoint import AsyncCheckpointer
 __all__ = ["measure_staging"]
 
 TARGET_SHARE = 0.9
-"""Smallest rate of staging, as a share of the plain copy's."""
+"""Target: smallest speed of a save's copy to shared memory (staging), as a share of the plain copy's speed."""
 
 
 def measure_staging(
     device: torch.device, tensors: int, nbytes: int, rounds: int, folder: Path | None
 ) -> dict[str, Any]:
-    """Save `tensors` tensors of `nbytes` bytes each, in turns with the plain copy.
+    """Measure saves of `tensors` tensors of `nbytes` bytes each. In each of the `rounds` rounds a save and a plain copy
+    take turns.
 
     Args:
         folder: parent of the checkpoints' temporary folder. None: the system's.

@@ -21,14 +21,15 @@ from penstock.client import Appliance, DataExecutor, DataLoader
 __all__ = ["SMALL", "VIT_B_16", "StepCase", "measure_steps"]
 
 TARGET_RATIO = 1.01
-"""Largest time of a step with Penstock, as a multiple of a step on data that stays on the device."""
+"""Target: largest time of a training step fed by Penstock, as a multiple of the time of a step on data that stays on
+the device."""
 POOL = 8
-"""Distinct batches that a worker repeats."""
+"""Number of distinct batches that a worker repeats."""
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """Sizes of the model and of a batch."""
+    """Sizes of the model and of a batch, and numbers of steps."""
 
     image: int = 224
     patch: int = 16
@@ -37,7 +38,7 @@ class StepCase:
     depth: int = 12
     batch: int = 128
     warm: int = 10
-    """Steps before the clock starts."""
+    """Number of steps before the clock starts."""
     steps: int = 50
 
 
@@ -87,7 +88,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _step_s(case: StepCase, device: torch.device, model: nn.Module, optimizer: Any, batches: Iterator[Any]) -> float:
-    """Return the mean seconds of a step after the warm ones."""
+    """Return the seconds of a training step, as the mean over all steps after the first `case.warm`."""
     began = 0.0
     for number in range(case.warm + case.steps):
         if number == case.warm:
@@ -104,7 +105,8 @@ def _step_s(case: StepCase, device: torch.device, model: nn.Module, optimizer: A
 
 
 def measure_steps(case: StepCase, device: torch.device, workers: int, rounds: int) -> dict[str, Any]:
-    """Measure steps on resident data and steps with Penstock in turns.
+    """Measure training steps on a batch that stays on the device, and steps fed by Penstock, which take turns in each
+    round.
 
     Returns:
         Medians of the rounds: `resident_ms` and `penstock_ms` of a step, and their `ratio`, the median of the ratios

@@ -34,7 +34,8 @@ _LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \| (\s*)(\S+)")
 
 
 def measure(rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Measure torch, and penstock.client after it: (seconds by the clock, processor seconds) in each round."""
+    """Measure the import of torch, and that of penstock.client after it. Return (seconds by the clock, processor
+    seconds) of each round, by the name of the import."""
     found: dict[str, list[tuple[float, float]]] = {"torch": [], "penstock.client": []}
     for number in range(rounds + 1):
         done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=300)
@@ -45,7 +46,8 @@ def measure(rounds: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def costs(report: str) -> list[tuple[str, float]]:
-    """Parse the output of `-X importtime`: the modules after torch with the milliseconds of each by itself."""
+    """Return the modules that are imported after torch, each with the milliseconds of its own import, without those of
+    modules that it imports. `report`: output of `-X importtime`."""
     rows = [_LINE.fullmatch(line) for line in report.splitlines()]
     names = [(row[4], int(row[1]) / 1000) for row in rows if row]
     behind = next((place for place, (name, _) in enumerate(names) if name == "torch"), -1) + 1

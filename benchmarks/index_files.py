@@ -1,4 +1,5 @@
-"""Indexing of a folder of tar archives: in one process and in several, by plain headers and by tarfile, in turn.
+"""Speed of indexing a folder of tar archives: in one process and in several, with Penstock's own reader of plain
+headers and with Python's tarfile. The ways take turns.
 
     python -m benchmarks.index_files [--files 16] [--samples 2000] [--rounds 3]
 
@@ -45,7 +46,8 @@ def not_plain(*arguments: Any) -> Iterator[Any]:
 
 
 def ways() -> dict[str, Callable[[ExitStack], object]]:
-    """Return what each way changes before it indexes."""
+    """Return the compared ways to index, by name, each as a function that makes its settings. The settings end with the
+    ExitStack that it gets."""
     alone = patch.object(index_each, "WORTH_S", 1e9)
     return {
         "one process": lambda stack: stack.enter_context(alone),

@@ -1,6 +1,8 @@
-"""Opening of a dataset with a large index: by its parsed entries, as a small one, and by its columns.
+"""Time to open a dataset with a large index: with each entry parsed to an object, as for a small index, and with the
+entries kept as columns.
 
-All in one run, so that the ratio counts. The dataset is opened as a whole both times: index, fingerprint, units.
+Both are measured in one run, so that their ratio is meaningful. Both times the whole dataset is opened: its index is
+read, its fingerprint is computed, and its parts that can be shuffled (units) are laid out.
 
 Run `python -m benchmarks.index_open [SHARDS]`.
 """
@@ -23,7 +25,7 @@ from penstock.data.indexes import open_index
 
 
 def write_index(folder: Path, shards: int) -> Path:
-    """Write an index of MDS shards, without the shards."""
+    """Write the index of a dataset of `shards` MDS shards, without the shards, and return its path."""
     common = {"column_encodings": ["int", "bytes"], "column_names": ["id", "blob"], "column_sizes": [8, None]}
     common |= {"compression": None, "format": "mds", "hashes": ["xxh3_64"], "version": 2, "zip_data": None}
     path = folder / "index.json"
@@ -37,14 +39,14 @@ def write_index(folder: Path, shards: int) -> Path:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return how long a call takes, in seconds."""
+    """Return the seconds that a call of `work` takes."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
 def main() -> None:
-    """Print the times, their ratio and the floor."""
+    """Measure both ways, and print the times, their ratio, and the floor, the least that each must do."""
     shards = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
     with tempfile.TemporaryDirectory() as name:
         os.environ["XDG_CACHE_HOME"] = f"{name}/home"

@@ -1,4 +1,4 @@
-"""Speed of the bare lanes beside the machine's limit: no torch, no user code, no control plane.
+"""Speed of the lanes alone, compared with the limit of the machine: no torch, no user code, no coordinator or daemons.
 
     python benchmarks/lanes.py [--seconds 1] [--sizes 4,64,1024,8192] [--rounds 3] [--tls FOLDER]
 
@@ -37,7 +37,8 @@ WARM_UP = 0.3
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked child, which ends at the latest with this process."""
+    """Run `work` in a forked child, and return the child's process id. The child ends when this process ends, if not
+    before."""
     pid = os.fork()
     if pid:
         return pid
@@ -52,7 +53,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor seconds of all live threads of the process."""
+    """Return the processor seconds that all live threads of a process have used so far."""
     try:
         return (
             sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
@@ -66,7 +67,8 @@ def source(size: int) -> memoryview:
 
 
 def run_runner(sock: socket.socket, size: int, content: memoryview | None = None) -> None:
-    """Run a runner without user code: copy, publish, and wait only for ring entries."""
+    """Run a runner without user code: copy batches of `size` bytes into the ring, announce them on the lane `sock`, and
+    wait only for free ring entries."""
     producer, batch = Producer(1 << 30), source(size) if content is None else content
     producer.know_structure(1, b"x")
     producer.attach(sock, lane_pb2.Hello(next_total=1))
@@ -89,7 +91,8 @@ def run_runner(sock: socket.socket, size: int, content: memoryview | None = None
 
 
 def consume(consumer: Consumer, size: int, seconds: float, pids: list[int]) -> tuple[float, list[float]]:
-    """Return batches a second, and processor microseconds a batch of this process and of `pids`."""
+    """Read batches from a lane for `seconds` seconds. Return batches per second, and the processor time for each batch,
+    in microseconds, of this process and of each of `pids`."""
     poll = select.poll()
     poll.register(consumer.fileno(), select.POLLIN)
     released: list[int] = []
@@ -191,7 +194,9 @@ def remote(
 
 
 def raw_tcp(size: int, seconds: float) -> tuple[float, list[float]]:
-    """Send and receive each batch once, from a ring and into a ring."""
+    """Measure the limit of TCP: one process sends batches of `size` bytes from its ring over one connection, another
+    receives them into its ring. Return batches per second, and the processor time for each batch of both processes, in
+    microseconds."""
     listener = socket.create_server(("127.0.0.1", 0))
     slots = entries_for(size)
 

@@ -1,8 +1,9 @@
-"""Loaders of the cases for all players that run torch: Penstock's workers, DataLoader, StatefulDataLoader.
+"""Datasets that yield the batches of a case (cases.py), for all players that use torch: those of Penstock, DataLoader
+and StatefulDataLoader.
 
-Memory is ready and the tensor object is new for each batch. Repeating one object would make torch's DataLoader look
-faster than with real data: it moves a tensor's memory to shared memory at its first send, and then never copies it
-again.
+The memory of a batch exists already, but its tensor objects are new each time. If one object were repeated, torch's
+DataLoader would look faster than with real data: it moves a tensor to shared memory when it first sends the tensor, and
+does not copy the same object again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["Asleep", "Ready", "Stateful", "asleep", "make", "source"]
 
 STATE_TENSOR_BYTES = 1 << 10
 SLEEP_S = 0.02
-"""Seconds of sleep for a batch of each source in the suite of many slots."""
+"""Seconds for which each source sleeps before each batch, in the benchmark of many slots (slots.py)."""
 
 
 class Ready(torch.utils.data.IterableDataset[Any]):
@@ -29,7 +30,7 @@ class Ready(torch.utils.data.IterableDataset[Any]):
     def __init__(self, case: Case) -> None:
         self.case = case
         self.at = 0
-        """Batches begun."""
+        """Number of batches that were begun."""
 
     def __iter__(self) -> Iterator[Any]:
         case = self.case
@@ -58,7 +59,7 @@ class Ready(torch.utils.data.IterableDataset[Any]):
 
 
 class Stateful(Ready):
-    """Dataset with a state: its position, and tensors of 1 KiB.
+    """Endless dataset of a case's batches that has a state: its position, and tensors of 1 KiB.
 
     The tensors of each state are new, as in the state of a generator or a shuffle buffer.
     """
@@ -82,12 +83,14 @@ def make(case: Case) -> Ready:
 
 
 def source(**case: Any) -> Ready:
-    """Return the loader: an input_fn, to which Penstock passes plain values."""
+    """Return the dataset of a case, with a state if the case says so: the input_fn. `case`: attributes of a Case, as
+    plain values."""
     return make(Case(**case))
 
 
 class Asleep(torch.utils.data.IterableDataset[torch.Tensor]):
-    """Dataset of batches of 4 KiB that hold their slot and their number; each takes 20 ms of sleep."""
+    """Endless dataset of batches of 4 KiB, which contain the number of their slot and their own number in it. It sleeps
+    SLEEP_S before each."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -103,7 +106,7 @@ class Asleep(torch.utils.data.IterableDataset[torch.Tensor]):
 
 
 def asleep() -> Asleep:
-    """An input_fn."""
+    """Return the sleeping dataset of this worker: the input_fn of slots.py."""
     from penstock.worker import current_assignment  # not available in the peers' environments
 
     return Asleep(current_assignment().slot)

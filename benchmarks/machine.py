@@ -22,7 +22,7 @@ def _first(file: str, key: str) -> str:
 
 
 def _caches() -> str:
-    """Return the caches of the first core, as the kernel reports them."""
+    """Return a text on the caches of the first core, as the kernel reports them."""
     found = []
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:
@@ -35,7 +35,8 @@ def _caches() -> str:
 
 
 def describe() -> dict[str, Any]:
-    """Describe the machine, in words and numbers."""
+    """Return a description of the machine and its software, by name: processor, cores, caches, memory, kernel,
+    versions."""
     return {
         "processor": _first("/proc/cpuinfo", "model name"),
         "cores": len(os.sched_getaffinity(0)),

@@ -1,7 +1,8 @@
-"""Measurement of one mode: a warm-up, a span for throughput and processor time, memory, a span for latency.
+"""Measurement of one mode (way to deliver batches), in four parts: a warm-up, then throughput and processor time,
+memory, and latency.
 
-The loop only holds a batch until it takes the next one, as a `for` loop does. In the span for throughput the clock is
-read about a hundred times a second, not at each batch; in a later span each `next()` is timed by itself. This module
+The loop only holds a batch until it takes the next one, as a `for` loop does. For the throughput the clock is read
+about a hundred times a second, not at each batch. For the latency each `next()` is timed by itself, later. This module
 imports only the standard library, because it runs in the peers' environments too.
 """
 
@@ -28,9 +29,9 @@ CHECK_S = 0.01
 def consume(
     batches: Iterator[Any], seconds: float, at_least: int, at_most_s: float, clock: Clock = time.perf_counter
 ) -> tuple[int, float]:
-    """Take batches for that many seconds. Return their number and the time taken in seconds.
+    """Take batches for `seconds` seconds. Return their number, and the seconds that this took.
 
-    at_least: smallest number of batches, up to `at_most_s` seconds.
+    at_least: smallest number of batches to take, even if this takes longer, up to `at_most_s` seconds.
     """
     started = now = clock()
     count, group = 0, 1
@@ -46,7 +47,8 @@ def consume(
 def latencies(
     batches: Iterator[Any], seconds: float, at_least: int, at_most_s: float, clock: Clock = time.perf_counter
 ) -> list[float]:
-    """Return the seconds of each single `next()` in the loop."""
+    """Take batches for `seconds` seconds, and return the seconds of each single `next()`. at_least, at_most_s: as for
+    consume()."""
     times = [started := clock()]
     batch: Any = None
     for batch in batches:  # noqa: B007
@@ -58,13 +60,13 @@ def latencies(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that this share of the values does not exceed (nearest rank)."""
+    """Return the smallest value such that a share of at least `share` of all values is not above it (nearest rank)."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
 def batch_bytes(batch: Any) -> int:
-    """Return the bytes of all leaves of a batch of torch, numpy or TensorFlow."""
+    """Return the number of bytes in all tensors or arrays of a batch, of torch, numpy or TensorFlow."""
     if isinstance(batch, dict):
         return sum(batch_bytes(leaf) for leaf in batch.values())
     if isinstance(batch, int):
@@ -74,14 +76,13 @@ def batch_bytes(batch: Any) -> int:
 
 
 def count_of(counter: str) -> int:
-    """Return the value of a source's counter; 0 if there is none."""
+    """Return the number in a file in which a source counts the calls of its state_dict; 0 without a file."""
     return int.from_bytes(Path(counter).read_bytes(), sys.byteorder) if counter else 0
 
 
 def measure(batches: Iterator[Any], case: Case, times: Times, roles: Sequence[Role]) -> dict[str, Any]:
-    """Measure one mode and case.
-
-    batches: never ends. A batch of another size than the case's is an error.
+    """Measure one mode with one case. batches: iterator without end over the case's batches. ValueError is raised for a
+    batch of another size.
 
     Return a dict: `batches`, `span_s`, `thread_s` (processor seconds of this thread), `cpu_s` (processor seconds by
     role), `states` (calls of the source's state_dict in the span, where it counts them), `memory` (see

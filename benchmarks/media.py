@@ -38,7 +38,8 @@ THREADS = (0, 1, 2, 4)
 
 
 def photo(form: str, mode: str, size: int) -> bytes:
-    """Return a square image file: smooth shapes with a little noise, about as hard to compress as a photo."""
+    """Return the bytes of a square image file: smooth shapes with a little noise, about as hard to compress as a photo.
+    `form`: format, such as "JPEG". `mode`: Pillow's mode. `size`: width and height in pixels."""
     draw = np.random.default_rng(size)
     coarse = draw.integers(0, 256, (size // 16 + 1, size // 16 + 1, 3), np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC), np.int16)
@@ -118,7 +119,7 @@ def threads(rounds: int) -> Iterator[tuple[str, ...]]:
 
 
 def _gain(work: Callable[[], object]) -> float:
-    """Return how many times as fast two threads do the work."""
+    """Return how many times as fast two threads that both run `work` are as one thread."""
     begun = time.perf_counter()
     for _ in range(8):
         work()

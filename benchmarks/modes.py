@@ -1,8 +1,10 @@
-"""Compared modes, and the program's handles on their players.
+"""Modes (compared ways to deliver batches), and the handles of the main program on their players, the processes that
+measure the modes.
 
 A player is started once and keeps its process for the whole run, so that the modes can take turns within each round:
-while one measures, the others wait for a line on standard input. A peer without its environment is reported as missing,
-by name; a player that fails is reported, once for each case, and used again for the next one.
+while one measures, the others wait for a line on standard input. If the Python environment of a peer (another library)
+does not exist, the mode is reported as missing, by name. A player that fails is reported, once for each case, and used
+again for the next case.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ MEMCPY, RAW_TCP, ALONE = "memcpy", "raw TCP", "the source alone"
 class Mode:
     name: str
     command: tuple[str, ...]
-    """A module and its arguments."""
+    """Module that the player runs, and its command-line arguments."""
     peer: str = ""
-    """Environment of the player, by its name below the folder of the peers; "" = this one."""
+    """Name of the Python environment in which the player runs, below the folder of the peers' environments; "": the
+    environment of this process."""
 
 
 MODES = {
@@ -60,15 +63,16 @@ MODES = {
 
 
 class PlayerError(Exception):
-    """Error of a player that could not answer a request."""
+    """Error that is raised if a player (process that measures one mode) could not answer a request."""
 
 
 class PlayerGoneError(PlayerError):
-    """Error of a player that has ended, or was killed because it did not answer."""
+    """Error that is raised if a player (process that measures one mode) has ended, or was killed because it did not
+    answer."""
 
 
 class Player:
-    """A player process that answers requests line by line."""
+    """Handle on a player, a process that measures one mode and answers requests line by line."""
 
     def __init__(self, mode: Mode, python: Path, log: Path) -> None:
         self.mode = mode
@@ -116,7 +120,7 @@ class Player:
         self._shut()
 
     def close(self) -> None:
-        """Let the player end by itself, so that it stops its children; then kill the rest."""
+        """Let the player end by itself, so that it stops its child processes. Then kill those that still run."""
         self._shut(stdin_only=True)
         try:
             self._process.wait(STOP_S)
@@ -134,23 +138,24 @@ class Player:
 
 
 class Stage:
-    """Set of all players of a run.
+    """Set of all players (processes that measure one mode each) of a run.
 
-    peers: the folder with the peers' environments. logs: a folder for the output of players.
+    peers: folder with the Python environments of other libraries. logs: folder for the output of players.
     """
 
     def __init__(self, peers: Path, logs: Path) -> None:
         self.missing: dict[str, str] = {}
-        """Mode -> reason why it is not measured."""
+        """Reasons why modes are not measured, by the name of the mode."""
         self.failures: list[str] = []
         self.versions: dict[str, dict[str, str]] = {}
-        """Environment -> package -> version; the environment of Penstock itself is "penstock"."""
+        """Versions of packages, by the name of the Python environment and the package. Penstock's own environment is
+        "penstock"."""
         self._peers = peers
         self._logs = logs
         self._players: dict[str, Player] = {}
 
     def start(self, names: list[str]) -> None:
-        """Start the players of these modes that do not run yet, all at once."""
+        """Start the players of these modes, all at once. Players that run already are left alone."""
         fresh = []
         for name in names:
             mode = MODES[name]
@@ -176,7 +181,8 @@ class Stage:
         self._players.pop(name).kill()
 
     def measure(self, name: str, case: Case, times: Times) -> dict[str, Any] | None:
-        """Make one measurement; return None if it failed; `missing` or `failures` has the reason."""
+        """Let the player of the mode `name` measure a case, and return its answer. Return None if that failed; the
+        reason is then in `missing` or `failures`."""
         player = self._players.get(name)
         if player is None:
             return None

@@ -1,9 +1,10 @@
-"""Packed lines per second of CPU time, and their padding: Packed, a loop, and Grain if it is installed.
+"""Speed of packing documents into lines of equal length, and the padding in these lines: Penstock's Packed, a
+hand-written loop, and Grain if it is installed.
 
     python -m benchmarks.packing [--documents 4000] [--seconds 2]
 
-All measure the same documents in memory, in one process, up to batches of 8 lines. The rounds alternate, and the best
-of three counts.
+All pack the same documents from memory, in one process, and make batches of 8 lines. They take turns, and the best of
+three rounds counts.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ FIELDS: dict[str, Any] = {"labels": True, "positions": True, "segments": True}
 
 
 def documents(count: int) -> list[Any]:
-    """Return documents of 1 to 2,048 tokens, lognormal lengths."""
+    """Return `count` documents of 1 to 2,048 tokens, with lognormally distributed lengths."""
     random = np.random.default_rng(1)
     sizes = np.clip(random.lognormal(6, 1, count), 1, LINE).astype(int)
     return [random.integers(3, 50_000, size) for size in sizes]
 
 
 def by_hand(texts: list[Any]) -> Iterator[torch.Tensor]:
-    """Yield batches of a hand-written loop: no state, no shards."""
+    """Yield batches of lines that a hand-written loop packs, without a state and without shards."""
     random, lines, filled = np.random.default_rng(1), np.empty((BATCH, LINE), np.int64), 0
     flat = lines.reshape(-1)
     while True:
@@ -69,7 +70,7 @@ def grain_packed(texts: list[Any], kind: str, bins: int) -> Iterator[Any]:
 
 
 def rate(batches: Iterable[Any], seconds: float) -> float:
-    """Return millions of tokens (with padding) per second of CPU time, all threads."""
+    """Return the speed in millions of tokens, padding included, for each second of processor time of all threads."""
     source = iter(batches)
     for _ in range(5):
         next(source)
@@ -81,7 +82,8 @@ def rate(batches: Iterable[Any], seconds: float) -> float:
 
 
 def padding(batches: Iterable[Any], name: str, steps: int) -> float:
-    """Return the share of tokens that are padding, in per cent. Documents have no PAD."""
+    """Return the share of the tokens that are padding, in per cent, over `steps` batches. The documents themselves have
+    no token with the value PAD."""
     found = [np.asarray(batch[name]) == PAD for batch in itertools.islice(iter(batches), steps)]
     return 100 * float(np.mean(found))
 

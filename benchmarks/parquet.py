@@ -1,4 +1,4 @@
-"""Reading of Parquet by row group: Penstock beside the readers of Hugging Face datasets and of Lance.
+"""Speed of reading Parquet by row group: Penstock compared with the readers of Hugging Face datasets and of Lance.
 
     python -m benchmarks.parquet [--groups 300] [--rounds 3] [--columns text tokens] [--folder FOLDER] [--json FILE]
 
@@ -35,15 +35,16 @@ from penstock.data import StreamingDataset, StreamingLoader, index_parquet
 __all__ = ["COLUMNS", "main", "measure", "write"]
 
 ROWS = 1000
-"""Rows of a row group."""
+"""Number of rows of a row group."""
 BATCH = 32
 TOKENS = 1025
 BUFFER = 10_000
-"""Rows in the shuffle buffer of datasets' streaming reader."""
+"""Number of rows in the shuffle buffer of the streaming reader of Hugging Face datasets."""
 COLUMNS = ("text", "tokens")
 
 Reader = Callable[[bool], Iterable[Any]]
-"""Function that begins an epoch: shuffled or in order. An item has BATCH samples."""
+"""Function that begins an epoch, shuffled if its argument is True, and returns an iterable of batches of BATCH
+samples."""
 
 
 def write(folder: Path, column: str, groups: int) -> Path:
@@ -79,7 +80,7 @@ def ours(path: Path, column: str) -> Reader:
 
 
 def streaming(path: Path, column: str) -> Reader:
-    """Return the reader of datasets that streams the Parquet file."""
+    """Return the reader of Hugging Face datasets that streams the Parquet file."""
     datasets: Any = importlib.import_module("datasets")
 
     def epoch(shuffle: bool) -> Iterable[Any]:
@@ -91,7 +92,7 @@ def streaming(path: Path, column: str) -> Reader:
 
 
 def mapped(path: Path, column: str) -> Reader:
-    """Return the reader of datasets that maps a copy in Arrow's format."""
+    """Return the reader of Hugging Face datasets that maps a copy of the data in Arrow's format."""
     datasets: Any = importlib.import_module("datasets")
     rows = datasets.Dataset.from_parquet(str(path), columns=[column], cache_dir=str(path.parent / ".datasets"))
     rows = rows.with_format("torch") if column == "tokens" else rows
@@ -137,11 +138,11 @@ READERS: dict[str, tuple[str, Callable[[Path, str], Reader]]] = {
     "datasets, Arrow": ("datasets", mapped),
     "Lance": ("lance", lance),
 }
-"""Package to import, and reader, by name."""
+"""Package that each reader needs, and function that makes the reader from a file and a column, by the reader's name."""
 
 
 def rate(reader: Reader, samples: int, shuffle: bool) -> float:
-    """Return samples per second from the second batch on."""
+    """Return the samples per second of a reader over `samples` samples, measured from the second batch on."""
     batches = iter(reader(shuffle))
     next(batches)
     began = time.perf_counter()
@@ -150,7 +151,8 @@ def rate(reader: Reader, samples: int, shuffle: bool) -> float:
 
 
 def measure(path: Path, column: str, rounds: int, samples: int) -> dict[str, dict[str, float]]:
-    """Return the median samples per second of each reader, in order and shuffled."""
+    """Return the samples per second of each reader, by name and by order ("in order", "shuffled"), as medians of the
+    rounds."""
     readers = {}
     for name, (package, make) in READERS.items():
         try:

@@ -1,4 +1,5 @@
-"""Penstock with default settings: embedded, one worker slot. A player.
+"""Penstock with default settings: embedded, one worker slot. The module is the program of a player, the process that
+measures this mode (see serve.py).
 
     python -m benchmarks.penstock_path auto|tcp
 

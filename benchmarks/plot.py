@@ -1,4 +1,5 @@
-"""Plot of a run: the speed of each mode at each size, and the processor time of a gigabyte."""
+"""Plot of the results of full_path.py: for each mode (way to deliver batches) its speed at each size of batch, and its
+processor time for each gigabyte."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ __all__ = ["draw"]
 
 COST_CASE = "1 MiB"
 STYLES = {PENSTOCK: ("C0", "-", 2.5), TCP: ("C1", "-", 2.5), MEMCPY: ("0.5", "--", 1.2), RAW_TCP: ("0.5", ":", 1.2)}
-"""Mode -> colour, line, width; all others are thin lines."""
+"""Colour, line style and width of the lines of some modes, by the mode's name. Other modes have thin lines."""
 COLOURS = ("C2", "C3", "C4", "C5", "C6", "C8", "C9")  # C7 is the grey of the floors
 
 
 def draw(results: dict[str, Any], file: Path) -> None:
-    """Write a PNG of the suite `path`."""
+    """Write a PNG with the results of the suite "path". `results`: results of full_path.py."""
     figures, sizes = results["path"], results["sizes"]
     cases = {case: size for case, size in sizes.items() if not case.startswith("dict")}
     modes = list(next(iter(figures.values())))

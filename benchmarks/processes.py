@@ -1,7 +1,8 @@
 """Costs of a tree of processes, read from /proc: processor time, memory, rings. It imports only the standard library.
 
-Every mode is measured in the same way: a player, which is the consumer, is the root of a tree, and the mode's other
-processes are its descendants, distinguished by their command lines.
+Every mode (compared way to deliver batches) is measured in the same way. Its player, the process that takes the
+batches, is the root of a tree of processes. The mode's other processes are descendants of the player, and are told
+apart by their command lines.
 """
 
 from __future__ import annotations
@@ -43,21 +44,22 @@ class Process:
     pid: int
     parent: int
     command: str
-    """Command line, arguments separated by spaces."""
+    """Command line of the process, with its arguments separated by spaces."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """Role of a process whose command line contains `sign`."""
+    """Role in a tree of processes, such as "sender": `name` is the role of each process whose command line contains
+    `sign`."""
 
     sign: str
     name: str
     forked: str = ""
-    """Name of a process forked from it, which has the same command line; "" = the same name."""
+    """Role of a process that such a process has forked, and which has the same command line; "": the same role."""
 
 
 def adopt_orphans() -> None:
-    """Make descendants whose parent ends children of this process, so that they stay in the tree."""
+    """Let this process adopt its descendants when their parent ends, so that they stay in its tree."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -88,7 +90,7 @@ def tree(root: int) -> dict[int, Process]:
 
 
 def role_of(process: Process, family: Mapping[int, Process], root: int, roles: Iterable[Role]) -> str:
-    """Return the role of a process of the tree; "other" if none fits."""
+    """Return the role of a process in the tree `family` with the root `root`; "other" if none of `roles` fits."""
     if process.pid == root:
         return CONSUMER
     parent = family.get(process.parent)
@@ -102,8 +104,8 @@ def role_of(process: Process, family: Mapping[int, Process], root: int, roles: I
 def cpu_s(pid: int) -> float:
     """Return the processor seconds of a process so far, including its children that ended and were waited for.
 
-    Its own time is exact to the nanosecond, that of children to a clock tick. A sum over a tree stays complete when a
-    process in it ends, because its time is added to its parent's.
+    The process's own time is exact to the nanosecond, that of its children to a clock tick. When a process ends, its
+    time is added to its parent's, so the sum over a tree stays complete.
     """
     try:
         fields = _stat(pid)
@@ -117,7 +119,7 @@ def cpu_s(pid: int) -> float:
 
 
 def cpu_by_role(root: int, roles: Iterable[Role]) -> dict[str, float]:
-    """Return the processor seconds of the tree so far, by role."""
+    """Return the processor seconds that the processes of the tree with this root have used so far, by role."""
     family, roles, used = tree(root), list(roles), dict[str, float]()
     for process in family.values():
         name = role_of(process, family, root, roles)
@@ -126,7 +128,8 @@ def cpu_by_role(root: int, roles: Iterable[Role]) -> dict[str, float]:
 
 
 def memory_by_role(root: int, roles: Iterable[Role]) -> dict[str, dict[str, float]]:
-    """Return for each role: `processes`, `pss` and its part in mapped files, `files`, both in MiB.
+    """Return for each role in the tree: "processes", their number; "pss", their memory in MiB; and "files", the part of
+    it that is mapped files, in MiB.
 
     Memory that several processes share is divided among them (PSS). Memory of files is divided among all processes of
     the machine that map them, of other trees too, so its share depends on other programs.
@@ -147,7 +150,8 @@ def memory_by_role(root: int, roles: Iterable[Role]) -> dict[str, dict[str, floa
 
 
 def rings_in(maps: Iterable[str]) -> dict[int, int]:
-    """Return inode -> bytes of each of Penstock's rings in the lines of a /proc/PID/maps."""
+    """Return the size in bytes of each ring of Penstock that a process has mapped, by the ring's inode. `maps`: lines
+    of /proc/PID/maps."""
     rings: dict[int, int] = {}
     for line in maps:
         if RING_NAME in line:
@@ -158,7 +162,7 @@ def rings_in(maps: Iterable[str]) -> dict[int, int]:
 
 
 def ring_bytes(root: int) -> list[int]:
-    """Return the sizes of all rings that the tree has mapped, each counted once."""
+    """Return the sizes in bytes of all rings of Penstock that processes of the tree have mapped, each ring once."""
     rings: dict[int, int] = {}
     for pid in tree(root):
         try:
@@ -171,21 +175,22 @@ def ring_bytes(root: int) -> list[int]:
 
 
 def machine_s() -> float:
-    """Return the processor seconds that all processes of the machine have used since it started, interrupts not
-    counted."""
+    """Return the processor seconds that all processes of the machine have used since the machine started, without
+    interrupts."""
     user, nice, system = map(int, Path("/proc/stat").read_text().split(None, 4)[1:4])
     return (user + nice + system) / TICKS
 
 
 def busy_cores(seconds: float) -> float:
-    """Return the number of cores that all programs of the machine use over this time."""
+    """Return the number of cores that all programs of the machine use on average, measured for `seconds` seconds."""
     before, started = machine_s(), time.perf_counter()
     time.sleep(seconds)
     return (machine_s() - before) / (time.perf_counter() - started)
 
 
 def kill_tree(root: int, *, itself: bool) -> None:
-    """Kill all descendants of a process, and, with `itself`, the process. Repeat until no new one appears."""
+    """Kill all descendants of the process `root`, and the process too if `itself` is True. Repeat this until no new
+    process appears."""
     for _ in range(20):
         pids = [pid for pid in tree(root) if itself or pid != root]
         alive = [pid for pid in pids if _stat_state(pid) not in "ZX"]

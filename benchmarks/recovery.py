@@ -36,12 +36,12 @@ __all__ = ["slow_batches"]
 
 TARGET_S = {"runner": 2.0, "daemon": 5.0}
 WARM = 30
-"""Number of batches between two kills."""
+"""Number of batches that the loop takes between two kills."""
 
 
 class Slow:
-    """Source of a batch each 20 ms, so that a ring does not hold the whole run. It has a state, because a source
-    without one would be replayed from the start of the epoch, which takes time."""
+    """Loader that yields a batch each 20 ms, so that the ring never holds all batches of the run. It has a state:
+    without one, a new runner would replay the epoch from its start, which takes time."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -60,12 +60,12 @@ class Slow:
 
 
 def slow_batches() -> Slow:
-    """Return the benchmark's loader."""
+    """Return the loader of this benchmark: the input_fn."""
     return Slow()
 
 
 class Fleet:
-    """Coordinator and daemons, started as an operator does."""
+    """Coordinator and worker daemons, started by their commands, as an operator starts them."""
 
     def __init__(self, folder: str, slots: int = 2) -> None:
         self._slots = slots
@@ -102,7 +102,8 @@ class Fleet:
             return process, pipe.readline().strip()
 
     def holder(self) -> tuple[str, int]:
-        """Return the daemon that has the slot, and its runner."""
+        """Return the name of the daemon that has the slot, and the process id of its runner. Raises RuntimeError if no
+        daemon has a runner."""
         for name, daemon in self.daemons.items():
             below = tree(daemon.pid)
             fork_servers = {pid for pid, each in below.items() if each.parent == daemon.pid}
@@ -119,7 +120,8 @@ class Fleet:
 
 
 def waits(fleet: Fleet, what: str, lane: Literal["auto", "tcp"], kills: int) -> list[float]:
-    """Return the seconds from each kill to the first batch that the dead process had not made."""
+    """Kill a process `kills` times. Return, for each kill, the seconds until the loop gets the first batch that the
+    killed process had not made. `what`: the process to kill, "runner" or "daemon"."""
     found: list[float] = []
     with Appliance(
         fleet.address, job=f"{what}-{lane}", token=fleet.token, lane=lane, num_workers_per_box=1, box=0, num_boxes=1
@@ -145,7 +147,8 @@ def waits(fleet: Fleet, what: str, lane: Literal["auto", "tcp"], kills: int) -> 
 
 
 def drained_waits(fleet: Fleet, lane: Literal["auto", "tcp"], drains: int) -> list[float]:
-    """Return the longest wait for a batch during each migration of the slot."""
+    """Drain the slot's worker `drains` times. Return, for each migration of the slot, the longest wait of the loop for
+    a batch meanwhile, in seconds."""
     found: list[float] = []
     with (
         CoordinatorClient(fleet.address, fleet.token) as client,

@@ -1,4 +1,4 @@
-"""Report of a run as Markdown, which is put into a document between two marker comments."""
+"""Report of full_path.py as Markdown, which is put into a document between two marker comments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ __all__ = ["BEGIN", "END", "IDLE_CORES", "between", "conditions", "markdown", "t
 BEGIN = "<!-- figures: begin (written by benchmarks/full_path.py --write) -->"
 END = "<!-- figures: end -->"
 IDLE_CORES = 0.2
-"""Largest number of busy cores on a machine that counts as idle."""
+"""Largest number of busy cores with which the machine counts as idle."""
 OVER_TCP = (TCP, TF, RAW_TCP)
-"""Modes whose floor is raw TCP; the floor of all others is memcpy."""
+"""Modes that are compared with plain TCP as their limit (floor). All others are compared with memcpy."""
 
 
 def between(document: str, text: str, first: str = BEGIN, last: str = END) -> str:
-    """Return the document with `text` between its two markers. Raises ValueError without them."""
+    """Return the document with `text` in place of what is between the markers `first` and `last`. Raises ValueError if
+    a marker is missing."""
     head, begin, rest = document.partition(first)
     _, end, tail = rest.partition(last)
     if not begin or not end:
@@ -40,14 +41,14 @@ def number(value: float | None, shape: str = "{:,.0f}") -> str:
 
 
 def _close(value: float | None) -> str:
-    """Format a number with about three digits."""
+    """Return a number as text with about three digits; "-" if it is None."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return the report without the plot."""
+    """Return the report as Markdown, without the plot. `results`: results of full_path.py."""
     parts = [_setting(results)]
     if "path" in results:
         parts += [_path(results["path"], results["sizes"], results["missing"])]
@@ -62,7 +63,8 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def conditions(results: dict[str, Any], rounds: str, meanwhile: str = "") -> list[str]:
-    """Return the description of a run: machine, command, and other load."""
+    """Return lines that describe the conditions of a run: machine, command, and other load. `rounds`: text on the
+    number of rounds."""
     machine, noise = results["machine"], results["noise"]
     lines = [
         (
@@ -141,7 +143,8 @@ def _path_row(figures: fig.Figures, case: str, mode: str, nbytes: int, missing: 
 
 
 def _by_process(figures: fig.Figures, sizes: dict[str, int]) -> str:
-    """Return the table of processor time of the two lanes and of the tf.data service, by role."""
+    """Return the table of the processor time for each batch, by the role of the process, of Penstock's two lanes and of
+    the tf.data service."""
     rows = []
     for mode in (PENSTOCK, TCP, TF, RAW_TCP):
         for case in sizes:

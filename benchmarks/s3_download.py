@@ -3,8 +3,9 @@
     python -m benchmarks.s3_download [--rounds 7] [--mib 32] [--delay-ms 50]
 
 The server is moto's on this machine, in a process of its own, and answers each request after a delay, as a distant one
-does. Both clients are warm: connections and sessions exist. boto3 downloads with its defaults (10 threads, pieces of
-8 MiB). Prints the median seconds of each, their ratio, and the floor: one request's delay and a copy of the bytes.
+does. Connections and sessions of both clients exist before the clock starts. boto3 downloads with its defaults (10
+threads, pieces of 8 MiB). Prints the median seconds of each, their ratio, and the floor: one request's delay and a copy
+of the bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ DEADLINE_S = 60.0
 
 @contextlib.contextmanager
 def _server(delay_s: float) -> Iterator[str]:
-    """Run an S3 server; yield its address."""
+    """Context manager that runs an S3 server, which waits `delay_s` seconds before each answer. Its value is the
+    server's URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     process = subprocess.Popen([sys.executable, "-c", SERVER, str(port), str(delay_s)], stderr=subprocess.DEVNULL)

@@ -1,8 +1,9 @@
-"""A player's side of the protocol: JSON requests, one per line, on standard input; answers likewise on standard output.
+"""Player: the process that measures one mode (compared way to deliver batches). It reads JSON requests, one per line,
+from standard input, and writes its answers likewise to standard output.
 
-A player is a process of its own, so that the consumer of each mode is alone in its process, all that the mode starts is
-its descendant, and a peer runs with the interpreter of its own environment. It starts once and takes turns with
-the others; between turns it sleeps.
+Each player is a process of its own. So the loop that takes a mode's batches is alone in its process, all processes that
+the mode starts are its descendants, and another library (peer) runs with the interpreter of its own Python environment.
+A player starts once and takes turns with the others; between turns it sleeps.
 
     {"do": "measure", "case": Case, "times": Times}  ->  what `measure` returns, and `open_s`
     {"do": "hello"}                                  ->  {"versions": {...}}
@@ -31,18 +32,19 @@ __all__ = ["Way", "serve"]
 
 
 class Way(ABC):
-    """Source of batches, which a player creates and measures."""
+    """Way to deliver batches (mode), which a player creates and measures."""
 
     roles: Sequence[Role] = ()
-    """Roles of the processes that it starts."""
+    """Roles of the processes that this way starts, by which they are told apart."""
     packages: Sequence[str] = ()
-    """Packages whose versions are reported."""
+    """Names of the packages whose versions are reported."""
     settle_s = 0.0
-    """Seconds of reading before the warm-up."""
+    """Seconds for which batches are taken before the measurement's own warm-up."""
 
     @abstractmethod
     def open(self, case: Case) -> AbstractContextManager[Iterator[Any]]:
-        """Yield an endless iterator of the case's batches until the block ends."""
+        """Return a context manager with an endless iterator over the case's batches. Its end stops what it has
+        started."""
 
 
 def _answer(way: Way, request: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def _answer(way: Way, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(make: Callable[[], Way]) -> None:
-    """Create the source, and answer requests until standard input ends."""
+    """Run a player: create the way to deliver batches, and answer requests until standard input ends."""
     adopt_orphans()
     # Libraries and their processes print to descriptor 1, so that becomes standard error, and answers go to a copy of
     # standard output.

@@ -1,4 +1,5 @@
-"""Many worker slots into one box, and the time of a start. A program that prints one JSON line.
+"""Speed of many worker slots that deliver to one box, and the time until the first batch. The program prints one line
+of JSON.
 
     python -m benchmarks.slots --slots 16 --seconds 3 [--lane auto]
 
@@ -26,13 +27,13 @@ from benchmarks.processes import adopt_orphans, cpu_by_role, memory_by_role, rin
 from penstock.client import Appliance, DataExecutor, DataLoader
 
 PAUSE_S = 1.0
-"""Seconds for each source to fill its ring, at 20 ms a batch and at most 32 ring entries."""
+"""Seconds for which the loop pauses, so that each source can fill its ring: 20 ms a batch, at most 32 entries."""
 WAIT_S = 0.002
-"""Duration of a `next()` above which it waited for a source."""
+"""Seconds of a `next()` above which it counts as having waited for a source."""
 
 
 class Order:
-    """Check of the order: slots in turn, and each slot's batches in their order."""
+    """Check of the order of batches: the slots must come in turn, and each slot's batches in their order."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -46,7 +47,8 @@ class Order:
 
 
 def one_source(seconds: float) -> float:
-    """Return the batches a second of one source, iterated in this process."""
+    """Return the batches per second of one source (the dataset of a slot) that is iterated in this process, without
+    Penstock."""
     batches, count = iter(Asleep(0)), 0
     started = time.perf_counter()
     while time.perf_counter() < started + seconds:
@@ -56,10 +58,10 @@ def one_source(seconds: float) -> float:
 
 
 def ready_batches(batches: Generator[Any, None, None], order: Order, rate: float) -> float:
-    """Return the number of batches that are ready after the loop has paused: the batches that the loop then gets
-    without a wait, less those made meanwhile.
+    """Return the number of batches that are ready after the loop has paused: the number that the loop then gets without
+    a wait, minus the number that the sources made meanwhile.
 
-    rate: batches a second of all sources.
+    rate: batches per second of all sources together.
     """
     time.sleep(PAUSE_S)
     started = now = time.perf_counter()
@@ -123,7 +125,7 @@ def run(slots: int, seconds: float, lane: str) -> dict[str, Any]:
 
 
 def _second_start(appliance: Appliance) -> float:
-    """Return the seconds from `iter` to the first batch of another loader while the daemons run."""
+    """Return the seconds from `iter()` to the first batch of a second loader, whose workers' daemon runs already."""
     loader = DataLoader(asleep)
     started = time.perf_counter()
     batches = cast(Generator[Any, None, None], iter(DataExecutor(loader, appliance=appliance)))

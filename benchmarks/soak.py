@@ -1,12 +1,13 @@
-"""Check that no process grows in a long run of both lanes.
+"""Check that no process takes more and more memory in a long run over both kinds of lanes (same host, TCP).
 
     python -m benchmarks.soak [--batches 200000] [--lanes auto,tcp]
 
-Embedded, one worker slot, a dict of 20 leaves. Measured for each process of the tree: bytes of its own memory (RssAnon:
-its allocations, without rings and mapped files) and open descriptors, after the first tenth and at the end; and the
-bytes of all files that they have open, rings too. Exits with 1 if a process grows by more than 1 byte a batch or by
-more than 1 descriptor, or the files by more than 1 byte a batch. The C library returns memory in pages and late, so
-runs much below 200,000 batches show little; tests/client/test_growth.py counts to the byte, within one process.
+Embedded mode, one worker slot, batches that are dicts of 20 tensors. Measured after the first tenth of the batches and
+at the end: for each process its own memory in bytes (RssAnon: its allocations, without rings and mapped files) and its
+open descriptors; and the bytes of all files that the processes have open, rings included. Exits with 1 if a process
+grows by more than 1 byte a batch or by more than 1 descriptor, or the files by more than 1 byte a batch. The C library
+returns memory in pages and late, so runs much below 200,000 batches show little; tests/client/test_growth.py counts to
+the byte, within one process.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from penstock.client import Appliance, DataExecutor, DataLoader
 
 LEAVES = 20
 MOST_BYTES = 1.0
-"""Largest growth in bytes a batch, of each process and of all files."""
+"""Largest allowed growth, in bytes for each batch, of the memory of each process, and of all open files."""
 MOST_DESCRIPTORS = 1
 
 
 def source() -> Iterator[dict[str, torch.Tensor]]:
-    """Yield batches with new tensor objects over the same memory each time."""
+    """Yield batches without end, with new tensor objects over the same memory each time: the input_fn."""
     leaves = {f"leaf{number}": torch.full((8, 4), number) for number in range(LEAVES)}
     while True:
         yield {name: leaf.view_as(leaf) for name, leaf in leaves.items()}
@@ -46,21 +47,22 @@ def source() -> Iterator[dict[str, torch.Tensor]]:
 class Sample:
     step: int
     memory: dict[str, int]
-    """Role -> bytes."""
+    """Own memory (RssAnon) of each process in bytes, by the process's role."""
     descriptors: dict[str, int]
     files: int
-    """Bytes."""
+    """Size in bytes of all files that the processes have open, each counted once."""
 
 
 def opened(pid: int) -> Iterator[os.stat_result]:
-    """Yield the status of the files that a process has open."""
+    """Yield the os.stat result of each file that a process has open."""
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):  # the descriptor of this listing
             yield os.stat(f"/proc/{pid}/fd/{fd}")
 
 
 def sample(step: int) -> Sample:
-    """Return the resources that the tree below this process holds now."""
+    """Return what this process and its descendants use now: memory, descriptors, open files. `step`: number of batches
+    taken so far."""
     gc.collect()
     root = os.getpid()
     family = tree(root)
@@ -80,7 +82,8 @@ def sample(step: int) -> Sample:
 
 
 def soak(lane: Literal["auto", "tcp"], batches: int) -> bool:
-    """Run once, print the growth, and return whether it is within the limits."""
+    """Take `batches` batches over one kind of lane, and print how much each process has grown. Return True if the
+    growth is within the limits."""
     first, started = batches // 10, time.perf_counter()
     with (
         Appliance(num_workers_per_box=1, lane=lane) as appliance,

@@ -1,4 +1,5 @@
-"""Penstock's sources beside torch's DataLoader and torchdata's StatefulDataLoader: reading, seeking, saving.
+"""Speed of Penstock's sources compared with torch's DataLoader and torchdata's StatefulDataLoader: reading, seeking
+(resuming in the middle of an epoch), saving.
 
     python -m benchmarks.sources [--rounds 5] [--quick] [--json FILE] [--write docs/benchmarks.md]
 
@@ -37,21 +38,22 @@ __all__ = ["Amounts", "figures", "main", "run", "sizes"]
 
 SHARDS = (1, 64)
 AT = 0.9
-"""Share of an epoch at which the seek ends."""
+"""Share of the epoch at which a seek resumes."""
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """Amounts of data that are read."""
+    """Amounts of data that a run reads."""
 
     rows: int
     documents: int
     batches: int
-    """Number of batches of a turn; packed lines take a quarter of this number."""
+    """Number of batches that each reader reads in a round; readers of packed lines read a quarter of this number."""
     lengths: tuple[int, ...]
-    """Lengths of the datasets to seek in."""
+    """Numbers of samples of the datasets in which Penstock seeks."""
     theirs: int
-    """Longest dataset in which StatefulDataLoader seeks: it replays each index."""
+    """Largest number of samples of a dataset in which StatefulDataLoader seeks. It replays each index, so larger ones
+    take too long."""
     processes: tuple[int, ...] = (0, 2)
 
 
@@ -60,7 +62,8 @@ QUICK = Amounts(20_000, 200, 100, (10**6, 10**9), 10**6)
 
 
 def rate(make: Make, batches: int) -> float:
-    """Return the batches a second, from the second one on."""
+    """Return the batches per second of the loader that `make` returns, measured over `batches` batches from the second
+    one on."""
     iterator = iter(make())
     next(iterator)
     began = time.perf_counter()
@@ -69,8 +72,9 @@ def rate(make: Make, batches: int) -> float:
 
 
 def saving(make: Make, batches: int) -> dict[str, float]:
-    """Return the batches a second with a state after each; and the time of the calls for states, as a share of the
-    rest. That share is more reliable than the difference of two runs, which other load may disturb."""
+    """Measure a loader whose state is taken after each batch. Return "rate", its batches per second, and "cost", the
+    time of all calls of state_dict() divided by the remaining time. This ratio is more reliable than the difference of
+    two runs, which other load may disturb."""
     loader: Any = make()
     iterator = iter(loader)
     next(iterator)
@@ -86,12 +90,14 @@ def saving(make: Make, batches: int) -> dict[str, float]:
 
 
 def times(saved: dict[str, float], samples: int) -> dict[str, float]:
-    """Return the result with its rate in samples (or tokens) instead of batches."""
+    """Return a result of `saving` with its "rate" in samples (or tokens) per second instead of batches. `samples`:
+    number of them in a batch."""
     return {**saved, "rate": samples * saved["rate"]}
 
 
 def penstock_seek_s(length: int) -> float:
-    """Return the seconds from a state at 90% of a shuffled epoch to the next batch, construction included."""
+    """Return the seconds in which a new MapLoader loads a state at 90% of a shuffled epoch and yields its next batch.
+    `length`: number of samples of the dataset."""
     dataset = Numbers(length)
 
     def make() -> MapLoader:
@@ -106,8 +112,9 @@ def penstock_seek_s(length: int) -> float:
 
 
 def stateful_seek_s(length: int) -> float:
-    """Return the same of StatefulDataLoader. Its state after one batch gets a larger count of samples: reading up to
-    there would take minutes, and the load takes as long as with a real one."""
+    """Return the seconds in which a new StatefulDataLoader loads a state at 90% of a shuffled epoch and yields its next
+    batch. The state is one after the first batch, in which the counts are changed to those at 90%: reading up to there
+    would take minutes, and loading takes as long as with a real state."""
     dataset = Numbers(length)
 
     def make() -> Any:
@@ -126,7 +133,8 @@ def stateful_seek_s(length: int) -> float:
 
 
 def _moved(state: Any, batches: int) -> Any:
-    """Return its state with the counts of batches and samples of a later position."""
+    """Return a state of StatefulDataLoader in which the counts of batches and samples are changed to those after
+    `batches` batches."""
     samples = batches * BATCH
     counts = {"_num_yielded": batches, "_sampler_iter_yielded": batches, "samples_yielded": samples, "yielded": samples}
     if isinstance(state, dict):
@@ -138,14 +146,15 @@ def _moved(state: Any, batches: int) -> Any:
 
 
 def size(state: Any) -> int:
-    """Return the bytes of a state as it is saved."""
+    """Return the number of bytes of a state when it is saved."""
     file = io.BytesIO()
     torch.save(state, file)
     return len(file.getvalue())
 
 
 def figures(rows: Rows, texts: list[Any], amounts: Amounts) -> dict[str, Any]:
-    """Measure every figure once, ours and theirs in turn."""
+    """Run one round: measure each figure once, for Penstock and the other libraries in turn. Return the figures by
+    name."""
     found: dict[str, Any] = {"read": {}, "saved": {}, "seek": {}, "packed": {}}
     for processes in amounts.processes:
         makes = readers(rows, processes)
@@ -171,7 +180,7 @@ def figures(rows: Rows, texts: list[Any], amounts: Amounts) -> dict[str, Any]:
 
 
 def sizes(rows: Rows, texts: list[Any], processes: int) -> dict[str, int]:
-    """Return the bytes of the states in the middle of an epoch."""
+    """Return the number of bytes of each reader's state in the middle of an epoch, by the reader's name."""
     found = {}
     for name, make in readers(rows, processes).items():
         if name in ("Penstock", "StatefulDataLoader"):
@@ -186,7 +195,7 @@ def sizes(rows: Rows, texts: list[Any], processes: int) -> dict[str, int]:
 
 
 def run(amounts: Amounts, rounds: int) -> dict[str, Any]:
-    """Run all rounds; return the results as written to --json."""
+    """Run all rounds. Return the results, which --json writes to a file."""
     torch.set_num_threads(1)
     rows, texts = Rows(amounts.rows), documents(amounts.documents)
     busy, load = busy_cores(1.0), os.getloadavg()[0]

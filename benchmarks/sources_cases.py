@@ -25,7 +25,8 @@ Make = Callable[[], Iterable[Any]]
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    """Dataset of rows of 32 numbers, ready in memory: a loader's cost shows best where reading is free."""
+    """Dataset of rows of 32 numbers that are in memory already. Reading them costs nothing, so the loader's own cost is
+    measured."""
 
     def __init__(self, rows: int) -> None:
         self.rows = torch.arange(rows * 32).reshape(rows, 32)
@@ -38,7 +39,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Numbers(torch.utils.data.Dataset[int]):
-    """Dataset of any number of samples, each its own number."""
+    """Dataset of any number of samples. Each sample is its own number."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -51,7 +52,8 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 def readers(dataset: torch.utils.data.Dataset[Any], processes: int) -> dict[str, Make]:
-    """Return a reader of a shuffled epoch in batches by each library."""
+    """Return the readers to compare, by name: functions that make a loader of one library over a shuffled epoch, in
+    batches. `processes`: number of worker processes."""
 
     def sampled(**settings: Any) -> Make:
         return lambda: torch.utils.data.DataLoader(dataset, BATCH, num_workers=processes, **settings)
@@ -72,20 +74,21 @@ def readers(dataset: torch.utils.data.Dataset[Any], processes: int) -> dict[str,
 
 
 def documents(count: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return documents of 20 to 2,000 tokens, 1,010 on average."""
+    """Return `count` documents of 20 to 2,000 tokens, 1,010 on average."""
     random = np.random.default_rng(1)
     return [random.integers(3, 50_000, int(size)) for size in random.integers(20, 2001, count)]
 
 
 def packed(texts: list[Any], shards: int) -> ShardLoader:
-    """Return an endless loader of lines of LINE tokens in batches."""
+    """Return Penstock's endless loader that packs the texts into lines of LINE tokens, in batches. `shards`: number of
+    logical shards."""
     chunks = Chunked(LogicalShards([texts], shards=shards, shuffle=True), length=LINE, bos=BOS, eos=EOS)
     lines = Packed(Repeated(chunks), length=LINE)
     return ShardLoader(WindowShuffled(lines, WINDOW // shards), batch_size=8, seed=1)
 
 
 class ByHand(torch.utils.data.IterableDataset[torch.Tensor]):
-    """Hand-written packing dataset: no state, no shards, no window."""
+    """Hand-written dataset that packs texts into lines of LINE tokens: without a state, shards or a shuffle window."""
 
     def __init__(self, texts: list[Any]) -> None:
         self.texts = texts

@@ -28,7 +28,7 @@ def _median(results: dict[str, Any], *path: str) -> float | None:
 
 
 def judge(results: dict[str, Any]) -> list[Verdict]:
-    """Return the verdict on each target."""
+    """Return the verdict on each target: whether Penstock has reached it."""
     seek = _median(results, "seek", LONG, "Penstock")
     verdicts = [
         Verdict("sources", "seek to 90% of 10^9 positions", f"< {SEEK_S * 1e3:.0f} ms", _ms(seek), _below(seek, SEEK_S))
@@ -68,7 +68,7 @@ def _times(value: float | None, other: float | None) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return conditions, tables and targets."""
+    """Return the whole report as Markdown: conditions of the run, tables and targets."""
     setting = "\n".join(f"- {line}" for line in conditions(results, f"{len(results['rounds'])} rounds"))
     parts = [setting, _read(results), _seek(results), _packed(results), _sizes(results)]
     rows = [[one.what, one.wanted, one.found, one.word] for one in judge(results)]

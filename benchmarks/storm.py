@@ -3,16 +3,17 @@
     python -m benchmarks.storm [--jobs 50] [--timeout-s 120]
     python -m benchmarks.storm --save [--boxes 200] [--rounds 3] [--timeout-s 600]
 
-A coordinator and two daemons on this machine, with enough slots. Each prints one JSON object, with the most processes
-and memory (PSS of all, MiB) at a time, the highest load, and the losses.
+Both run a coordinator and two worker daemons on this machine, with enough slots. Each prints one JSON object, with the
+largest number of processes and memory (PSS of all, MiB) at a time, the highest load, and the lost slots and workers.
 
-Jobs: each has a seed of its own, so each needs an interpreter of its own, and takes 20 batches. Prints their number,
-and seconds to their first batches (median, longest). Ends with 1 if a job failed, or a slot or a worker was lost.
+The first command starts jobs. Each has a seed of its own, so each needs an interpreter of its own on the workers, and
+takes 20 batches. The command prints the number of jobs, and the seconds until their first batches (median, longest).
+Ends with 1 if a job failed, or a slot or a worker was lost.
 
-Saves: one job of so many boxes with one worker each. After every few steps all boxes call `state_dict()` at once, at a
-step that was not announced, and after the last round once more at one that was. Prints seconds from the call to the
-state by round (median, longest), and whether batches and states are correct. Ends with 1 if they are not, a box failed,
-a worker missed its lease, or a slot moved.
+The second command saves. It runs one job of --boxes boxes with one worker each. After every few steps all boxes call
+`state_dict()` at once, at a step that was not announced as a checkpoint step; after the last round they do so once more
+at an announced one. The command prints the seconds from the call to the state by round (median, longest), and whether
+batches and states are correct. Ends with 1 if they are not, a box failed, a worker missed its lease, or a slot moved.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ STEPS = 20
 BETWEEN = 7
 """Number of steps from one save of all boxes to the next."""
 LOST = ("worker lost", "slot lost", "slot moved")
-"""Kinds of events that must not be among the coordinator's newest."""
+"""Kinds of events that must not be in the coordinator's event log."""
 APART = 10**6
-"""Difference between the numbers of one box and those of the next."""
+"""Difference between the numbers that one box delivers and those of the next box."""
 
 
 def _job(fleet: Fleet, number: int, timeout_s: float, together: threading.Barrier) -> float:
-    """Run a job; return the seconds until its first batch."""
+    """Run one job to its end. Return the seconds until its first batch. `together`: barrier at which all jobs wait, to
+    open at the same moment."""
     name = f"storm{number}"
     appliance = Appliance(
         fleet.address, job=name, token=fleet.token, seed=number, num_boxes=1, box=0, timeout_s=timeout_s
@@ -70,7 +72,7 @@ def _job(fleet: Fleet, number: int, timeout_s: float, together: threading.Barrie
 
 
 class Numbered(Slow):
-    """Source of numbers that encode the box and the step."""
+    """Loader of numbers that tell their box and step, so that each delivered batch can be checked."""
 
     def __iter__(self) -> Iterator[int]:
         first = APART * current_assignment().box
@@ -78,7 +80,7 @@ class Numbered(Slow):
 
 
 def boxes_batches() -> Numbered:
-    """Return the loader of boxes that save."""
+    """Return the loader of the boxes that save: the input_fn."""
     return Numbered()
 
 
@@ -88,18 +90,18 @@ class Savers:
     def __init__(self, fleet: Fleet, boxes: int, rounds: int, timeout_s: float) -> None:
         self._fleet, self._boxes, self._timeout_s = fleet, boxes, timeout_s
         self.steps = [BETWEEN * (number + 1) for number in range(rounds + 1)]
-        """Steps of the saves; the last one is announced."""
+        """Steps at which all boxes save. Only the last one is announced as a checkpoint step."""
         self._together = threading.Barrier(boxes)
         self._lock = threading.Lock()
         self.seconds: dict[int, list[float]] = {step: [] for step in self.steps}
         self.states: dict[int, set[str]] = {step: set() for step in self.steps}
         self.firsts: list[float] = []
-        """Seconds until each box's first batch."""
+        """Seconds until the first batch of each box."""
         self.wrong: list[str] = []
-        """Descriptions of wrong batches."""
+        """Descriptions of the batches that were not the expected ones."""
 
     def run(self, box: int) -> None:
-        """Run one box from its start to its end."""
+        """Run the loop of one box, with all its saves, from its start to its end."""
         try:
             with Appliance(
                 self._fleet.address,
@@ -155,7 +157,8 @@ def _watch(peaks: dict[str, float], over: threading.Event) -> None:
 
 @contextlib.contextmanager
 def _fleet(slots: int, found: dict[str, Any]) -> Iterator[Fleet]:
-    """Run two daemons with so many slots each; at the end `found` has their cost and losses."""
+    """Context manager that runs a coordinator and two daemons with `slots` slots each. At its end it puts their cost
+    and the lost slots and workers into `found`."""
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Fleet(folder, slots=slots)) as fleet:
         peaks: dict[str, float] = {}
         over = threading.Event()
@@ -180,7 +183,7 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 
 def run(jobs: int, timeout_s: float) -> dict[str, Any]:
-    """Open jobs at the same moment and return all results."""
+    """Open `jobs` jobs at the same moment, and return all results by name."""
     found: dict[str, Any] = {"jobs": jobs}
     with _fleet(jobs, found) as fleet, ThreadPoolExecutor(jobs) as pool:
         together = threading.Barrier(jobs)
@@ -191,7 +194,7 @@ def run(jobs: int, timeout_s: float) -> dict[str, Any]:
 
 
 def save(boxes: int, rounds: int, timeout_s: float) -> dict[str, Any]:
-    """Save on all boxes at the same moment and return all results."""
+    """Save on all boxes at the same moments, and return all results by name."""
     found: dict[str, Any] = {"boxes": boxes}
     with _fleet(boxes, found) as fleet:
         savers = Savers(fleet, boxes, rounds, timeout_s)
@@ -213,7 +216,7 @@ def save(boxes: int, rounds: int, timeout_s: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, print, judge."""
+    """Run the check, and print its results. Return the exit status: 0 if all requests succeeded, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=50)
     parser.add_argument("--save", action="store_true", help="boxes of one job that save at once, instead of jobs")

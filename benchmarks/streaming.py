@@ -1,4 +1,5 @@
-"""Streaming datasets beside mosaicml-streaming and litdata: reading warm and cold, starting, the order and its quality.
+"""Penstock's streaming datasets compared with mosaicml-streaming and litdata: speed of reading local files (warm) and
+of files that must be downloaded first (cold), time to start, and the order of samples with its quality.
 
     python -m benchmarks.streaming --peers DIR [--rounds 3] [--quick] [--json FILE]
 
@@ -37,10 +38,10 @@ from benchmarks.streaming_report import BEGIN, END, FLOORS, LITDATA, MOSAIC, OUR
 __all__ = ["Players", "Size", "figures", "main", "run", "warm", "with_conditions"]
 
 ANSWER_S = 90.0
-"""Deadline of one request, in seconds."""
+"""Deadline of one request to a reader's process, in seconds."""
 DELAY_S = 0.02
 SHAPES = {"samples": 0, "batches": 0, "workers": 2}
-"""Way of reading an epoch -> number of worker processes."""
+"""Number of worker processes for each way to read an epoch, by name."""
 POSITIONS = (0.0, 0.01, 0.5, 0.99)
 
 MODES = {
@@ -57,18 +58,18 @@ NO_IMAGES = (LITDATA, "memcpy")
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a run."""
+    """Sizes of the datasets of a run, and durations."""
 
     kinds: tuple[Kind, ...]
     tiny: Kind
     big_shards: int
     big_per_shard: int
     theirs: tuple[int, ...]
-    """Number of samples whose order mosaicml-streaming computes."""
+    """Numbers of samples of the datasets whose order mosaicml-streaming is measured to compute."""
     quality_shards: int
     quality_per_shard: int
     at_least_s: float = 0.4
-    """Span of a rate, in seconds."""
+    """Smallest number of seconds for which the speed of a reader is measured."""
 
 
 FULL = Size(tuple(KINDS.values()), TINY, 10_000, 100_000, (1_000_000, 10_000_000, 100_000_000), 1000, 1000)
@@ -76,13 +77,14 @@ QUICK = Size(tuple(kind.fewer(50) for kind in KINDS.values()), TINY.fewer(100), 
 
 
 class Players:
-    """Available readers, each started once, and new ones for starts."""
+    """Players, the processes of the available readers. Each is started once; for measurements of a start a new one is
+    made."""
 
     def __init__(self, peers: Path | None, logs: Path, modes: Mapping[str, Mode] = MODES) -> None:
         self._peers, self._logs, self._modes = peers, logs, modes
         self.failures: list[str] = []
         self.missing: dict[str, str] = {}
-        """Reader -> reason why it is missing."""
+        """Reasons why readers are missing, by the name of the reader."""
         self.versions: dict[str, dict[str, str]] = {}
         self._players: dict[str, Player] = {}
         for name, mode in modes.items():
@@ -106,7 +108,8 @@ class Players:
         return Player(mode, self._python(mode), self._logs / f"{'-'.join(mode.command)}.log")
 
     def ask(self, name: str, **request: Any) -> dict[str, Any] | None:
-        """Send a request; return the answer, or None with the reason in `failures`."""
+        """Send a request to the process of a reader, and return its answer. Return None if that failed; the reason is
+        then in `failures`."""
         player = self._players.get(name)
         if player is None:
             return None
@@ -119,7 +122,8 @@ class Players:
             return None
 
     def ask_fresh(self, name: str, **request: Any) -> dict[str, Any] | None:
-        """Send a request to a new process that has only imported."""
+        """Send a request to a new process of a reader, which has only imported its libraries. Return its answer as
+        `ask` does."""
         if name not in self._players:
             return None
         player = self._start(self._modes[name])
@@ -132,7 +136,8 @@ class Players:
             player.close()
 
     def _answer(self, name: str, player: Player, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Raises PlayerGoneError."""
+        """Send a request to a player, and return its answer, or None if the request failed. Raises PlayerGoneError if
+        the player has ended."""
         player.send(request)
         try:
             return player.receive(ANSWER_S)
@@ -171,7 +176,7 @@ class Bench:
         return [name for name in there if kind.column != "image" or name not in NO_IMAGES]
 
     def prepare(self) -> None:
-        """Write all data, and verify that all readers read the same."""
+        """Write all datasets, and verify that all readers read the same values."""
         for kind in (*self._size.kinds, self._size.tiny):
             for name in {OURS, LITDATA} & set(self._readers(kind)):
                 if name == OURS or kind.name not in ("cold", TINY.name):
@@ -290,7 +295,8 @@ class Bench:
 
 
 def warm(folder: Path) -> None:
-    """Read the folder's files into the page cache, because the kernel may have evicted them between two turns."""
+    """Read all files of a folder once, so that they are in the page cache, from which the kernel may have removed
+    them."""
     for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb", buffering=0) as file:
             while file.read(1 << 20):
@@ -299,7 +305,8 @@ def warm(folder: Path) -> None:
 
 @contextmanager
 def _server(folder: Path, delay_s: float) -> Iterator[str]:
-    """Serve the folder; yield the server's address."""
+    """Context manager that runs an HTTP server of a folder, which waits `delay_s` seconds before each answer. Its value
+    is the server's address."""
     command = [sys.executable, "-m", "benchmarks.streaming_server", str(folder), "--delay", str(delay_s)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -313,7 +320,7 @@ def _server(folder: Path, delay_s: float) -> Iterator[str]:
 
 
 def figures(size: Size, rounds: int, players: Players, folder: Path) -> dict[str, Any]:
-    """Run all suites and return their figures."""
+    """Run all measurements, and return their figures by name."""
     bench = Bench(size, players, folder)
     bench.prepare()
     for _ in range(rounds):
@@ -334,7 +341,8 @@ def figures(size: Size, rounds: int, players: Players, folder: Path) -> dict[str
 
 
 def run(size: Size, rounds: int, peers: Path | None, command: str) -> dict[str, Any]:
-    """Return all results, as written to the JSON file."""
+    """Run the benchmark, and return all results, which --json writes to a file. `peers`: folder with the Python
+    environments of the other libraries."""
 
     def measured(folder: Path) -> dict[str, Any]:
         players = Players(peers, folder)
@@ -347,7 +355,8 @@ def run(size: Size, rounds: int, peers: Path | None, command: str) -> dict[str, 
 
 
 def with_conditions(measured: Callable[[Path], dict[str, Any]], command: str) -> dict[str, Any]:
-    """Return the figures that a function measures in a temporary folder, and the conditions of the run."""
+    """Call `measured` with a temporary folder, and return the figures that it returns together with the conditions of
+    the run (machine, command, other load)."""
     load, busy = os.getloadavg()[0], busy_cores(2.0)
     used, own, started = machine_s(), cpu_s(os.getpid()), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
@@ -366,7 +375,8 @@ def with_conditions(measured: Callable[[Path], dict[str, Any]], command: str) ->
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Return 1 if a measurement failed; a missed target is reported without effect on the status."""
+    """Run the benchmark. Return the exit status: 1 if a measurement failed, else 0. A missed target is reported, but
+    does not change the status."""
     parser = argparse.ArgumentParser("python -m benchmarks.streaming", description=__doc__.partition("\n")[0])
     parser.add_argument("--peers", type=Path, help="folder of the peers' environments")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,4 +1,5 @@
-"""Penstock's streaming datasets as a reader, and floors that no reader in Python can exceed.
+"""Penstock's streaming datasets as one of the compared readers; and floors, simple programs that no reader in Python
+can outperform.
 
     python -m benchmarks.streaming_ours ours|pread|memcpy
 
@@ -87,7 +88,8 @@ def _order(shards: int, per_shard: int, block: int | None) -> ShardedOrder:
 
 
 def _order_cost(shards: int, per_shard: int, position: int) -> dict[str, Any]:
-    """Measure creating the order and finding a batch in it: seconds, then the growth of Python's and numpy's memory."""
+    """Measure how an epoch's order is created and a batch is found in it. Return the seconds, and the growth of
+    Python's and numpy's memory, by name. `position`: number of the sample at which the batch begins."""
     before, started = memory_mib("VmRSS"), time.perf_counter()
     order = _order(shards, per_shard, 1 << 18)
     order.ids(0, np.arange(position, position + BATCH))
@@ -102,7 +104,7 @@ def _order_cost(shards: int, per_shard: int, position: int) -> dict[str, Any]:
 
 
 def _write_synthetic(folder: Path, shards: int, per_shard: int) -> None:
-    """Write a dataset of so many equal shards: each is another name of one file."""
+    """Write a dataset of `shards` equal shards with `per_shard` samples each. All shards are hard links to one file."""
     one = folder / "one"
     with MDSWriter(one, TINY.columns, size_limit=None) as writer:
         for number in range(per_shard):
@@ -119,7 +121,8 @@ def _write_synthetic(folder: Path, shards: int, per_shard: int) -> None:
 
 
 def _download(remote: str) -> dict[str, Any]:
-    """Download all shards with one plain client over one connection, one after the other: the server's bandwidth."""
+    """Download all shards of a dataset over one connection, one after the other, to measure the server's bandwidth.
+    Return the figures by name."""
     url = urlsplit(remote)
     started, size, samples = time.perf_counter(), 0, 0
     connection = http.client.HTTPConnection(url.netloc)
@@ -148,7 +151,7 @@ class Floor(Reader):
 
 
 def _places(folder: Path, *, shuffle: bool) -> list[tuple[Path, int, int]]:
-    """Return (file, bytes, offset) of each sample in the order of a Penstock epoch."""
+    """Return the file, the number of bytes and the offset of each sample, in the order of a Penstock epoch."""
     places, counts = [], []
     for shard in json.loads((folder / "index.json").read_bytes())["shards"]:
         path, count = folder / shard["raw_data"]["basename"], shard["samples"]
@@ -176,8 +179,8 @@ def _image(sample: bytes) -> dict[str, Any]:
 
 
 def _copies(sizes: list[int]) -> Iterator[int]:
-    """Yield copies whose sources are far apart in memory, so that they are read from memory and not from a processor
-    cache, like a file's pages."""
+    """Copy as many bytes as each of `sizes` says, from places that are far apart in memory, and yield the size after
+    each copy. So the bytes are read from memory and not from a processor cache, as the pages of a file are."""
     source, target = memoryview(bytes(256 << 20)), memoryview(bytearray(1 << 20))
     begin = 0
     for size in sizes:

@@ -32,41 +32,46 @@ from benchmarks.streaming_data import BATCH, KINDS, look_at, value_checksum
 __all__ = ["Reader", "answer_of", "memory_mib", "play"]
 
 WARM_SHARE = 10
-"""Share of samples for the warm-up: one in this many."""
+"""One sample in this many, at the start of an epoch, is not measured."""
 LONGEST_S = 3.0
-"""Limit of the epochs of one rate with their openings, in seconds, unless one epoch takes longer."""
+"""Largest number of seconds for all epochs of one measurement of a rate, with their openings. At least one epoch is
+read, even if it takes longer."""
 LARGE_BYTES = 24 << 20
 
 
 class Reader(ABC):
     packages: Sequence[str] = ()
-    """Packages whose versions are reported."""
+    """Names of the packages whose versions are reported."""
     decodes = True
-    """True if it yields decoded values of samples; otherwise their bytes."""
+    """True if the reader yields decoded values of samples, False if it yields their bytes."""
 
     @abstractmethod
     def samples(self, kind: str, folder: str, *, shuffle: bool) -> Iterator[dict[str, Any]]:
-        """Return an epoch of local data from the dataset's iterator, in this process."""
+        """Return an iterator over the samples of an epoch, which are read from local files by the dataset itself, in
+        this process. `kind`: name of the kind of data."""
 
     @abstractmethod
     def batches(self, kind: str, folder: str, *, shuffle: bool, workers: int, remote: str = "") -> Iterable[Any]:
-        """Return an epoch in collated batches of BATCH. `remote`: source of the data, which are cached in `folder`."""
+        """Return an iterable over an epoch in collated batches of BATCH samples. `workers`: number of worker processes.
+        `remote`: address from which the data are downloaded into `folder`; "": the data are in `folder`."""
 
     def write(self, kind: str, folder: str, samples: int) -> None:
-        """Write the dataset in the reader's own format, where that is not MDS."""
+        """Write a dataset of `samples` samples in the reader's own format. Only readers of other formats than MDS do
+        this."""
         raise NotImplementedError
 
     def first_batch(self, folder: str, position: int) -> Any:
-        """Return the first batch of a shuffled epoch resumed at a position."""
+        """Return the first batch of a shuffled epoch that is resumed at `position`, the number of samples read
+        before."""
         raise NotImplementedError
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request that only some readers support."""
+        """Answer a request that only some readers support. Raises NotImplementedError in a reader that does not."""
         raise NotImplementedError(request["do"])
 
 
 def memory_mib(key: str) -> float:
-    """Return VmRSS or VmHWM of this process."""
+    """Return the memory of this process in MiB. `key`: "VmRSS", the present memory, or "VmHWM", the largest so far."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) / 1024
@@ -78,7 +83,8 @@ def _size(batch: Any) -> int:
 
 
 def _rate(items: Iterator[Any], total: int, size: int) -> dict[str, Any]:
-    """Read an epoch of `total` samples, `size` of them an item."""
+    """Read an epoch of `total` samples in items of `size` samples each. Return the figures of its speed. Raises
+    ValueError if the number of samples is wrong."""
     expected = -(-total // size)
     warm = expected // WARM_SHARE
     item = None
@@ -96,7 +102,8 @@ def _rate(items: Iterator[Any], total: int, size: int) -> dict[str, Any]:
 
 
 def _epochs(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
-    """Read as many epochs as make a span of at least `at_least_s`."""
+    """Read epochs until they have taken the request's `at_least_s` seconds, or LONGEST_S with their openings. Return
+    the figures of all of them."""
     answer, begun = {"samples": 0, "seconds": 0.0, "processor_s": 0.0}, time.perf_counter()
     while True:
         found = _epoch(reader, request)
@@ -158,7 +165,7 @@ def answer_of(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def play(reader: Reader) -> None:
-    """Answer requests until standard input ends."""
+    """Run a player: answer requests to a reader, one a line, until standard input ends."""
     torch.set_num_threads(1)
     # Until a process has freed a large block once, the C library returns each freed batch to the kernel and allocates
     # it again page by page, which costs a fifth of the rate with samples of 64 KiB. Training processes have freed one,

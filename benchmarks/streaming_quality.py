@@ -1,7 +1,7 @@
 """Quality of a shuffled order, and its cost, in numbers.
 
-`order[p]` is the sample at position p; sample i lies in shard i // per_shard. Every figure is 1 for a permutation drawn
-uniformly from all, unless its description says otherwise.
+`order[p]` is the number of the sample at position p; sample i is in shard i // per_shard. Every figure is 1 for an
+order that is drawn uniformly from all permutations, unless its description says otherwise.
 """
 
 from __future__ import annotations
@@ -16,31 +16,35 @@ import numpy.typing as npt
 __all__ = ["Quality", "quality"]
 
 WINDOW = 256
-"""Window in samples: a large global batch."""
+"""Number of consecutive samples, as in a large global batch, in which the number of different shards is counted."""
 BINS = 20
-"""Number of parts of an epoch, for the chi-square."""
+"""Number of equal parts into which an epoch is divided for the chi-square."""
 
 
 @dataclass(frozen=True)
 class Quality:
     displacement: float
-    """Mean of |position - sample| / samples; a third if uniform."""
+    """Mean distance between a sample's number and its position, divided by the number of samples. One third for a
+    uniform order."""
     neighbours: float
-    """Ratio of P(two consecutive samples are from one shard) to that of a uniform order."""
+    """Probability that two consecutive samples are from one shard, divided by the same probability in a uniform
+    order."""
     window_shards: float
-    """Mean number of shards in WINDOW consecutive samples over its expectation."""
+    """Mean number of different shards in WINDOW consecutive samples, divided by the number that is expected in a
+    uniform order."""
     chi_square: float
-    """Mean chi-square over the shards of their samples in BINS parts of the epoch, over its degrees of
-    freedom."""
+    """Chi-square of how a shard's samples are distributed over BINS equal parts of the epoch, divided by its degrees of
+    freedom, as the mean over all shards."""
     most_in_use: float
-    """Largest share of the shards in use at one time. A shard is in use from its first to its last sample, so a cache
-    of this size downloads no shard twice. Nearly 1 if uniform."""
+    """Largest share of the shards that is in use at one time. A shard is in use from its first to its last sample in
+    the order, so a cache of this size downloads no shard twice. Nearly 1 for a uniform order."""
     mean_in_use: float
-    """Mean share of the shards in use."""
+    """Share of the shards that is in use, as the mean over all positions."""
 
 
 def quality(order: npt.NDArray[np.int64], shards: int, per_shard: int) -> Quality:
-    """Return the quality of an order. Raises ValueError if the order is not a permutation."""
+    """Return the quality of an order of the samples in `shards` shards with `per_shard` samples each. Raises ValueError
+    if the order is not a permutation."""
     samples = shards * per_shard
     positions = np.full(samples, -1, np.int64)
     positions[order] = np.arange(samples)

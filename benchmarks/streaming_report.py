@@ -18,7 +18,7 @@ OURS, MOSAIC, LITDATA = "Penstock", "mosaicml-streaming", "litdata"
 FLOORS = ("pread", "memcpy")
 
 Records = Sequence[dict[str, Any] | None]
-"""Answers of a player, one for each round; None where it failed."""
+"""Answers of a player (process of one reader), one for each round; None for a round in which it failed."""
 Find = Callable[[dict[str, Any]], float]
 
 
@@ -36,7 +36,8 @@ def median(records: Records, find: Find) -> float | None:
 
 
 def ratio(above: Records, below: Records, find: Find = rate) -> float | None:
-    """Return the ratio of the medians."""
+    """Return the median of a figure over the rounds of `above`, divided by the median over the rounds of `below`; None
+    if one was not measured."""
     one, other = median(above, find), median(below, find)
     return one / other if one is not None and other else None
 
@@ -194,7 +195,7 @@ def judge(results: dict[str, Any]) -> list[Verdict]:
 
 
 def _by_size(start: dict[str, Any]) -> dict[str, list[Records]]:
-    """Return our records by size, at all positions."""
+    """Return the answers of Penstock's reader on starts, by the size of the dataset: one sequence for each position."""
     found: dict[str, list[Records]] = {}
     for case, by_reader in start.items():
         found.setdefault(case.partition(" samples")[0], []).append(by_reader[OURS])
@@ -208,7 +209,8 @@ def _verdict(what: str, wanted: float, found: float | None, shape: str, *, at_mo
 
 
 def same_values(checks: Iterable[tuple[str, dict[str, Any]]]) -> tuple[str, list[str]]:
-    """Return (description of the values that all answers share, failures)."""
+    """Compare the checksums in the answers of all readers. Return a text on the values that all have read, and a list
+    of failures."""
     found = list(checks)
     counts = {(record["samples"], record["checksum"]) for _, record in found}
     names = ", ".join(name for name, _ in found)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.streaming_server FOLDER [--delay SECONDS]
 
-Prints its port and serves until standard input ends. With a delay it waits before each answer, as for a store in
-another region; connections are kept. An S3 client with path-style addresses can use it too, because reading an object
-is GET, and HEAD before it.
+Prints its port and serves until standard input ends. With a delay it waits before each answer, as a store in another
+region would; connections are kept. An S3 client with path-style addresses can use this server too, because such a
+client reads an object by HEAD and GET.
 """
 
 from __future__ import annotations

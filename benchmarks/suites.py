@@ -1,7 +1,8 @@
-"""Suites: the modes, the cases, and their order.
+"""Suites of full_path.py: which modes (ways to deliver batches) are measured with which cases (batches to deliver), in
+which order.
 
-In each round the compared modes take turns, and each round begins with another of them, so that other load of the
-machine affects all alike. A figure is None where a mode could not be measured.
+In each round the compared modes take turns, and each round begins with another mode, so that other load of the machine
+affects all alike. A figure is None if a mode could not be measured.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from benchmarks.modes import ALONE, DATALOADER, MODES, PENSTOCK, ROOT, STATEFUL,
 __all__ = ["SUITES", "Figures", "Plan", "path", "slots", "slow", "snapshots", "startup"]
 
 Figures = dict[str, dict[str, list[dict[str, Any] | None]]]
-"""Case -> mode -> measurements of each round."""
+"""Measurements of each round, by the name of the case and of the mode; None for a round in which the measurement
+failed."""
 SLOTS_DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of all suites."""
+    """Numbers of rounds and durations of all suites."""
 
     rounds: int = 3
     state_rounds: int = 5
-    """Number of rounds of the suite of snapshots, where a loss of 5% must be distinguished from noise."""
+    """Number of rounds of the suite "snapshots", in which a loss of 5% must be distinguished from noise."""
     times: Times = field(default_factory=Times)
     slow_spans: int = 2
-    """Number of spans that the suite of slow sources joins, because one is short at 500 batches a second."""
+    """Factor by which measurements of the suite "slow" are longer, because its sources yield only 500 batches per
+    second."""
     slots: tuple[int, ...] = (16, 64)
     slots_s: float = 3.0
 
@@ -43,13 +46,14 @@ def say(text: str) -> None:
 
 
 def turns(round_: int, names: Sequence[str]) -> list[str]:
-    """Return the order of a round: each begins with the next mode."""
+    """Return the names in the order of a round: each round begins with the next name."""
     first = round_ % len(names)
     return [*names[first:], *names[:first]]
 
 
 def path(stage: Stage, plan: Plan) -> Figures:
-    """Measure every mode with ready batches of every size."""
+    """Run the suite "path": measure every mode with batches of every size that exist already. Return its
+    measurements."""
     names = [name for name in MODES if name != ALONE]
     stage.start(names)
     figures: Figures = {}
@@ -66,13 +70,15 @@ def path(stage: Stage, plan: Plan) -> Figures:
 
 
 def _with_slots(case: Case, record: dict[str, Any]) -> Case:
-    """Return the case with the number of entries of Penstock's ring; its largest ring is the one in use."""
+    """Return the case with the number of entries that Penstock's ring had in a measurement. `record`: result of the
+    measurement. Of several rings the largest is the one in use."""
     slots = max(record["rings"], default=0) // case.nbytes
     return replace(case, slots=slots) if slots else case
 
 
 def slow(stage: Stage, plan: Plan) -> Figures:
-    """Measure what the path adds to a source that costs 2 ms of pure Python a batch."""
+    """Run the suite "slow": measure what each mode adds to a source that runs Python code for 2 ms for each batch.
+    Return its measurements."""
     names = [ALONE, PENSTOCK, TCP, DATALOADER, STATEFUL]
     stage.start(names)
     work = calibrate(BUSY_S)
@@ -90,9 +96,10 @@ def slow(stage: Stage, plan: Plan) -> Figures:
 
 
 def snapshots(stage: Stage, plan: Plan, folder: Path) -> Figures:
-    """Measure sources with and without a state, through Penstock; some also through StatefulDataLoader.
+    """Run the suite "snapshots": measure sources with and without a state through Penstock, and some also through
+    StatefulDataLoader. Return its measurements.
 
-    folder: for the file in which sources count their states.
+    folder: folder for the file in which sources count the calls of their state_dict.
     """
     stage.start([PENSTOCK, STATEFUL])
     pairs = [(PENSTOCK, case) for case in SNAPSHOTS]
@@ -125,7 +132,7 @@ def _slots_once(slots: int, seconds: float, failures: list[str]) -> dict[str, An
 
 
 def slots(stage: Stage, plan: Plan) -> dict[str, list[dict[str, Any] | None]]:
-    """Return number of slots -> results of each round."""
+    """Run the suite "slots". Return the results of benchmarks/slots.py of each round, by the number of slots."""
     figures: dict[str, list[dict[str, Any] | None]] = {str(count): [] for count in plan.slots}
     for round_ in range(plan.rounds):
         say(f"slots: round {round_ + 1} of {plan.rounds}")
@@ -135,7 +142,8 @@ def slots(stage: Stage, plan: Plan) -> dict[str, list[dict[str, Any] | None]]:
 
 
 def startup(stage: Stage, plan: Plan) -> list[dict[str, Any] | None]:
-    """Run one slot, started again for each round; the rate does not matter."""
+    """Measure the time of a start: run benchmarks/slots.py with one slot, once in each round, and return its
+    results."""
     say("start-up")
     return [_slots_once(1, 0.5, stage.failures) for _ in range(plan.rounds)]
 

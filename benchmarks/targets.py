@@ -1,7 +1,7 @@
 """Targets and verdicts: each target with its figure.
 
-A target without a figure, because a peer is missing or failed, is reported as not measured; a missed one is reported
-with its figure.
+If a target has no figure, because a peer (another library) is missing or failed, it is reported as not measured. A
+missed target is reported with its figure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.modes import ALONE, DATALOADER, MEMCPY, PENSTOCK, RAW_TCP, TCP, 
 __all__ = ["TARGETS", "Target", "Verdict", "judge"]
 
 Results = dict[str, Any]
-"""Results as the program writes them in JSON: a key for each suite, and more."""
+"""Results of full_path.py, as it writes them in JSON: a key for each suite, and keys for the conditions of the run."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Target:
     what: str
     wanted: float
     find: Callable[[Any], float | None]
-    """Function from the suite's figures to the target's figure."""
+    """Function that takes the target's figure from the figures of its suite."""
     shape: str = "{:,.0f}/s"
-    """Format of the figure."""
+    """Format string for the figure in the report."""
     at_most: bool = False
 
 
@@ -38,7 +38,7 @@ class Verdict:
     wanted: str
     found: str
     met: bool | None
-    """True if the target is met; None: it could not be measured."""
+    """True if the target is met, False if it is missed, None if it could not be measured."""
 
     @property
     def word(self) -> str:
@@ -58,7 +58,8 @@ def _times(case: str, mode: str, other: str, wanted: float, shape: str = "{:.2f}
 
 
 def _receiver(case: str) -> Target:
-    """Return the target on the processor time of the training host: the training process and its receiver."""
+    """Return the target for the processor time on the training host, of the training process and its receiver together,
+    with one case."""
     of = cpu_us(RECEIVING)
     what = f"{TCP}, {case}, receiver's processor time per GB, to raw TCP's receiver"
     return Target("path", what, 1.5, lambda f: ratio(f, (case, TCP), (case, RAW_TCP), of), RATIO, at_most=True)
@@ -129,7 +130,7 @@ TARGETS = (
 
 
 def judge(results: Results) -> list[Verdict]:
-    """Return a verdict on each target of the suites that were run."""
+    """Return a verdict (met, missed or not measured) on each target of the suites that were run."""
     verdicts = []
     for target in TARGETS:
         if target.suite not in results:

@@ -1,7 +1,8 @@
-"""Import of mosaicml-streaming where torchvision cannot be imported.
+"""Import of mosaicml-streaming also if torchvision cannot be imported.
 
 The package imports torchvision for its image datasets, which are not used here. That import fails if torchvision was
-built for another torch: pip may find one for CUDA although torch is for processors. Then STUBS replaces torchvision.
+built for another torch: pip may install a torchvision for CUDA beside a torch for CPUs. Then the package in STUBS
+replaces torchvision.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 __all__ = ["STUBS", "import_streaming"]
 
 STUBS = Path(__file__).parent / "stubs"
-"""Folder with a torchvision that has what mosaicml-streaming imports. It belongs before site-packages in the path."""
+"""Folder with a replacement of torchvision that has only what mosaicml-streaming imports. The folder must be before
+site-packages in sys.path."""
 
 
 def import_streaming() -> Any:
-    """Return the package, imported by name, because the type checker's environment lacks it."""
+    """Import mosaicml-streaming, and return the package. It is imported by name, because the type checker's environment
+    lacks it."""
     try:
         importlib.import_module("torchvision")
     except Exception:

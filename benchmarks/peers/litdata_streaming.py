@@ -28,7 +28,8 @@ def _sample(kind: str, number: int) -> dict[str, Any]:
 
 
 def _collate(samples: list[dict[str, Any]]) -> Any:
-    """Collate bytes. The library's own function makes a tensor of each byte, because it reads views and not bytes."""
+    """Collate samples with values of bytes to a batch. The library's own function would make a tensor of each byte,
+    because it gets memoryviews and not bytes."""
     numbers = torch.tensor([sample["number"] for sample in samples])
     return {"number": numbers, "data": [bytes(sample["data"]) for sample in samples]}
 

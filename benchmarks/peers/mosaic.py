@@ -1,4 +1,5 @@
-"""mosaicml-streaming: StreamingDataLoader with one worker over a dataset in local files. A player.
+"""mosaicml-streaming: StreamingDataLoader with one worker over a dataset in local files. The module is the program of a
+player, the process that measures this mode (see benchmarks/serve.py).
 
     python -m benchmarks.peers.mosaic
 
@@ -26,7 +27,7 @@ from benchmarks.processes import Role
 from benchmarks.serve import Way, serve
 
 DATA_BYTES = 128 << 20
-"""Largest size of a dataset in bytes; an epoch repeats it."""
+"""Largest size of a dataset in bytes. An epoch repeats the dataset."""
 MOST_SAMPLES = 8192
 EPOCH_SAMPLES = 200_000
 
@@ -34,7 +35,7 @@ streaming = import_streaming()
 
 
 def _handed_on(samples: list[dict[str, Any]]) -> Any:
-    """Collate the one sample as tensors over the memory of its decoded bytes."""
+    """Collate the one sample of a batch: return tensors over the memory of its decoded bytes, without a copy."""
     (sample,) = samples
     leaves = {name: torch.from_numpy(leaf) for name, leaf in sample.items()}
     return leaves.get("data", leaves)

@@ -68,7 +68,8 @@ class Mosaic(Reader):
 
 
 def _order(shards: int, per_shard: int, algorithm: str, block: int) -> Any:
-    """Compute the order of an epoch of one process as its dataset does."""
+    """Return the order of the samples of an epoch in one process, computed as the library's dataset does. `algorithm`,
+    `block`: its shuffle algorithm and block size."""
     partition = importlib.import_module("streaming.base.partition").get_partitions
     shuffle = importlib.import_module("streaming.base.shuffle").get_shuffle
     canonical = 64 if algorithm == "py1s" else 1  # its defaults

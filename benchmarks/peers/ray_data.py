@@ -32,7 +32,8 @@ block: Any = importlib.import_module("ray.data.block")
 
 BLOCK_BYTES = 128 << 20
 STORE_BYTES = 2 << 30
-"""Size of the object store in bytes: 16 blocks. With more, the blocks read ahead would outlast a measurement."""
+"""Size of Ray's object store in bytes: 16 blocks. With a larger store, the blocks that were read ahead would last for
+the whole measurement."""
 PREFETCH = 4
 """Number of prefetched batches; neither the default of 1 nor 16 was faster."""
 
@@ -48,7 +49,7 @@ def _ready_block(case: Case) -> Any:
 
 
 class Ready(datasource.Datasource):  # type: ignore[misc]  # its base is untyped here
-    """Data source with a read task that never ends."""
+    """Ray data source with one read task, which yields ready blocks and never ends."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -77,7 +78,8 @@ class RayData(Way):
     )
     packages = ("ray", "pyarrow", "numpy")
     settle_s = 1.5
-    """Warm-up in seconds: the first blocks are slower, because the store's pages are touched for the first time."""
+    """Seconds for which batches are taken before the measurement's own warm-up. The first blocks are slower, because
+    the pages of the object store are used for the first time."""
 
     def __init__(self) -> None:
         ray.init(

@@ -32,12 +32,13 @@ service: Any = tf.data.experimental.service
 
 OUTSTANDING = 16
 JOB_GONE_MS = 1000
-"""Time after which the dispatcher drops a job without readers; its default of 5 minutes would keep the buffers of
-all earlier cases."""
+"""Milliseconds after which the dispatcher drops a job without readers. With its default of 5 minutes, the buffers of
+all earlier cases would stay in memory."""
 
 
 def _child(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """Start this module again; return its first line. It ends with its standard input, and so with this process."""
+    """Start this module as another process, the dispatcher or a worker. Return the process, and the first line that it
+    prints. The process ends when its standard input is closed, at the latest with this process."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.peers.tf_service", *arguments],
         stdin=subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""torch's DataLoader, torchdata's StatefulDataLoader, and the source alone, in this process. A player.
+"""torch's DataLoader, torchdata's StatefulDataLoader, and the source (dataset of batches) alone. The module is the
+program of a player, the process that measures one of these modes (see benchmarks/serve.py).
 
     python -m benchmarks.peers.torch_loader DataLoader|StatefulDataLoader WORKERS
 

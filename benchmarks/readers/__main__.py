@@ -31,14 +31,16 @@ __all__ = ["FULL", "QUICK", "compare", "figures", "main"]
 FULL = tuple(
     replace(KINDS[name], samples=samples) for name, samples in (("1 KiB", 20_000), ("64 KiB", 4_000), ("tokens", 8_000))
 )
-"""Kinds of data, in numbers of samples of which the slowest reader has an epoch in some seconds."""
+"""Kinds of data, each with so many samples that the slowest reader reads an epoch in some seconds."""
+IMAGES = (KINDS["JPEG"], KINDS["JPEG of 256"])
 QUICK = tuple(kind.fewer(50) for kind in FULL)
 AT_LEAST_S = 0.4
-"""Span of a turn, in seconds."""
+"""Smallest number of seconds for which a reader is measured at a time."""
 
 
 def compare(pair: Pair, kind: Kind, players: Players, folder: Path, rounds: int, at_least_s: float) -> dict[str, Any]:
-    """Return "checked", failures, and order -> reader -> answers of its turns."""
+    """Compare the two readers of a pair with one kind of data. Return "checked" (True if both readers have read the
+    same samples), "failures", and for each order the answers of each reader in each round."""
     what: dict[str, Any] = {"kind": kind.name, "folder": str(folder / "data"), "samples": kind.samples}
     for name in (pair.peer, OURS):
         players.ask(name, do="write", **what)
@@ -58,14 +60,20 @@ def compare(pair: Pair, kind: Kind, players: Players, folder: Path, rounds: int,
 
 
 def figures(
-    pairs: Sequence[Pair], kinds: Sequence[Kind], rounds: int, peers: Path | None, at_least_s: float, folder: Path
+    pairs: Sequence[Pair],
+    kinds: Sequence[Kind],
+    images: Sequence[Kind],
+    rounds: int,
+    peers: Path | None,
+    at_least_s: float,
+    folder: Path,
 ) -> dict[str, Any]:
-    """Compare all pairs, each with players of its own, and return their figures."""
+    """Compare all pairs of readers, each with new processes (players), and return their figures by name."""
     results: dict[str, Any] = {"rounds": rounds, "versions": {}, "pairs": {}, "missing": {}, "failures": []}
     for pair in pairs:
         players = Players(peers, folder, pair.modes)
         try:
-            for kind in kinds:
+            for kind in (*kinds, *(images if pair.images else ())):
                 place = folder / pair.module / kind.name.replace(" ", "-")
                 place.mkdir(parents=True)
                 found = compare(pair, kind, players, place, rounds, at_least_s)
@@ -84,7 +92,8 @@ def figures(
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Return 1 if a reader failed, or if two readers of the same files read different samples."""
+    """Run the comparison. Return the exit status: 1 if a reader failed or two readers of the same files read different
+    samples, else 0."""
     parser = argparse.ArgumentParser("python -m benchmarks.readers", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("only", nargs="*", help=f"modules of {', '.join(sorted({pair.module for pair in PAIRS}))}")
     parser.add_argument("--peers", type=Path, help="folder of the peers' environments")
@@ -96,7 +105,8 @@ def main(given: Sequence[str] | None = None) -> int:
     command = " ".join(["python -m benchmarks.readers", *options.only, f"--rounds {options.rounds}"])
     pairs = [pair for pair in PAIRS if not options.only or pair.module in options.only]
     kinds, at_least_s = (QUICK, 0.0) if options.quick else (FULL, AT_LEAST_S)
-    work = partial(figures, pairs, kinds, options.rounds, options.peers, at_least_s)
+    images = [kind.fewer(50) for kind in IMAGES] if options.quick else IMAGES
+    work = partial(figures, pairs, kinds, images, options.rounds, options.peers, at_least_s)
     results = with_conditions(work, command + (" --quick" if options.quick else ""))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

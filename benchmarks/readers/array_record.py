@@ -56,7 +56,8 @@ class Theirs(BatchReader):
 
 
 def _lists(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Batch bytes, which its own function would make an array of objects of, or of texts that end at zeros."""
+    """Collate samples with values of bytes to a batch with a list of bytes. Grain's own function would make an array of
+    them, of objects or of texts that end at the first zero."""
     return {
         "number": np.array([sample["number"] for sample in samples]),
         "data": [sample["data"] for sample in samples],

@@ -1,11 +1,12 @@
-"""Base of the readers that are compared: an epoch is batches, and its samples are the rows of them."""
+"""Base class of the readers that are compared. A reader yields an epoch in batches; the epoch's samples are the rows of
+these batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from benchmarks.streaming_data import BATCH, KINDS
+from benchmarks.streaming_data import BATCH, KINDS, collate
 from benchmarks.streaming_player import Reader
 
 from penstock.data import StreamingDataset, StreamingLoader
@@ -16,17 +17,19 @@ SEED = 1
 
 
 def value_column(kind: str) -> str:
-    """Return the name of the column that has the values of a kind."""
+    """Return the name of the column that has the samples' values in a kind of data. `kind`: name of the kind."""
     return KINDS[kind].column
 
 
 def all_samples(kind: str, count: int) -> Iterator[dict[str, Any]]:
-    """Return the samples of a kind, which are the same for each writer."""
+    """Yield the samples of a kind of data, which are the same for each library that writes them. `kind`: name of the
+    kind."""
     return map(KINDS[kind].sample, range(count))
 
 
 class BatchReader(Reader):
-    """Reader whose batches are dicts of "number" and the column of values: tensors, or a list of bytes."""
+    """Reader whose batches are dicts with the key "number", a tensor, and the column of values: a tensor, or a list of
+    bytes."""
 
     def samples(self, kind: str, folder: str, *, shuffle: bool) -> Iterator[dict[str, Any]]:
         for batch in self.batches(kind, folder, shuffle=shuffle, workers=0):
@@ -35,9 +38,11 @@ class BatchReader(Reader):
 
 
 class Ours(BatchReader):
-    """Penstock's StreamingLoader with every default. Subclasses index what the other library wrote in `write`."""
+    """Penstock's StreamingLoader with its defaults as a reader. `write` of a subclass indexes the files that the other
+    library has written."""
 
     packages: tuple[str, ...] = ("torch", "numpy")
 
     def batches(self, kind: str, folder: str, *, shuffle: bool, workers: int, remote: str = "") -> Iterable[Any]:
-        return StreamingLoader(StreamingDataset(local=folder), batch_size=BATCH, shuffle=shuffle, seed=SEED)
+        images: dict[str, Any] = {"collate_fn": collate} if value_column(kind) == "image" else {}
+        return StreamingLoader(StreamingDataset(local=folder), batch_size=BATCH, shuffle=shuffle, seed=SEED, **images)

@@ -32,7 +32,8 @@ datasets.disable_progress_bars()
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 
 SHARDS = 8
-"""Number of shards of an iterable dataset, which are shuffled before the buffer."""
+"""Number of shards of an iterable dataset of Hugging Face datasets, whose order is shuffled in addition to the
+buffer."""
 TOKENS = 2049
 
 

@@ -28,7 +28,7 @@ lance: Any = importlib.import_module("lance")
 data: Any = importlib.import_module("lance.torch.data")
 
 WRITTEN = 1000
-"""Rows that are given to the writer at a time."""
+"""Number of rows that are given to Lance's writer at a time."""
 
 
 class Theirs(BatchReader):
@@ -87,7 +87,7 @@ class Ours(batch_reader.Ours):
     packages = ("pylance", "torch", "numpy")
 
     def write(self, kind: str, folder: str, samples: int) -> None:
-        """Write nothing: Lance has numbers of rows."""
+        """Write nothing: Penstock reads the Lance dataset without an index of its own."""
 
     def batches(self, kind: str, folder: str, *, shuffle: bool, workers: int, remote: str = "") -> Iterable[Any]:
         return MapLoader(LanceRows(folder), batch_size=BATCH, shuffle=shuffle, seed=SEED, reseed=False)

@@ -23,4 +23,4 @@ class Theirs(Mosaic):
 
 class Ours(batch_reader.Ours):
     def write(self, kind: str, folder: str, samples: int) -> None:
-        """Write nothing: the index of mosaicml-streaming is enough."""
+        """Write nothing: Penstock reads the index that mosaicml-streaming has written."""

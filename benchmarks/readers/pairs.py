@@ -11,10 +11,11 @@ from benchmarks.streaming_report import OURS
 __all__ = ["ENVIRONMENT", "ORDERS", "PAIRS", "Pair"]
 
 ORDERS: Mapping[str, bool] = {"in sequence": False, "shuffled": True}
-"""Order of an epoch -> whether it is shuffled."""
+"""Orders of an epoch, by name: True for a shuffled order."""
 
 ENVIRONMENT = "readers"
-"""Environment that has all libraries and Penstock, below the folder of the peers."""
+"""Name of the Python environment with Penstock and all compared libraries, below the folder of the peers'
+environments."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,12 @@ class Pair:
     peer: str
     format: str
     module: str
-    """Module in this folder."""
+    """Name of the module, in this folder, with the two readers."""
     theirs: str = "Theirs"
     ours: str = "Ours"
     orders: Sequence[str] = tuple(ORDERS)
+    images: bool = False
+    """True if the two readers are also compared on images."""
 
     @property
     def name(self) -> str:
@@ -33,7 +36,8 @@ class Pair:
 
     @property
     def modes(self) -> dict[str, Mode]:
-        """Return the two players; the other library's is the first, because it writes the files."""
+        """Commands of the two readers' processes, by name. The other library's is the first, because it writes the
+        files."""
         classes = {self.peer: self.theirs, OURS: self.ours}
         return {
             name: Mode(name, ("benchmarks.readers.player", self.module, chosen), ENVIRONMENT)
@@ -42,7 +46,7 @@ class Pair:
 
 
 PAIRS = (
-    Pair("mosaicml-streaming", "MDS", "mds"),
+    Pair("mosaicml-streaming", "MDS", "mds", images=True),
     Pair("litdata", "its own; Penstock: MDS", "litdata"),
     Pair("Lance", "Lance", "lance"),
     Pair("datasets, buffer", "Arrow", "huggingface", "TheirsSaved", "OursSaved"),

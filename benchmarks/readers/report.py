@@ -18,13 +18,14 @@ END = "<!-- readers: end -->"
 
 
 def ratios(ours: Records, theirs: Records, find: Find = rate) -> list[float]:
-    """Return the ratio of each of our turns to theirs before it, in ascending order."""
+    """Return the figure of each turn of Penstock's reader, divided by that of the other library's turn before it, in
+    ascending order."""
     pairs = zip(ours, theirs, strict=True)
     return sorted(find(own) / find(other) for own, other in pairs if own is not None and other is not None)
 
 
 def per_processor_second(record: dict[str, Any]) -> float:
-    """Return the samples for each second of processor time of the reader's process, its threads included."""
+    """Return the samples that a reader reads for each second of processor time of its process and all its threads."""
     return float(record["samples"] / record["processor_s"])
 
 

@@ -30,6 +30,7 @@ from served import (
     watching,
 )
 
+from penstock.appliance.edge.service import REPORT_S
 from penstock.appliance.states.state_query import BoxState
 from penstock.appliance.states.state_stream import LoopTurns, packed, parts
 from penstock.proto.errors import (
@@ -126,6 +127,20 @@ async def test_a_hold_ends_well_before_the_lease(client: AsyncCoordinatorClient)
     async with asyncio.timeout(1.5):
         again = await client.watch_run(watching(seen_version=seen, hold_s=60))
     assert again.version == seen
+
+
+@on_coordinator()
+async def test_history_has_the_present_position(client: AsyncCoordinatorClient) -> None:
+    """Ask the box: its last report is up to a third of a lease old, and its loop has taken steps since."""
+    await client.open_run(opening())
+    first = await client.watch_run(watching(steps=1))
+    held = asyncio.create_task(client.watch_run(watching(steps=1, seen_version=first.version, hold_s=30)))
+    fetched = asyncio.create_task(client.fetch_histories("job/0", 0))
+    async with asyncio.timeout(REPORT_S):
+        await held
+        await client.watch_run(watching(steps=7))
+        (history,) = await fetched
+    assert [position.step for position in history.known][-1] == 7
 
 
 @on_coordinator()

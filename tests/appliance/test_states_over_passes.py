@@ -12,7 +12,7 @@ from queries import ask, failure, respond, values
 from penstock.appliance.states.state_query import EPOCHS_SENT
 from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.testing import FakeBox, FakeCluster, FakeWorker
-from penstock.proto.errors import ProtocolError, StateUnavailableError
+from penstock.proto.errors import InvalidArgumentError, ProtocolError, StateUnavailableError
 from penstock.proto.state.position import Position
 
 
@@ -294,3 +294,46 @@ def test_restart_asks_from_the_epoch_start(restartable: FakeCluster) -> None:
     query = ask(box, 16)
     respond(worker)
     assert values(query) == ["0.0:0.8", "0.1:0.8"]
+
+
+@pytest.mark.parametrize("kept", [3, 256])
+def test_restart_learns_the_epochs_between_reports(restartable: FakeCluster, kept: int) -> None:
+    """Plan from the starts of the epochs: no slot is asked where it ended, because a new runner does not know it."""
+    box, worker = restartable.open(), restartable.worker("w")
+    worker.ready()
+    loop, records = Position.start(2), [Position.start(2)]
+    while loop.step < 60:
+        if loop.delivered[loop.turn] == (loop.epoch + 7 if loop.turn else 5):
+            if loop.exhaust():
+                box.epoch_starts.append(loop.copy())
+            continue
+        loop.deliver(loop.step)
+        records.append(loop.copy())
+    box.deliver(1)
+    restartable.restart(worker)
+    del box.epoch_starts[:-kept]
+    box.position, box.omits_epoch_starts = records[-1], True
+    assert box.watch().wants_epoch_starts
+    query = ask(box, 50)
+    assert query.waits_for() == "box 0 (has not reported since the coordinator started)"
+    box.omits_epoch_starts = False
+    assert not box.watch().wants_epoch_starts
+    for step in range(box.epoch_starts[0].step + 1, 61, 5):
+        query = ask(box, step)
+        respond(worker)
+        assert values(query) == [
+            f"0.{slot}:{records[step].epoch}.{total}" for slot, total in enumerate(records[step].total)
+        ]
+
+
+@pytest.mark.parametrize("wrong", ["batches", "epoch", "slots"])
+def test_positions_that_start_no_epoch_are_refused(world: FakeCluster, wrong: str) -> None:
+    box = world.open()
+    start = Position.start(3 if wrong == "slots" else 2, epoch=0 if wrong == "epoch" else 1)
+    if wrong == "batches":
+        start.deliver()
+    box.epoch_starts.append(start)
+    error = box.refused()
+    assert isinstance(error, InvalidArgumentError)
+    says = "must have one entry for each" if wrong == "slots" else "an epoch's start must have no batch of its epoch"
+    assert says in error.message

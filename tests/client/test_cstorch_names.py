@@ -199,7 +199,7 @@ def test_records_count_this_launch_and_all(two: Any) -> None:
     assert (second.global_worker_id, second.total_num_workers) == (1, 2)
     loader.load_state_dict(loader.state_dict())
     list(DataExecutor(loader, num_steps=2, appliance=two))
-    with pytest.raises(StateUnavailableError, match="step 3 has no records, because steps 4 to 5 have been delivered"):
+    with pytest.raises(StateUnavailableError, match=r"step 3 has no records for .*, because steps 4 to 5"):
         loader.checkpoints(3)
     again = loader.checkpoints(5)
     assert [(c.appliance_step, c.worker_step, c.samples_streamed) for c in again] == [(2, 1, 1), (2, 1, 1)]

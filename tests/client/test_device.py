@@ -351,7 +351,7 @@ def test_a_failed_lock_leaves_no_error_behind(ring: Ring) -> None:
     [
         ("nonsense", r"device must be \"cpu\", \"cuda\" or \"cuda:N\", got 'nonsense'"),
         ("0", ", got '0'"),
-        ("cpu:1", "without a number, for the CPU, got 'cpu:1'"),
+        ("cpu:1", "for the CPU, without a number, got 'cpu:1'"),
         ("meta", ", got 'meta'"),
         ("mps", ", got 'mps': leave device out"),
         ("xpu:0", ", got 'xpu:0'"),

@@ -125,7 +125,7 @@ def test_loaders_that_cannot_be_saved(appliances: Any) -> None:
     assert loader.is_restartable
     state = loader.state_dict()
     loader.load_state_dict(state)
-    with pytest.raises(NotRestartableError, match="saved with replay=True"):
+    with pytest.raises(NotRestartableError, match=r"saved with Appliance\(replay=True\)"):
         iter(DataExecutor(loader, appliance=plain))
     assert len(list(DataExecutor(loader, appliance=replayed))) == 3
     persistent = appliances(numbers)

@@ -11,6 +11,7 @@ from penstock.client.stream.open_run import OpenRun
 from penstock.client.stream.stream_interfaces import BoxProgress
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
@@ -64,6 +65,55 @@ def test_abandoned_epochs_are_reported_once(run: OpenRun, monkeypatch: pytest.Mo
     run.progress.abandoned = tuple((epoch, 9) for epoch in range(2, 7))  # of another reader of the same run
     assert run.fetch_state(7, 20.0) == FetchedState()
     assert sent == [[2, 3], [4, 5], [6]], "all are known before the state is looked up"
+
+
+def test_epoch_starts_are_reported_once(run: OpenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report each once, and all again to a coordinator that was restarted."""
+    sent: list[tuple[list[int], bool]] = []
+    at, wants = Position.start(2), False
+    run.progress.position = lambda: at.to_proto()
+
+    def watch(request: pb.WatchRunRequest) -> pb.WatchRunReply:
+        sent.append(([start.epoch for start in request.epoch_starts], request.omits_epoch_starts))
+        return pb.WatchRunReply(wants_epoch_starts=wants)
+
+    def begin_epoch() -> None:
+        at.deliver()
+        at.abandon_epoch()
+        run.progress.epoch_starts.add(at)
+
+    monkeypatch.setattr(run._client, "watch_run", watch)
+    run.report()
+    begin_epoch()
+    begin_epoch()
+    run.report()
+    begin_epoch()
+    wants = True
+    run.report()
+    wants = False
+    run.report()
+    run.report()
+    assert sent == [([], False), ([1, 2], False), ([3], True), ([1, 2, 3], False), ([], True)]
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_end_is_reported_to_a_restarted_coordinator(
+    run: OpenRun, monkeypatch: pytest.MonkeyPatch, embedded: bool
+) -> None:
+    tries = 0
+
+    def close(request: pb.CloseRunRequest, *, deadline_s: float) -> None:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise CoordinatorUnavailableError("away")
+
+    monkeypatch.setattr(run._client, "close_run", close)
+    monkeypatch.setattr(run._client, "reach", lambda seconds: None)
+    monkeypatch.setattr(run.link, "embedded", embedded)
+    run.attempt = 1
+    run.close()
+    assert tries == (1 if embedded else 3)
 
 
 def test_overtaken_reply_changes_nothing(run: OpenRun) -> None:

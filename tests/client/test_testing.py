@@ -317,7 +317,7 @@ def test_states_are_kept_as_long_as_asked() -> None:
         loader = DataLoader(streams.shared_noisy)
         list(DataExecutor(loader, num_steps=8, appliance=appliance))
         assert loader.state_at(5)["__penstock__"]["step"] == 5
-        with pytest.raises(StateUnavailableError, match=r"step 4 was dropped"):
+        with pytest.raises(StateUnavailableError, match=r"step 4 is not kept any more"):
             loader.state_at(4)
 
 

@@ -34,6 +34,7 @@ UNEQUAL = [7, 0, 23, 1, 9]
 LOADERS: dict[str, Callable[..., Any]] = {
     "map": lambda dataset, **options: MapLoader(range(40), shuffle=True, **options),
     "streaming": lambda dataset, **options: StreamingLoader(dataset, shuffle=True, **options),
+    "streaming, threads": lambda dataset, **options: StreamingLoader(dataset, shuffle=True, fetch_threads=3, **options),
     "known lengths": lambda dataset, **options: ShardLoader(Listed(UNEQUAL), **options),
     "found lengths": lambda dataset, **options: ShardLoader(Listed(UNEQUAL, known=False), **options),
     "endless": lambda dataset, **options: ShardLoader(Counting(4), **options),

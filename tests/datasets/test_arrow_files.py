@@ -6,7 +6,6 @@ import datetime
 import json
 import random
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -207,14 +206,6 @@ def test_whole_record_batches_are_blocks(tmp_path: Path) -> None:
     assert list(reader._whole) == [4]
     reader.drop(4)
     assert not reader._whole
-
-
-def test_threads_read_one_file(tmp_path: Path) -> None:
-    given: dict[str, dict[str, Any]] = {"a.arrow": {}, "b.arrow": {"compression": "zstd"}}
-    for name, options in given.items():
-        reader = opened(write(tmp_path / name, numbers(200), **options))
-        with ThreadPoolExecutor(8) as pool:
-            assert [row["number"] for row in pool.map(reader.__getitem__, range(200))] == list(range(200))
 
 
 def test_a_record_batch_must_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

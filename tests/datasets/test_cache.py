@@ -132,9 +132,9 @@ def test_what_inflates_to_another_size_or_content(server: ShardServer, make: Mak
 
 def test_validating_needs_hashes(server: ShardServer, make: Make) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
-    with pytest.raises(DatasetError, match=r"the index must have the sha1 hash .* got the hashes xxh64"):
+    with pytest.raises(DatasetError, match=r"validate_hash='sha1' needs this hash .* got the hashes xxh64"):
         make(validate="sha1").hold(shard)
-    with pytest.raises(InvalidArgumentError, match=r"the hash to validate by must be one of .* got 'crc'"):
+    with pytest.raises(InvalidArgumentError, match=r"validate_hash must be one of .* got 'crc'"):
         make(validate="crc")
 
 
@@ -193,7 +193,7 @@ def test_a_folder_without_a_place_is_the_dataset(tmp_path: Path) -> None:
     cache = ShardCache(None, tmp_path, limit=1)
     assert [held_bytes(cache, shard) for shard in (*plain, *packed)] == [raw_bytes(n, SIZE) for n in range(2)]
     gone = ShardFile(StoredFile("gone", 5))
-    with pytest.raises(ShardUnavailableError, match="gone is missing, and there is no remote"):
+    with pytest.raises(ShardUnavailableError, match="gone is missing, and no remote was given"):
         cache.hold(replace(plain[0], files=(gone,)))
     path = tmp_path / plain[0].name
     path.write_bytes(bytes(SIZE))
@@ -269,7 +269,9 @@ def test_a_folder_holds_one_dataset(server: ShardServer, make: Make, tmp_path: P
 def test_a_folder_that_cannot_be_written(tmp_path: Path, server: ShardServer) -> None:
     (shard,) = make_shards(server.folder, 1, SIZE)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ShardUnavailableError, match=r"file/cache cannot be written: Not a directory. Give a writable"):
+    with pytest.raises(
+        ShardUnavailableError, match=r"file/cache cannot be written: Not a directory. Give a local folder"
+    ):
         ShardCache(RemoteFolder(server.url), tmp_path / "file" / "cache").hold(shard)
 
 

@@ -195,15 +195,23 @@ def test_values_unlike_the_sampled_ones_are_named() -> None:
         (
             "float",
             2**53 + 1,
-            "must be a number that float64 holds exactly, got 9007199254740993. .*types={'a': 'json'}",
+            "all values must be numbers that float64 holds exactly, got 9007199254740993. .*types={'a': 'json'}",
         ),
         (
             "only",
             [b"a", b"b"],
-            r"must be a list of one value, as in the sampled rows, got \[b'a', b'b'\]. Convert to Parquet",
+            r"all values must be lists of one value, as in the rows .*, got \[b'a', b'b'\]. Convert to Parquet",
         ),
-        ("time", "noon", "must be a time, as in the sampled rows, got 'noon'. Leave the column out"),
-        ("file", {"bytes": None}, r"must have the field bytes, as in the sampled rows, got \{'bytes': None\}"),
+        (
+            "time",
+            "noon",
+            "all values must be times, as in the rows that decided the type, got 'noon'. Leave the column out",
+        ),
+        (
+            "file",
+            {"bytes": None},
+            r"all values must be dicts with a field 'bytes', as in the rows .*, got \{'bytes': None\}",
+        ),
     ):
         with pytest.raises(DatasetError, match=f"row 0: column 'a': {words}"):
             target_columns.stored_rows([{"a": value}], [target_columns.TargetColumn("a", "", change)], ARGUMENTS)
@@ -399,7 +407,9 @@ def test_each_part_is_taken_once() -> None:
 def test_killed_process_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers(tmp_path / "from", 40)
     monkeypatch.setattr(convert_part.PartConverter, "convert", lambda self, number: os.kill(os.getpid(), 9))
-    with pytest.raises(DatasetError, match=r"must end with status 0, got -9\. Run the command again"):
+    with pytest.raises(
+        DatasetError, match=r"ended with exit status -9 before its work was done\. Run the command again"
+    ):
         to_mds(tmp_path / "from", tmp_path / "to", processes=2)
 
 
@@ -476,7 +486,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
         ({"size_limit": "much"}, "size_limit must be"),
         ({"size_limit": "5gb"}, "size_limit must be at most 4294967295 bytes, got '5gb'"),
         ({"compression": "lz5"}, "compression: the compression must be one of .*, got 'lz5'"),
-        ({"hashes": ["xxh65"]}, "hashes: the hash must be one of .*, got 'xxh65'"),
+        ({"hashes": ["xxh65"]}, "hashes: the hash algorithm must be one of .*, got 'xxh65'"),
         ({"verify": "no"}, "verify must be True or False, got 'no'"),
     ):
         with pytest.raises(InvalidArgumentError, match=words):

@@ -171,6 +171,9 @@ def test_claims_beyond_the_bytes_are_refused(name: str, data: bytes) -> None:
         ("list[png]", [3]),
         ("jpegarray", []),
         ("jpegarray", [3]),
+        ("float64", None),
+        ("float32", "1.5"),
+        ("float16", 7e4),
     ],
 )
 def test_values_that_would_change_are_refused(name: str, value: Any) -> None:

@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shard_server import ShardServer
 
 from penstock.data import StreamingDataset, StreamingLoader
 from penstock.data.formats.arrow.arrow_file import index_arrow
+from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.format_table import FORMATS
 from penstock.data.formats.index import INDEX, read_index, write_index
 from penstock.data.formats.ranges import file_ranges
@@ -69,12 +71,19 @@ def samples_of(reader: ShardReader) -> list[Any]:
     return [plainly(reader[index]) for index in range(len(reader))]
 
 
-def test_samples_are_the_librarys(made: Made, dataset: StreamingDataset) -> None:
+def test_samples_are_the_librarys(made: Made, dataset: StreamingDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order and in any other, one by one, together, and by threads that share one reader and no block of it."""
     order = list(range(len(made.samples)))
     assert len(dataset) == len(order)
     assert [plainly(dataset[at]) for at in order] == [plainly(sample) for sample in made.samples]
     random.Random(1).shuffle(order)
-    assert [plainly(dataset[at]) for at in order] == [plainly(made.samples[at]) for at in order]
+    expected = [plainly(made.samples[at]) for at in order]
+    assert [plainly(dataset[at]) for at in order] == expected
+    assert plainly(dataset.get_many(np.array(order))) == expected
+    assert dataset.get_many(np.array([], np.int64)) == []
+    monkeypatch.setattr(MEMORY, "limit", 1)
+    with ThreadPoolExecutor(4) as threads:
+        assert [plainly(sample) for sample in threads.map(dataset.__getitem__, order)] == expected
 
 
 def test_numbers_out_of_range_are_refused(made: Made) -> None:
@@ -84,6 +93,9 @@ def test_numbers_out_of_range_are_refused(made: Made) -> None:
         for index in (-1, shard.samples, 10**20):
             with pytest.raises(IndexError, match=f"below {shard.samples}, got {index}"):
                 reader[index]
+        for wrong in (-1, shard.samples) if hasattr(reader, "get_many") else ():
+            with pytest.raises(IndexError, match=f"below {shard.samples}"):
+                reader.get_many([0, wrong])
         reader.close()
 
 
@@ -147,7 +159,7 @@ def in_parts(made: Made) -> list[str]:
     shards = []
     for shard, paths in shards_of(made):
         if len(paths) == 2 and FORMATS[shard.format].by_part is not None:
-            offsets = read_offsets(paths[1], shard.files[1].raw, shard.files[0].raw.size, shard.samples)
+            offsets, _ = read_offsets(paths[1], shard.files[1].raw, shard.files[0].raw.size, shard.samples)
             shard = with_spans(shard, np.array(offsets))
         if shard.format == "arrow":
             shard = index_arrow(paths[0], shard.name)

@@ -169,14 +169,14 @@ def test_any_other_value_is_read_or_refused(data: st.DataObject, index: dict[str
 def test_many_shards() -> None:
     entry = json.dumps(GOOD["shards"][0])
     assert entry.count("00000.") == 2
-    data = f'{{"version": 2, "shards": [{",".join(entry.replace("00000.", f"{i:05}.") for i in range(30_000))}]}}'
+    data = f'{{"version": 2, "shards": [{",".join(entry.replace("00000.", f"{i:05}.") for i in range(10_000))}]}}'
     begin = time.process_time()
     shards = read_index(data.encode(), "here")
     took = time.process_time() - begin
-    assert len(shards) == 30_000
-    assert shards[-1].name == "shard.29999.mds"
+    assert len(shards) == 10_000
+    assert shards[-1].name == "shard.09999.mds"
     assert len({id(shard.settings) for shard in shards}) == 1
-    assert took < 15  # 1 s on a machine at rest; what is quadratic takes minutes
+    assert took < 5  # 0.3 s on a machine at rest; what is quadratic takes a minute
 
 
 def test_parquet_entries_of_our_own() -> None:

@@ -6,7 +6,6 @@ import gc
 import json
 import random
 import tracemalloc
-from functools import partial
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -28,7 +27,6 @@ from penstock.proto.errors import (
     StateMismatchError,
 )
 from penstock.proto.state.generators import capture_rng
-from penstock.proto.state.restartable import RestartableDataLoader
 
 SHAPES: list[Shape] = [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (4, 1), (5, 4)]
 
@@ -95,32 +93,6 @@ def test_state_of_other_augmentation_is_refused(dataset: StreamingDataset) -> No
     StreamingLoader(dataset, batch_size=9, seed=2).load_state_dict(plain.state_dict())
 
 
-def test_threads_change_neither_order_nor_state(dataset: StreamingDataset) -> None:
-    def loader(**changed: Any) -> StreamingLoader:
-        return loader_of(dataset, global_batch_size=12, collate_fn=drawn, **changed)
-
-    whole = list(loader())
-    workers = AllWorkers(partial(loader, fetch_threads=3), (1, 2))
-    got = workers.take(5)
-    got += AllWorkers(loader, (1, 3), workers).take(2)
-    assert got == whole[:7]
-    threaded = loader(fetch_threads=2)
-    iterator = iter(threaded)
-    assert [next(iterator) for _ in range(3)] == whole[:3]
-    other = loader(fetch_threads=2)
-    other.load_state_dict(threaded.state_dict())
-    assert list(other) == whole[3:]
-    with pytest.raises(InvalidArgumentError, match="fetch_threads must be 0 with reseed=True, got 2"):
-        loader(fetch_threads=2, reseed=True)
-
-
-def test_an_epoch_has_every_sample_once(dataset: StreamingDataset) -> None:
-    epochs = [[row for batch in loader for row in batch] for loader in [loader_of(dataset, batch_size=7)] * 3]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(100))] * 3
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert [row for batch in loader_of(dataset, batch_size=8, shuffle=False) for row in batch] == list(range(100))
-
-
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.sampled_from(SHAPES), st.integers(0, 23)), min_size=1, max_size=4),
@@ -162,17 +134,6 @@ def test_replicas_go_on_where_they_were(dataset: StreamingDataset) -> None:
     got += replicas(first).take(20)
     assert [batch[::2] for batch in got] == [batch[1::2] for batch in got]
     assert [batch[::2] for batch in got] == Cluster(dataset, (1, 1), batch_size=7).take(23)
-
-
-def test_state_is_integers_and_names_its_order(dataset: StreamingDataset) -> None:
-    loader = loader_of(dataset, batch_size=4)
-    stream = iter(loader)
-    for _ in range(3):
-        next(stream)
-    state = loader.state_dict()
-    assert (state["epoch"], state["start"], state["done"]) == (0, 0, 3)
-    assert state["order"]["data"] == dataset.fingerprint
-    assert isinstance(loader, RestartableDataLoader)
 
 
 @pytest.mark.parametrize(

@@ -139,30 +139,6 @@ def test_chains_of_rescales_saved_at_any_step(
     assert got == list(islice(expected(length, samples, batch, tail, set()), len(got)))
 
 
-def test_state_of_an_ended_epoch_has_no_batch_of_it() -> None:
-    """Repeat the loop of the docs, with a state that was saved at an epoch's last batch."""
-
-    def loader() -> MapLoader:
-        return MapLoader(list(range(8)), batch_size=2, shuffle=True, seed=1)
-
-    whole: list[Any] = []
-    state: dict[str, Any] = {}
-    first = loader()
-    for epoch in range(3):
-        first.set_epoch(epoch)
-        for batch in first:
-            whole.append((epoch, batch.tolist()))
-            if len(whole) == 4:
-                state = first.state_dict()
-    again = loader()
-    again.load_state_dict(state)
-    rest = []
-    for epoch in range(state["epoch"], 3):
-        again.set_epoch(epoch)
-        rest += [(epoch, batch.tolist()) for batch in again]
-    assert rest == whole[4:]
-
-
 @settings(max_examples=20)
 @given(
     st.integers(10, 30),

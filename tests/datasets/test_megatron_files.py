@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from all_workers import AllWorkers
 from format_folders import indexed
 
-from penstock.data import LogicalShards, MegatronDocuments, Packed, ShardLoader, StreamingDataset, megatron_blend
+from penstock.data import LogicalShards, MegatronDocuments, ShardLoader, StreamingDataset, megatron_blend
 from penstock.data.formats.megatron import token_index
 from penstock.data.formats.megatron.token_documents import index_megatron
 from penstock.data.sharded.blends.megatron_blend import MegatronPart
@@ -182,20 +181,6 @@ def test_files_cut_while_they_are_read(copied: Callable[[str], Path]) -> None:
     os.truncate(f"{prefix}.idx", 100)
     with pytest.raises(ShardCorruptError, match=r"text.(idx|bin): .* truncated"):
         documents[38]
-
-
-def test_documents_are_packed_in_any_topology() -> None:
-    def make() -> ShardLoader:
-        source = LogicalShards([MegatronDocuments(DATA / name) for name in ("text", "images")], shards=4, shuffle=True)
-        return ShardLoader(Packed(source, length=16), global_batch_size=2, tail="drop", collate_fn=list)
-
-    whole = AllWorkers(make, (1, 1)).take(30)
-    got: list[Any] = []
-    fleet = None
-    for shape in ((1, 2), (2, 1), (1, 4), (2, 2), (1, 3)):
-        fleet = AllWorkers(make, shape, fleet)
-        got += fleet.take(6)
-    assert [[line.tolist() for line in batch] for batch in got] == [[line.tolist() for line in b] for b in whole]
 
 
 def test_a_state_of_other_documents_is_refused() -> None:

@@ -51,21 +51,17 @@ def test_the_index_comes_out_as_it_was(name: str) -> None:
         assert write_index(read_index(data, name)) == data
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("large", "packed-gz", "packed-gz-2")])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "large"])
 def test_our_writer_writes_the_same_files(name: str, tmp_path: Path) -> None:
-    assert files(write(name, tmp_path / "ours")) == files(MDS / name)
-
-
-@pytest.mark.parametrize("name", ["packed-gz", "packed-gz-2"])
-def test_of_gzip_files_the_content_is_the_same(name: str, tmp_path: Path) -> None:
-    """Their header of 10 bytes holds the time of writing."""
     ours, theirs = files(write(name, tmp_path / "ours")), files(MDS / name)
-    assert ours.keys() == theirs.keys()
-    packed = [path for path in ours if path != INDEX]
-    assert packed
-    for path in packed:
+    packed = [path for path in ours if path.endswith(".gz")]
+    for path in packed:  # the header of 10 bytes holds the time of writing
         assert gzip.decompress(ours[path]) == gzip.decompress(theirs[path])
-        assert ours[path][10:] == theirs[path][10:]
+        assert ours.pop(path)[10:] == theirs.pop(path)[10:]
+    assert bool(packed) == name.startswith("packed-gz")
+    if packed:  # the index has hashes of the packed files
+        del ours[INDEX], theirs[INDEX]
+    assert ours == theirs
 
 
 def test_large_first_sample_makes_no_empty_shard(

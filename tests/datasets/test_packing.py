@@ -148,5 +148,5 @@ def test_hashes_of_bytes_and_files(name: str, made: Callable[[str, bytes], Any],
 
 @pytest.mark.parametrize("name", ["", "shake_128", "new", "sha1024"])
 def test_an_unknown_hash_lists_the_known(name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"the hash must be one of.*sha256.*xxh64"):
+    with pytest.raises(InvalidArgumentError, match=r"the hash algorithm must be one of.*sha256.*xxh64"):
         digest_of(b"", name)

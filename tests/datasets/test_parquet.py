@@ -7,10 +7,8 @@ import datetime
 import io
 import mmap
 import os
-import random
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.data.formats.decoded_blocks import MEMORY
@@ -31,7 +29,6 @@ from penstock.data.formats.parquet.parquet_footer import row_groups, tail_of
 from penstock.data.formats.parquet.parquet_shards import parquet_shards
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
-from penstock.data.streaming_dataset import StreamingDataset
 from penstock.data.writing.index_parquet import index_parquet
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
@@ -62,25 +59,6 @@ def plain(sample: dict[str, Any]) -> dict[str, Any]:
 def shard_of(path: Path) -> Shard:
     (shard,) = parquet_shards([(path.name, path)])
     return shard
-
-
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_rows_come_back_in_any_order(compression: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", ROWS, compression=compression)
-    reader = open_shard(shard_of(path), [path])
-    assert len(reader) == len(ROWS)
-    order = list(range(len(ROWS)))
-    random.Random(1).shuffle(order)
-    for index in order:
-        assert plain(reader[index]) == ROWS[index]
-    for index in (-1, len(ROWS)):
-        with pytest.raises(IndexError, match=f"below {len(ROWS)}, got {index}"):
-            reader[index]
-    row = reader[7]
-    reader.close()
-    assert plain(row) == ROWS[7]
-    with pytest.raises(ValueError, match="is closed"):
-        reader[7]
 
 
 def test_row_groups_that_fit_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,17 +180,6 @@ def test_large_list_row_groups_are_read_in_parts(tmp_path: Path, monkeypatch: py
         open_shard(shard_of(path), [path])[0]
 
 
-def test_threads_read_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.parquet", ROWS)
-    monkeypatch.setattr(MEMORY, "limit", 1)
-    reader = open_shard(shard_of(path), [path])
-    order = [number for start in range(20) for number in range(start, len(ROWS), 100)]
-    with ThreadPoolExecutor(4) as threads:
-        assert [plain(sample) for sample in threads.map(reader.__getitem__, order)] == [
-            ROWS[number] for number in order
-        ]
-
-
 def test_plain_files_are_indexed_by_footers(tmp_path: Path) -> None:
     for name, count in (("a", 3), ("b", 0), ("c", 250)):
         write(tmp_path / f"{name}.parquet", ROWS[:count] or ROWS[:1])
@@ -226,17 +193,6 @@ def test_plain_files_are_indexed_by_footers(tmp_path: Path) -> None:
     with fsspec.open(paths[2].as_uri(), "rb") as file:
         assert parquet_shards([("train/c.parquet", file)]) == shards[2:]
     assert [shard.samples for shard in read_index(write_index(shards), "here")] == [3, 0, 250]
-
-
-def test_indexed_plain_files_are_a_dataset(tmp_path: Path) -> None:
-    for name, begin in (("b/2", 100), ("a", 0), ("b/1", 40)):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        write(tmp_path / f"{name}.parquet", ROWS[begin : begin + 5])
-    with pytest.raises(DatasetError, match=r"b/nothing: the folder and its subfolders must have"):
-        index_parquet(tmp_path / "b" / "nothing")
-    index_parquet(tmp_path)
-    dataset = StreamingDataset(str(tmp_path))
-    assert [plain(dataset[at]) for at in range(len(dataset))] == [*ROWS[:5], *ROWS[40:45], *ROWS[100:105]]
 
 
 def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
@@ -261,30 +217,6 @@ def test_wrong_size_or_count_is_found_on_open(tmp_path: Path) -> None:
             open_shard(shard, [path])
     with pytest.raises(ShardCorruptError, match="cannot be read"):
         open_shard(shard_of(path), [tmp_path / "gone"])
-
-
-@settings(max_examples=100)
-@given(data=st.data())
-def test_no_damage_is_more_than_an_error(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("parquet")
-    path = write(folder / "a.parquet", ROWS[:50], row_group_size=20)
-    shard = shard_of(path)
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, len(content) - 1))
-        content[place] = data.draw(st.integers(0, 255))
-    path.write_bytes(content)
-    said = shard.name
-    try:
-        reader = open_shard(shard, [path])
-        try:
-            for i in range(len(reader)):
-                assert len(reader[i]) == len(ROWS[0])  # a name may be damaged: only a shard's hash finds that
-        finally:
-            reader.close()
-    except DatasetError as error:  # damaged times may be none of Python's
-        said = str(error)
-    assert said.startswith("a.parquet")
 
 
 DAMAGED = """

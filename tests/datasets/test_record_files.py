@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from offset_files import forget_fingerprints
 from PIL import Image
 
 from penstock.data import StreamingDataset, index_folder
@@ -77,6 +78,9 @@ def test_rows_changed_at_the_same_size_are_named(tmp_path: Path, changed: str) -
     (tmp_path / "a.csv").write_text("a,b\n333,4\n1,2\n")
     index_folder(tmp_path)
     (tmp_path / "a.csv").write_text(changed)
+    with pytest.raises(ShardCorruptError, match=r"a\.csv must be the file that was indexed, got another .* Index the "):
+        samples(tmp_path)
+    forget_fingerprints(tmp_path)
     with pytest.raises(
         ShardCorruptError, match=r"a\.csv: (sample 0 must be one row|the header must be a, b).* Index the "
     ):
@@ -87,6 +91,9 @@ def test_lines_changed_at_the_same_size_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a":333}\n{"a":1}\n')
     index_folder(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"a":1}\n{"a":333}\n')
+    with pytest.raises(ShardCorruptError, match=r"a\.jsonl must be the file that was indexed, got another one"):
+        samples(tmp_path)
+    forget_fingerprints(tmp_path)
     with pytest.raises(ShardCorruptError, match=r"a\.jsonl: sample 0 must"):
         samples(tmp_path)
 

@@ -85,13 +85,6 @@ def test_what_will_not_pass_is_said_at_once(server: ShardServer, tmp_path: Path,
     assert server.requests[NAME] == 1
 
 
-def test_error_has_tries_and_last_reason(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
-    server.faults[NAME] = [Fault(500, stays=True)]
-    with pytest.raises(ShardUnavailableError, match="after 3 tries: HTTP 500"):
-        fetch(place, tmp_path)
-    assert server.requests[NAME] == 3
-
-
 @pytest.mark.parametrize("fault", [Fault(503), Fault(cut_after=0)])
 def test_an_outage_is_waited_out(
     server: ShardServer,

@@ -136,25 +136,13 @@ def test_share_of_a_stream_takes_whole_groups(folder: Path, tmp_path: Path) -> N
     assert {seen[number] for number in range(100)} == {7}
 
 
-def test_it_resumes_on_any_topology(folder: Path) -> None:
-    dataset = StreamingDataset(folder)
-    settings: Kept = {"global_batch_size": 24, "shuffle": True, "seed": 5, "partitions": 3, "shuffle_memory": 3000}
-    whole = [batch["number"].tolist() for batch in StreamingLoader(dataset, **settings)]
-    two = StreamingLoader(dataset, **settings, rank=(0, 2))
-    state = two.state_after(17)
-    parts = []
-    for rank in range(3):
-        loader = StreamingLoader(dataset, **settings, rank=(rank, 3))
-        loader.load_state_dict(state)
-        parts.append([batch["number"].tolist() for batch in loader])
-    for step, batch in enumerate(whole[17:]):
-        assert sorted(number for part in parts for number in part[step]) == sorted(batch)
-    with pytest.raises(StateMismatchError, match="shuffle_memory"):
-        StreamingLoader(dataset, **{**settings, "shuffle_memory": 9000}).load_state_dict(state)
-
-
 def test_order_depends_on_the_row_groups(folder: Path) -> None:
     before = StreamingDataset(folder)
+    settings: Kept = {"batch_size": 10, "shuffle": True, "seed": 1}
+    with pytest.raises(StateMismatchError, match="shuffle_memory"):
+        StreamingLoader(before, **settings, shuffle_memory=9000).load_state_dict(
+            StreamingLoader(before, **settings, shuffle_memory=3000).state_dict()
+        )
     state = StreamingLoader(before, batch_size=10, shuffle=True, seed=1).state_after(3)
     write_groups(folder / "a.parquet", [100] * 5)
     index_parquet(folder)
@@ -199,9 +187,9 @@ def test_columns_of_a_mds_dataset_are_chosen(tmp_path: Path) -> None:
     ("columns", "says"),
     [
         (["numbr"], r"columns must be some of number, text, got numbr"),
-        ([], "at least one column's name"),
+        ([], "one or more names"),
         ("number", "must be a list of"),
-        (["number", "number"], "must be unique"),
+        (["number", "number"], "must name each column once"),
     ],
 )
 def test_wrong_columns_are_refused_at_once(folder: Path, columns: Any, says: str) -> None:
@@ -305,17 +293,6 @@ def test_damage_found_ahead_is_raised_in_its_turn(folder: Path) -> None:
 # ---- values
 
 
-def test_many_rows_are_those_read_one_by_one(folder: Path) -> None:
-    dataset = StreamingDataset(folder)
-    chosen = np.random.default_rng(1).integers(0, 1000, 300)
-    assert dataset.get_many(chosen) == [dataset[int(number)] for number in chosen]
-    assert dataset.get_many(chosen[:0]) == []
-    reader = ParquetReader(parquet_shards([("a.parquet", folder / "a.parquet")])[0], folder / "a.parquet")
-    for wrong in (-1, 500):
-        with pytest.raises(IndexError, match="below 500"):
-            reader.get_many([0, wrong])
-
-
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
@@ -351,16 +328,6 @@ def test_lists_with_nulls_are_lists(tmp_path: Path) -> None:
     assert [type(dataset[at]["x"]) for at in range(4)] == [list, np.ndarray, type(None), np.ndarray]
 
 
-def test_tokens_make_a_tensor(tmp_path: Path) -> None:
-    tokens = np.arange(64 * 33, dtype=np.int32).reshape(64, 33)
-    pyarrow.parquet.write_table(pyarrow.table({"tokens": list(tokens)}), tmp_path / "a.parquet", row_group_size=10)
-    index_parquet(tmp_path)
-    (batch,) = StreamingLoader(StreamingDataset(tmp_path), batch_size=64)
-    assert batch["tokens"].numpy().tolist() == tokens.tolist()
-    batch["tokens"].zero_()
-    assert StreamingDataset(tmp_path)[1]["tokens"].tolist() == tokens[1].tolist()
-
-
 def test_an_array_of_a_sample_is_its_own(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"x": [[1, 2], [3]]}), tmp_path / "a.parquet")
     index_parquet(tmp_path)
@@ -385,14 +352,6 @@ def test_file_written_while_read_is_named(folder: Path) -> None:
     os.utime(path, ns=(1, 1))
     assert dataset[1]["number"] == 1  # in memory
     with pytest.raises(ShardCorruptError, match=r"a\.parquet must not change .* it was written to since it was opened"):
-        dataset[499]
-
-
-def test_truncated_file_is_named(folder: Path) -> None:
-    dataset = StreamingDataset(folder)
-    dataset[0]
-    os.truncate(folder / "a.parquet", 500)
-    with pytest.raises(ShardCorruptError, match=r"a\.parquet: sample 499"):
         dataset[499]
 
 

@@ -95,12 +95,6 @@ def test_subsets_read_batches(dataset: StreamingDataset) -> None:
     assert len(next(iter(torch.utils.data.DataLoader(part, batch_size=10)))["number"]) == 10
 
 
-def test_in_torch_s_loader_with_its_own_sampler(dataset: StreamingDataset) -> None:
-    loader: Any = torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True, num_workers=2)
-    assert dataset[55] == {"number": 55}  # a shard is open while processes are forked
-    assert sorted(int(number) for batch in loader for number in batch["number"]) == list(range(100))
-
-
 class Fussy(StreamingDataset):
     """Sample 9 raises what it is told to."""
 
@@ -126,11 +120,6 @@ def test_subclass_error_names_its_sample(hundred: Path) -> None:
     assert caught.value.__notes__ == ["raised by Fussy for sample 9 (epoch 1, position 9)"]
 
 
-def test_batches_are_collated_as_torch_does(dataset: StreamingDataset) -> None:
-    batch = next(iter(StreamingLoader(dataset, batch_size=3)))
-    assert batch["number"].tolist() == [0, 1, 2]
-
-
 def test_splits_are_folders(tmp_path: Path) -> None:
     numbers(tmp_path / "train", 20)
     numbers(tmp_path / "val", 10, first=500)
@@ -139,7 +128,7 @@ def test_splits_are_folders(tmp_path: Path) -> None:
     with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/test"):
         StreamingDataset(str(tmp_path), split="test")
     for split in ("../elsewhere", "/etc"):
-        with pytest.raises(InvalidArgumentError, match="a folder below"):
+        with pytest.raises(InvalidArgumentError, match="path of a subfolder"):
             StreamingDataset(str(tmp_path), split=split)
 
 
@@ -197,9 +186,9 @@ def test_streams_that_cannot_be_meant(streams: list[Stream], says: str) -> None:
 
 
 def test_arguments_that_cannot_be_meant(hundred: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="must have either streams, or"):
+    with pytest.raises(InvalidArgumentError, match="needs either streams, or"):
         StreamingDataset()
-    with pytest.raises(InvalidArgumentError, match="must have either streams, or"):
+    with pytest.raises(InvalidArgumentError, match="needs either streams, or"):
         StreamingDataset(local=hundred, streams=[Stream(local=hundred)])
     with pytest.raises(InvalidArgumentError, match="Give them to each Stream"):
         StreamingDataset(streams=[Stream(local=hundred)], split="train")
@@ -318,25 +307,8 @@ def test_settings_of_one_stream(elsewhere: str, tmp_path: Path) -> None:
     checked = Stream(elsewhere, tmp_path / "plain", validate_hash="xxh64")
     with closing(StreamingDataset(streams=[streams[1], checked])) as dataset:
         assert dataset[50]["n"] == 50
-        with pytest.raises(DatasetError, match=r"the index must have the xxh64 hash .* got the hashes sha1"):
+        with pytest.raises(DatasetError, match=r"validate_hash='xxh64' needs this hash .* got the hashes sha1"):
             dataset[150]
-
-
-@pytest.mark.parametrize("damage", ["short", "long", "gone", "other"])
-def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
-    shard = sorted(numbers(tmp_path, 100).glob("shard.*"))[3]
-    whole = shard.read_bytes()
-    if damage == "gone":
-        shard.unlink()
-    else:
-        shard.write_bytes(
-            {"short": whole[:-1], "long": whole + b"x", "other": whole[:4] + b"\xff" * (len(whole) - 4)}[damage]
-        )
-    dataset = StreamingDataset(local=tmp_path)
-    assert dataset[0] == {"number": 0}
-    with pytest.raises((ShardCorruptError, ShardUnavailableError), match=shard.name):
-        dataset[35]
-    assert dataset[99] == {"number": 99}
 
 
 @pytest.mark.parametrize("at", [0, -1])
@@ -525,13 +497,6 @@ def test_parquet_without_index_names_the_remedy(tmp_path: Path, below: str) -> N
         StreamingDataset(local=tmp_path)
     with pytest.raises(ShardUnavailableError, match=says):
         StreamingDataset(tmp_path)
-
-
-def test_it_may_be_pickled_with_shards_open(dataset: StreamingDataset) -> None:
-    assert dataset[3] == {"number": 3}
-    again = pickle.loads(pickle.dumps(dataset))
-    assert again[4] == {"number": 4}
-    again.close()
 
 
 def test_shards_are_closed_when_there_are_many(dataset: StreamingDataset) -> None:

@@ -13,6 +13,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offset_files import forget_fingerprints
 
 from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.index import INDEX, read_index
@@ -87,11 +88,12 @@ def test_records_larger_than_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_flipped_bit_is_found(folder: Path) -> None:
-    """In a record's length, data and checksums."""
+    """In a record's length, data and checksums: a bit of every third byte."""
     index_folder(folder)
     path = folder / "a.tfrecord"
     data = path.read_bytes()
-    offsets = np.fromfile(folder / "a.tfrecord.penstock-index", "<i8")[5:]
+    offsets = np.fromfile(folder / "a.tfrecord.penstock-index", "<i8")[6:]
+    forget_fingerprints(folder)
     for at in range(int(offsets[2]), int(offsets[3])):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
         dataset = StreamingDataset(local=folder)
@@ -123,10 +125,10 @@ def test_damaged_offsets_are_named(folder: Path) -> None:
     path = folder / "a.tfrecord.penstock-index"
     data = path.read_bytes()
     for at, message in (
-        (0, "must begin with PENSTOCK OFFSETS"),
+        (0, "must begin with PENSTOCK OFFSET2"),
         (16, "of a file of"),
-        (24, "25 records"),
-        (50, "damaged"),
+        (32, "25 records"),
+        (58, "damaged"),
     ):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(ShardCorruptError, match=rf"a.tfrecord.penstock-index.*{message}.* with index_folder"):
@@ -139,6 +141,9 @@ def test_a_file_that_was_replaced_is_found(tmp_path: Path) -> None:
     path.write_bytes(framed(b"ab", b"cd"))
     index_folder(tmp_path)
     path.write_bytes(framed(b"abc", b"d"))
+    with pytest.raises(ShardCorruptError, match=r"a.tfrecord must be the file that was indexed, got another"):
+        StreamingDataset(local=tmp_path)[0]
+    forget_fingerprints(tmp_path)
     with pytest.raises(ShardCorruptError, match=r"a.tfrecord: sample 0 is damaged: its stored length must be 2 bytes"):
         StreamingDataset(local=tmp_path)[0]
 

@@ -81,7 +81,7 @@ def test_unfit_sample_is_named_and_not_written(change: dict[str, Any], words: st
         (MDSWriter, COLUMNS, {"size_limit": "5gb"}, "size_limit must be at most 4294967295 bytes, got '5gb'"),
         (MDSWriter, COLUMNS, {"compression": "lz4"}, "the compression must be one of .* got 'lz4'"),
         (MDSWriter, COLUMNS, {"compression": "zstd:30"}, "the level of zstd"),
-        (MDSWriter, COLUMNS, {"hashes": ["sha3"]}, "the hash must be one of .* got 'sha3'"),
+        (MDSWriter, COLUMNS, {"hashes": ["sha3"]}, "the hash algorithm must be one of .* got 'sha3'"),
         (MDSWriter, COLUMNS, {"size_limit": 0}, "size_limit must be at least 1 byte, got 0"),
         (MDSWriter, COLUMNS, {"size_limit": 1 << 32}, "size_limit must be at most .* got 4294967296"),
         (MDSWriter, COLUMNS, {"append": "x"}, "append must be True or False, got 'x'"),
@@ -235,12 +235,6 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize(("encoding", "value"), [("float64", None), ("float32", "1.5"), ("float16", 7e4)])
-def test_what_would_be_another_number_is_refused(tmp_path: Path, encoding: str, value: object) -> None:
-    with pytest.raises(DatasetError, match=f"column 'x', '{encoding}'"):
-        MDSWriter(tmp_path, {"x": encoding}).write({"x": value})
-
-
 def test_ambiguous_separators_are_refused(tmp_path: Path) -> None:
     writer = XSVWriter(tmp_path, {"a": "str", "b": "str"}, separator="aa")
     writer.write({"a": "x", "b": "ay"})
@@ -344,7 +338,7 @@ def test_remote_indexes_are_merged_remotely(bucket: str, given: bool, tmp_path: 
     assert read_index((tmp_path / "here" / INDEX).read_bytes(), "here") == shards
     with closing(StreamingDataset(bucket, tmp_path / "cache")) as dataset:
         assert [dataset[at]["n"] for at in range(len(dataset))] == expected
-    with pytest.raises(InvalidArgumentError, match="must be a folder below"):
+    with pytest.raises(InvalidArgumentError, match="must name folders below"):
         merge_index(bucket, ["memory://elsewhere/0"])
     with pytest.raises(DatasetError, match=r"must have at least one folder with an index.json"):
         merge_index(f"{bucket}/none")

@@ -114,7 +114,7 @@ def test_folder_is_converted_once(lines: Path, tmp_path: Path) -> None:
     [
         (["--to", "csv"], "--to must be one of mds, parquet, got 'csv'"),
         (["--compression", "lz5"], "--compression: the compression must be one of"),
-        (["--hashes", "xxh65"], "--hashes: the hash must be one of"),
+        (["--hashes", "xxh65"], "--hashes: the hash algorithm must be one of"),
         (["--to", "parquet", "--hashes", "xxh64"], "--hashes must be left out for Parquet"),
         (["--size-limit", "much"], "--size-limit must be a whole number or a text"),
         (["--columns", "m"], "--columns must be some of n, text, each once, got m"),

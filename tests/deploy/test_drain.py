@@ -50,7 +50,7 @@ def test_json_says_how_far_it_is(coordinator: Any, worker: str) -> None:
 def test_a_worker_that_is_not_there_is_named(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", "w2")
     assert done.returncode == 18
-    assert done.error == "penstock: worker must be one of w1, got 'w2'"
+    assert done.error == "penstock: worker must be one of w1, got 'w2': see `penstock status`"
 
 
 def test_daemon_option_before_drain_is_refused(coordinator: Any, worker: str) -> None:

@@ -45,6 +45,7 @@ def main() -> None:
         timeout_s=options.get("timeout_s", 60),
         attempt=options.get("attempt"),
         replay=True,
+        retention_steps=options.get("retention"),
     ) as appliance:
         loader = DataLoader(made, *options.get("arguments", ()))
         start = 0

@@ -143,8 +143,9 @@ def test_virtual_pipeline() -> None:
     expected = [list(range(at, at + 4)) for at in range(0, 12, 4)]
     first, last = values("chunks", 2, "ends")
     assert first[0] == last[1] == expected
-    assert first[1].startswith("next(data_iterator) must be called on the first and the last stage only, got stage 0")
-    assert last[0].startswith("next(data_iterator) must be called on the first and the last stage only, got stage 1")
+    refused = "next(data_iterator) must be called on the first and the last stage of the pipeline only, got a call on"
+    assert first[1].startswith(f"{refused} stage 0")
+    assert last[0].startswith(f"{refused} stage 1")
     assert values("chunks", 3, "all") == [[expected, expected]] * 3
 
 

@@ -154,5 +154,5 @@ def test_rows_digest_sums_over_any_split() -> None:
         rows_digest(flat.structure, flat.shapes[1:], bytes(flat.nbytes), 0, flat.nbytes)
     with pytest.raises(ValueError, match="a leaf must end"):
         rows_digest(flat.structure, [1 << 40, *flat.shapes[1:]], bytes(flat.nbytes), 0, flat.nbytes)
-    with pytest.raises(ValueError, match="a region must lie within"):
+    with pytest.raises(ValueError, match="a batch must lie within"):
         rows_digest(flat.structure, flat.shapes, bytes(8), 0, flat.nbytes)

@@ -39,6 +39,9 @@ SLOTS = 12
 """Number of slots of each daemon: any one of them has slots for all jobs."""
 GRACE_S = 90.0
 """Seconds after the last fault in which no box takes a step: then the jobs hang. On a busy machine they are slow."""
+RETENTION = 2000
+"""Number of steps whose states stay available. Boxes without a collective run on while one of them is stopped for
+several seconds, and then asks for a state of its own step."""
 LEFT_S = 20.0
 """Seconds for everything that belonged to the jobs to be gone: a client's lease and a little more."""
 MORE_MEMORY = 64 << 20
@@ -69,6 +72,7 @@ class Group:
                 state=str(folder / f"{job.name} {box}"),
                 attempt="0",
                 timeout_s=60,
+                retention=RETENTION,
             )
             for box in range(job.boxes)
         ]

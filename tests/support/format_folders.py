@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 
-from penstock.data import index_folder
+from penstock.data import CSVWriter, JSONWriter, MDSWriter, XSVWriter, index_folder
 from penstock.data.formats.index import INDEX, write_index
 from penstock.data.formats.megatron.token_documents import index_megatron
 from penstock.data.formats.shards import Shard
@@ -103,8 +104,26 @@ def saved_rows(name: str) -> Samples:
     ]
 
 
-def arrow(folder: Path, compression: str | None = None) -> Samples:
-    """A file and a stream of pyarrow, in record batches of 7 rows."""
+def written(folder: Path, writer: Any, columns: dict[str, str]) -> Samples:
+    """Samples that a writer of ours wrote: mosaicml-streaming writes the same files, see test_mosaicml_files.py."""
+    values: dict[str, Callable[[int], Any]] = {
+        "int": lambda n: n - 20,
+        "float": lambda n: n / 3,
+        "str": lambda n: "ä" * (n % 5),
+        "bytes": lambda n: bytes([n]) * (n % 4),
+        "uint8": np.uint8,
+        "ndarray": lambda n: np.arange(n % 4 + 1, dtype=np.int16),
+        "json": lambda n: {"n": [n, None]},
+    }
+    samples = [{name: values[kind](n) for name, kind in columns.items()} for n in range(40)]
+    with writer(folder, columns, size_limit=1000) as out:
+        for sample in samples:
+            out.write(sample)
+    return samples
+
+
+def table() -> tuple[Samples, pyarrow.Table]:
+    """Return rows of values of several types, and the same as a table."""
     rows = [
         {
             "tokens": np.arange(i, i + i % 6, dtype=np.uint16) if i % 5 else None,
@@ -117,16 +136,28 @@ def arrow(folder: Path, compression: str | None = None) -> Samples:
         }
         for i in range(60)
     ]
-    table = pyarrow.Table.from_pylist(rows)
-    table = table.set_column(
-        0, "tokens", pyarrow.array([row["tokens"] for row in rows], pyarrow.list_(pyarrow.uint16()))
-    )
+    tokens = pyarrow.array([row["tokens"] for row in rows], pyarrow.list_(pyarrow.uint16()))
+    return rows, pyarrow.Table.from_pylist(rows).set_column(0, "tokens", tokens)
+
+
+def parquet(folder: Path, compression: str) -> Samples:
+    """Two files of pyarrow, in row groups of 7 rows."""
+    rows, whole = table()
+    for name, part in (("a", whole[:33]), ("b", whole[33:])):
+        pyarrow.parquet.write_table(part, folder / f"{name}.parquet", row_group_size=7, compression=compression)
+    index_folder(folder)
+    return rows
+
+
+def arrow(folder: Path, compression: str | None = None) -> Samples:
+    """A file and a stream of pyarrow, in record batches of 7 rows."""
+    rows, whole = table()
     options = pyarrow.ipc.IpcWriteOptions(compression=compression)
     for name, make, part in (
-        ("a.arrow", pyarrow.ipc.new_file, table[:33]),
-        ("b.arrow", pyarrow.ipc.new_stream, table[33:]),
+        ("a.arrow", pyarrow.ipc.new_file, whole[:33]),
+        ("b.arrow", pyarrow.ipc.new_stream, whole[33:]),
     ):
-        with make(str(folder / name), table.schema, options=options) as writer:
+        with make(str(folder / name), whole.schema, options=options) as writer:
             writer.write_table(part, max_chunksize=7)
     index_folder(folder)
     return rows
@@ -227,7 +258,17 @@ def array_record(folder: Path) -> Samples:
     return samples
 
 
+TEXTS = {"number": "int", "half": "float", "text": "str"}
 FOLDERS: dict[str, Callable[[Path], Samples]] = {
+    "mds": partial(
+        written, writer=MDSWriter, columns={kind: kind for kind in ("str", "bytes", "int", "ndarray", "json")}
+    ),
+    "mds, fixed": partial(written, writer=MDSWriter, columns={"number": "int", "small": "uint8"}),
+    "json": partial(written, writer=JSONWriter, columns=TEXTS),
+    "csv": partial(written, writer=CSVWriter, columns=TEXTS),
+    "xsv": partial(written, writer=partial(XSVWriter, separator="<>", newline="\r\n"), columns=TEXTS),
+    "parquet": partial(parquet, compression="none"),
+    "parquet, compressed": partial(parquet, compression="zstd"),
     "megatron": megatron,
     "arrow": arrow,
     "arrow, compressed": partial(arrow, compression="zstd"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from penstock.data import (
     WindowShuffled,
 )
 
-__all__ = ["STACKS", "documents", "parity", "stacks"]
+__all__ = ["STACKS", "changes_of", "documents", "parity", "schedule", "stacks", "weights_of"]
 
 Over = Callable[[ShardedSource], ShardedSource]
 
@@ -120,10 +120,35 @@ STACKS: dict[str, Callable[[], ShardedSource]] = {
 """Name -> a new source each time."""
 
 
+def weights_of(sources: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, 9), min_size=sources, max_size=sources).filter(any)
+
+
+def changes_of(sources: int) -> st.SearchStrategy[list[tuple[int, list[int], int]]]:
+    """For each change of weights: samples since the one before, weights, and length of the ramp; 0: none."""
+    return st.lists(st.tuples(st.integers(0, 60), weights_of(sources), st.integers(0, 60)), max_size=4)
+
+
+def schedule(begin: list[int], changes: Sequence[tuple[int, list[int], int]]) -> Schedule:
+    found: dict[int, Any] = {0: begin}
+    position = before = 0
+    for gap, weights, over in changes:
+        position += max(gap, not before) + before  # a ramp may end where the next weights begin
+        found[position], before = Ramp(weights, over) if over else weights, over
+    return Schedule(found)
+
+
 def _mixed(weights: list[int], stop: Any, twice: bool) -> Over:
     def over(source: ShardedSource) -> ShardedSource:
         other = source if twice else documents(6, 3, first=50)
         return Mixture([source, other], weights, stop="never" if source.endless else stop)
+
+    return over
+
+
+def _scheduled(begin: list[int], changes: list[tuple[int, list[int], int]], by: Any) -> Over:
+    def over(source: ShardedSource) -> ShardedSource:
+        return Mixture([source, documents(6, 3, first=60)], schedule(begin, changes), by=by)
 
     return over
 
@@ -154,6 +179,7 @@ OVERS: st.SearchStrategy[Over] = st.one_of(
         st.sampled_from(["never", "first", "last"]),
         st.booleans(),
     ),
+    st.builds(_scheduled, weights_of(2), changes_of(2), st.sampled_from(["samples", "tokens"])),
 )
 
 

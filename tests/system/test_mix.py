@@ -6,15 +6,21 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chains import kill_runners, runners
-from cluster import Cluster, running
+from cluster import INPUTS, TOKEN, Cluster, running
 from mixed_runs import alone, order, ordered, training
 from waiting import until
 
+from penstock.deploy.replay.archive import RunningArchive
+from penstock.deploy.replay.replay_batch import ReplayRequest, replay
+from penstock.deploy.replay.replay_processes import ReplayForker
 from penstock.proto.errors import InputFnNotAllowedError, InvalidArgumentError, PenstockError, UnknownRunError
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.state.codec import decode_state
 
 BEFORE, AFTER = {"web": 3, "code": 1}, {"web": 1, "code": 4}
 WEIGHTS = {"web": "0.2", "code": "0.8"}
@@ -24,7 +30,8 @@ STEPS = 1200
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("state")) as found:
+    with running(tmp_path_factory.mktemp("state")) as found, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", INPUTS)
         found.add_worker(8, allow="mixed")
         yield found
 
@@ -93,7 +100,7 @@ def test_runners_killed_before_and_after(cluster: Cluster, keys: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered", "ignore:.*left its epoch")
-def test_change_in_a_second_epoch(cluster: Cluster) -> None:
+def test_change_in_a_second_epoch(cluster: Cluster, tmp_path: Path) -> None:
     """At a position that the first epoch went beyond, whose states lack the change."""
     job, before = "second", runners()
     with training(cluster, job, 1, 2, 30, leaves=12) as run:
@@ -107,6 +114,12 @@ def test_change_in_a_second_epoch(cluster: Cluster) -> None:
     with training(cluster, f"{job}-resumed", 2, 1, 6, run.state) as after:
         after.go(2)
     assert after.global_batches == alone(24, {0: BEFORE, 5: AFTER}, epoch=1)[18:]
+    with ReplayForker() as forker, CoordinatorClient(cluster.address, TOKEN) as client:
+        for step in (12, 17, 18):  # the last of the first epoch, the last before the change, and the first after it
+            request = ReplayRequest(job, step, 0, out=tmp_path / f"{step}.pst", allow=["mixed"], timeout_s=60)
+            assert replay(request, RunningArchive(client), forker)["verified"]
+            batch: Any = decode_state((tmp_path / f"{step}.pst").read_bytes())
+            assert batch.tolist() == run.global_batches[step - 1]
 
 
 def test_launch_after_the_change_has_it(cluster: Cluster) -> None:

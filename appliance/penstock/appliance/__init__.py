@@ -1,1 +1,1 @@
-"""Coordinator: hands out the work and keeps the cluster state."""
+"""Coordinator: assigns slots to workers and keeps the cluster state."""

@@ -1,6 +1,5 @@
-"""Simulated coordinator in virtual time, with workers and boxes that do what a test tells them, for tests that need a
-coordinator without processes, sockets or real time.
-"""
+"""Simulated coordinator for tests, without processes, sockets or real time: its workers and boxes do what the test
+tells them, and only the test advances the time."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ __all__ = ["FakeBox", "FakeCluster", "FakeWorker"]
 
 
 class FakeCluster:
-    """Coordinator without network and threads, for tests: the state machine, a clock that only the test advances, and a
-    list of the topics whose waiting calls a real coordinator would have woken."""
+    """Coordinator without network and threads, for tests. It has the real state machine, a clock that only the test
+    advances, and a list of the topics whose waiting calls a real coordinator would have woken."""
 
     def __init__(self, limits: Limits | None = None, directory: StateDir | None = None) -> None:
         self.now = 1000.0
@@ -39,7 +38,7 @@ class FakeCluster:
         self.boot(directory)
 
     def boot(self, directory: StateDir | None) -> None:
-        """Start a new coordinator on the state directory; None: in memory."""
+        """Start a new coordinator process on the state directory; None: a state in memory."""
         self.journal = Journal(directory)
         weakref.finalize(self, self.journal.close)  # since Python 3.13 an unclosed database is a warning
         self.snapshot_index = SnapshotIndex(self.limits)
@@ -63,7 +62,8 @@ class FakeCluster:
             worker.ready()
 
     def run_for(self, seconds: float, alive: Iterable[FakeWorker | FakeBox] = ()) -> None:
-        """Advance the time in steps of a quarter of a second. Every worker and box in `alive` reports in each step."""
+        """Advance the time by `seconds`, in steps of a quarter of a second. Every worker and box in `alive` reports in
+        each step."""
         alive = list(alive)
         for _ in range(round(seconds * 4)):
             self.now += 0.25
@@ -82,8 +82,8 @@ class FakeCluster:
         return worker
 
     def open(self, box: int = 0, **fields: object) -> FakeBox:
-        """Open run "job/0" with 2 workers per box and return the box. `fields`: values that replace those of the
-        request; `retention` and `skip_poison` go into the request's options."""
+        """Open run "job/0" with 2 workers per box, and return the box. `fields`: values of the request; `retention`
+        (100) and `skip_poison` (False) go into the request's options."""
         retention = fields.pop("retention", 100)
         skip_poison = bool(fields.pop("skip_poison", False))
         request = pb.OpenRunRequest(job="job", box=box, num_boxes=1, num_workers_per_box=2, host_id="host-a")
@@ -106,7 +106,7 @@ class FakeWorker:
     capacity: int
     cores: int = 0
     answered: set[str] = field(default_factory=set)
-    """Ids of the state requests answered so far, because a worker answers each request once."""
+    """Ids of the requests for states that the worker has answered, because it answers each request once."""
 
     def register(self) -> None:
         request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host)
@@ -122,7 +122,7 @@ class FakeWorker:
         self.heartbeat()
 
     def of(self, slot: int, box: int = 0) -> records_pb2.WorkerAssignment:
-        """Return the worker's assignment for that slot."""
+        """Return the worker's assignment for a slot of a box."""
         (found,) = (a for a in self.heartbeat().assignments if (a.box, a.slot) == (box, slot))
         return found
 
@@ -151,12 +151,16 @@ class FakeBox:
     reply: pb.OpenRunReply
     position: Position | None = None
     abandoned: dict[int, int] = field(default_factory=dict)
+    epoch_starts: list[Position] = field(default_factory=list)
+    omits_epoch_starts: bool = False
     epoch_ended: bool = False
 
     def progress(self) -> pb.WatchRunRequest:
         request = pb.WatchRunRequest(run=self.reply.run, attempt=self.reply.attempt, box=self.request.box)
         request.client_id, request.epoch_ended = self.request.client_id, self.epoch_ended
         request.abandoned.extend(pb.AbandonedEpoch(epoch=epoch, step=step) for epoch, step in self.abandoned.items())
+        request.epoch_starts.extend(start.to_proto() for start in self.epoch_starts)
+        request.omits_epoch_starts = self.omits_epoch_starts
         if self.position is not None:
             request.delivered.CopyFrom(self.position.to_proto())
         return request
@@ -191,7 +195,7 @@ class FakeBox:
         self.world.registry.close_run(request)
 
     def refused(self) -> PenstockError:
-        """Return the error that a WatchRun call of the box raises."""
+        """Return the error that a WatchRun call of the box raises. Raises AssertionError if the call is answered."""
         try:
             self.watch()
         except PenstockError as error:

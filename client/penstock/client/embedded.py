@@ -1,15 +1,15 @@
 """Embedded mode: coordinator and worker daemon as a child of the training process, started by `Appliance()` without an
 address.
 
-Coordinator and worker daemon are one child process (embedded_daemons.py). It communicates with the training process
-over a Unix socket in a folder that is private to this user, so ports cannot collide, and no other user can take the
-name first. The last process to end removes the folder. The child has a session of its own: a Ctrl-C in the terminal
-reaches only the training script, which may still save its state. The child watches the training process by a pidfd and
-ends with it, also when the training process is killed.
+Coordinator and worker daemon are one child process (embedded_daemons.py). The child communicates with the training
+process over a Unix socket in a temporary folder that is private to this user. So ports cannot collide, and no other
+user can create a socket of this name. The one of the two processes that ends last removes the folder. The child has a
+session of its own: a Ctrl-C in the terminal reaches only the training script, which may still save its state. The child
+watches the training process by a pidfd and ends with it, also when the training process is killed.
 
 The child's output, including that of user code in the runners, goes through a pipe to this process's stderr. The last
-lines are kept for the error message if the child does not start. The one thread of this module moves those lines and
-detects the child's death.
+lines are kept for the error message if the child does not start. This module has one thread, which copies the lines
+from the pipe to stderr and detects the child's death.
 
 Packages of client, coordinator and worker never import each other. Only embedded_daemons.py imports the coordinator and
 the worker, and this module starts it by its file's path.
@@ -45,7 +45,7 @@ __all__ = ["Embedded"]
 
 DAEMONS = Path(__file__).with_name("embedded_daemons.py")
 TAIL_LINES = 40
-"""Number of output lines kept for errors."""
+"""Number of last lines of the daemons' output that are kept, to be shown in error messages."""
 STOP_S = 8.0
 """Seconds within which the daemons must end after SIGTERM."""
 PROBE_S = 0.01
@@ -54,16 +54,17 @@ PROBE_S = 0.01
 NO_CAGE = "PENSTOCK_WORKER_NO_CAGE"
 """Environment variable that turns off an embedded worker's sandbox, like `penstock worker --no-cage`."""
 BUDGET = "PENSTOCK_COORDINATOR_BUDGET"
-"""Environment variable with the embedded coordinator's budget for snapshots, like `penstock coordinator --budget`."""
+"""Environment variable with the largest size of all snapshots that the embedded coordinator holds, such as "4GiB", like
+`penstock coordinator --budget`."""
 _NOT_FOR_DAEMONS = (*TORCHRUN, "TORCH_NCCL_*", "PENSTOCK_*", "PYTHONHASHSEED")
 """Environment variables of the training process that the daemons do not inherit."""
 
 
 class Embedded:
-    """Child process with both daemons, coordinator and worker. `close` is idempotent and does nothing in a forked
-    child.
+    """Child process with both daemons, coordinator and worker. `close` may be called more than once. In a fork of the
+    training process, `close` does nothing.
 
-    `on_death`: function called, in this object's thread, with the error if the process ends before `close`.
+    `on_death`: function that this object's thread calls with a PenstockError if the daemons end before `close`.
     """
 
     def __init__(self, on_death: Callable[[PenstockError], None]) -> None:
@@ -118,8 +119,8 @@ class Embedded:
     # ---- starting
 
     def announce(self, job: str) -> None:
-        """Let this user's commands find the coordinator, so that `penstock status` needs no setting. Failure to write
-        the announcement is ignored, because training does not need it."""
+        """Write the announcement, a file by which this user's commands find the coordinator, so that `penstock status`
+        needs no setting. An error in writing is ignored, because training does not need the announcement."""
         token_file = self._folder.path / "token"
         with contextlib.suppress(OSError, ProcessLookupError):
             write_whole(token_file, f"admin:{self._command_token}\n".encode(), mode=0o600, sync=False)
@@ -135,8 +136,8 @@ class Embedded:
             )
 
     def wait_until_up(self, deadline: float, waiting: Callable[[], None]) -> None:
-        """Wait until the coordinator accepts connections. Raises PenstockError, with the daemons' last output, after
-        their end or the deadline.
+        """Wait until the coordinator accepts connections. Raises PenstockError, with the daemons' last output, if the
+        daemons end first or the deadline passes.
 
         `deadline`: a time of time.monotonic(). `waiting`: called repeatedly during the wait.
         """
@@ -151,8 +152,8 @@ class Embedded:
                     pass
             if time.monotonic() > deadline:
                 raise PenstockError(
-                    "the embedded coordinator did not accept connections within timeout_s. Raise timeout_s, or see the "
-                    f"cause in its output{self._last_words()}"
+                    "the embedded coordinator did not accept connections within timeout_s. Pass a larger "
+                    f"Appliance(timeout_s=), or see the cause in its output{self._last_words()}"
                 )
             waiting()
             self._down.wait(PROBE_S)
@@ -160,7 +161,8 @@ class Embedded:
     # ---- the thread
 
     def _attend(self) -> None:
-        """Forward the daemons' output to stderr until they have ended."""
+        """Copy the daemons' output to stderr until the daemons have ended. If they ended before `close`, call
+        `on_death`. Runs in a thread of its own."""
         watched = [self._out.fileno(), self.process.fileno()]
         while True:
             ready = wait_for_any(watched)
@@ -181,7 +183,7 @@ class Embedded:
         self._on_death(self._failure)
 
     def _forward(self) -> bool:
-        """Forward the lines that have arrived. Return False at the end of the output."""
+        """Copy the lines that have arrived from the pipe to stderr. Return False at the end of the output."""
         for line in self._out.read():
             text = line.decode(errors="backslashreplace")
             self._tail.append(text)
@@ -192,8 +194,8 @@ class Embedded:
         return not self._out.ended
 
     def _read_rest(self) -> None:
-        """Forward the output that is still in the pipe after the process has ended. The pipe may have no end, because
-        runners may still hold it open."""
+        """Copy the output that is still in the pipe after the daemons have ended. The method does not wait for the end
+        of the pipe, because runners that are still alive keep the pipe open."""
         for _ in range(TAIL_LINES):
             if not readable(self._out.fileno(), 0) or not self._forward():
                 return
@@ -206,8 +208,8 @@ class Embedded:
     # ---- closing
 
     def let_go(self) -> None:
-        """Send SIGTERM to the daemons without waiting for their end. A finalizer calls this method, perhaps in the
-        garbage collector."""
+        """Send SIGTERM to the daemons without waiting for their end. The finalizer of an Appliance that was not closed
+        calls this method, perhaps inside the garbage collector, where waiting is not allowed."""
         if os.getpid() == self._pid and not self._closing:
             self._closing = True
             self.process.send(signal.SIGTERM)

@@ -4,14 +4,14 @@ Both daemons run in one interpreter. Packages that both need are imported once, 
 neither daemon is of use without the other. The process starts the fork server before it imports anything else, because
 the fork server imports torch, and the first batch waits for this import.
 
-The process runs this module by its file's path, because `python -m` would import penstock.client, and with that torch.
-Its argument is a JSON object:
+embedded.py starts this file by its path, because `python -m` would import penstock.client, and with that torch. Its
+argument is a JSON object:
 
     address: Unix socket that the coordinator listens on.
     folder_fd: descriptor of the training process's temporary folder, which is removed when this process ends.
     parent_pid: id of the training process, whose end also ends this process.
     no_cage: true if runners have no sandbox.
-    budget: coordinator's budget for snapshots, as a size such as "4GiB"; "": the default.
+    budget: largest size of all snapshots that the coordinator holds, such as "4GiB"; "": the default.
 
 The credential token comes in PENSTOCK_TOKEN.
 """

@@ -1,9 +1,11 @@
-"""Groups of ranks for values in the host's memory, on gloo, beside the groups of torch.distributed's own registry.
+"""Groups of ranks that exchange tensors in the host's memory over gloo, apart from the groups that torch.distributed
+registers.
 
 A group is made without dist.new_group, for two reasons. By default all ranks of the job must call dist.new_group for
-every group, so each rank would have to know all groups. With use_local_synchronization, torch names a group by its
-ranks alone, and uses the name again once the group is destroyed: the next group of these ranks finds the addresses of
-the destroyed group in the store, and waits for a peer that does not listen there.
+every group, so each rank would have to know all groups. With use_local_synchronization only the ranks of the group must
+call it, but torch names the group by its ranks alone. Once that group is destroyed, the next group of the same ranks
+gets the same name. It then finds the addresses of the destroyed group in the store, and waits for a peer that does not
+listen there.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ __all__ = ["HostGroup", "open_group"]
 
 
 class HostGroup:
-    """Group of ranks of the job. Each rank of the group must make it, and ranks that make several groups of the same
-    ranks must make these groups in the same order.
+    """Group of ranks of the job. Each of these ranks must make a HostGroup for it. Ranks that make several groups of
+    the same ranks must make them in the same order.
 
-    Every operation, and making the group, raises RuntimeError if another rank does not take part within `timeout_s`.
+    The constructor and each method raise RuntimeError if another rank of the group does not take part within
+    `timeout_s`.
 
     Args:
         ranks: ranks of the job, in the same order on every rank of the group.
@@ -44,19 +47,23 @@ class HostGroup:
         self._group: Any = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s))
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send a tensor to a rank, which must call `receive`."""
+        """Send a tensor to another rank of the group, which must call `receive`. `rank`: the other rank's number in the
+        job."""
         self._group.send([tensor], self._ranks.index(rank), 0).wait()
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Receive a tensor from a rank into `tensor`, which must have the same shape and dtype."""
+        """Receive into `tensor` the tensor that another rank sends, which must have the same shape and dtype. `rank`:
+        the other rank's number in the job."""
         self._group.recv([tensor], self._ranks.index(rank), 0).wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy the first rank's tensor into `tensor` on all ranks."""
+        """Copy the tensor of the group's first rank into `tensor` on all other ranks. Shape and dtype must be the same
+        on all ranks."""
         self._group.broadcast(tensor, root=0).wait()
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Replace `tensor` on every rank by the sum over all ranks."""
+        """Replace `tensor` on every rank by the elementwise sum of all ranks' tensors, which must have the same shape
+        and dtype."""
         self._group.allreduce(tensor, dist.ReduceOp.SUM).wait()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -67,10 +74,12 @@ class HostGroup:
 
 
 _made: Counter[tuple[int, ...]] = Counter()
-"""Ranks -> number of groups that this process has made of them, which is the same on all of these ranks."""
+"""Number of groups that this process has made so far of the same ranks, by these ranks. The number is the same on all
+ranks of a group, and makes the group's name unique."""
 
 
 def open_group(ranks: Sequence[int], rank: int, timeout_s: float) -> HostGroup | None:
-    """Return a new gloo group of these ranks, for values in the host's memory; None for a single rank. `rank`: this
-    process's rank. Every rank in `ranks` must make the call; RuntimeError after `timeout_s` if one does not."""
+    """Return a new HostGroup of these ranks; None for a single rank, which needs no group. `rank`: this process's
+    number in the job. Every rank in `ranks` must make this call. If one does not, RuntimeError is raised after
+    `timeout_s` seconds."""
     return HostGroup(ranks, rank, timeout_s) if len(ranks) > 1 else None

@@ -1,5 +1,5 @@
-"""Run whose worker slots are in this process and thread: the same batches and states as from workers, without
-processes, sockets or threads.
+"""Run whose worker slots are in the training process and thread. Batches and states are the same as from workers, but
+no other processes, sockets or threads are needed.
 
     InProcessRun     the slots of all boxes (penstock.worker.runner.in_process_slot), each created when first needed
     InProcessReader  this box's batches, in the order of its position; each is made on request
@@ -8,8 +8,8 @@ A state covers all boxes (data-parallel ranks), and a slot's batches are a funct
 requested, the slots of other boxes are created here too. Their positions are computed on the assumption that the loops
 of all boxes take the same steps as the loop of this box, and leave an epoch after the same step.
 
-Only this module and embedded_daemons.py import penstock.worker; this module uses the worker's own slots and copies no
-code. `penstock.client.testing` is built on this module.
+Only this module and embedded_daemons.py import penstock.worker; this module runs the worker's own code for slots, so
+that code exists once. `Appliance(num_workers_per_box=0)` and `penstock.client.testing` are built on this module.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ from penstock.worker.runner.in_process_slot import InProcessSlot, MadeBatch
 __all__ = ["Fault", "InProcessReader", "InProcessRun"]
 
 HERE: Final = "this process"
-"""Name of this process, used in place of a worker's name in views, messages and figures."""
+"""Text shown in place of a worker's name in messages and statistics, because this process makes the batches."""
 STRUCTURES_KEPT: Final = 64
-"""Largest number of batch structures for which an assembler is kept."""
+"""Largest number of batch structures (nesting, keys and dtypes) for which an Assembler, which builds batches of one
+structure, is kept."""
 
 
 class Fault(Protocol):
@@ -65,14 +66,15 @@ class Fault(Protocol):
 
     @property
     def step(self) -> int:
-        """Absolute step of the fault, from 1. The fault happens once, before the batch of this step is delivered."""
+        """Step of the fault, from 1, counted over the whole life of the run. The fault happens once, before the batch
+        of this step is delivered."""
 
     def strike(self, reader: InProcessReader) -> None:
-        """Inject the fault. The training loop gets an error that this method raises."""
+        """Cause the fault. An error that this method raises is raised in the training loop."""
 
 
 class _Box:
-    """Position and slots of one box."""
+    """Box of an InProcessRun: the box's position, and its slots, which make its batches."""
 
     def __init__(self, number: int, start: BoxStart, slots: list[InProcessSlot], kept: int) -> None:
         self.number = number
@@ -82,7 +84,7 @@ class _Box:
         self._kept = kept
 
     def deliver(self, made: MadeBatch) -> None:
-        """Count a batch of the slot whose turn it is as delivered."""
+        """Count `made`, a batch of the slot whose turn it is, as delivered: advance the box's position by one step."""
         self.position.deliver(made.digest)
         self._at[self.position.step] = self.position.copy()
         if len(self._at) > self._kept:
@@ -101,14 +103,15 @@ class _Box:
         return self.position.exhaust()
 
     def abandon_epoch(self) -> None:
-        """Abandon the present epoch at the present position, and begin the next one."""
+        """Abandon the present epoch after the last delivered batch. The position and all slots move to the next
+        epoch."""
         for slot, total in zip(self.slots, self.position.total, strict=True):
             slot.leave(self.position.epoch, total)
         self.position.abandon_epoch()
 
     def go(self, step: int, last_epoch: int, abandoned: dict[int, int]) -> None:
-        """Make and count the batches of all steps up to `step`, like a loop that abandons epochs at `abandoned` (epoch
-        -> step) and opens no epoch after `last_epoch`."""
+        """Make the box's batches up to `step`, and count them as delivered, as a training loop would. The loop leaves
+        each epoch in `abandoned` after the step given there, and begins no epoch after `last_epoch`."""
         position = self.position
         while position.step < step and position.epoch <= last_epoch:
             if abandoned.get(position.epoch) == position.step and any(position.delivered):
@@ -122,15 +125,17 @@ class _Box:
                 self.exhaust(slot)
 
     def at(self, step: int) -> Position:
-        """Return the box's position right after a step; if the box took fewer steps, its last position."""
+        """Return the box's position right after a step, or the box's last position if the box took fewer steps. Raises
+        StateUnavailableError if the position is no longer kept (retention_steps)."""
         known = self._at.get(step)
         if known is not None:
             return known
-        if step >= self.position.step:  # its epoch was shorter than this box's
+        if step >= self.position.step:  # this box took fewer steps than the loop's box
             return next(reversed(self._at.values()), self.position)
         raise StateUnavailableError(
-            f"box {self.number}: the state of step {step} was dropped, because it is more than retention_steps old: "
-            "request a later step, or raise retention_steps"
+            f"box {self.number}: the state of step {step} is not kept any more, because more than retention_steps "
+            "batches were delivered since: request the state of a later step, or pass a larger "
+            "Appliance(retention_steps=)"
         )
 
 
@@ -139,12 +144,12 @@ class InProcessRun:
     penstock.client.stream.stream_interfaces.StreamRun.
 
     Args:
-        name: job and number of the loader within it, "job/ordinal".
-        box, num_boxes, num_workers_per_box: number of this box, number of boxes, slots of each box.
+        name: name of the run, JOB/N: the job's name, and the number of the loader in it.
+        box, num_boxes, num_workers_per_box: number of this box, from 0; number of boxes; number of slots of each box.
         options: options of the loader.
-        opening: the loader's code, seed and start.
+        opening: the loader's code, and the position and state from which the run starts.
         seed: seed of the run.
-        on_closed: called when the run is closed.
+        on_closed: function that is called with the run when the run is closed.
     """
 
     def __init__(
@@ -167,16 +172,16 @@ class InProcessRun:
         self.abandoned = False
         self.away_since: float | None = None
         self.lock = threading.RLock()
-        """Lock of process-wide state, such as random generators. A thread that runs a slot's user code holds it, so
-        slots run one at a time."""
+        """Lock of what all slots share in this process, such as random generators. A thread that runs a slot's user
+        code holds the lock, so slots run one at a time."""
         self.last_epoch = 0
-        """Number of the latest epoch that this box's loop has opened."""
+        """Number of the latest epoch that the slots may begin, as the training loop of this box has allowed."""
         self.abandoned_epochs: dict[int, int] = {}
-        """Epoch -> step after which this box's loop abandoned it."""
+        """Last step of each epoch that the training loop of this box left by `break`, by the number of the epoch."""
         self._opening, self._options, self._on_closed = opening, options, on_closed
         self._boxes: dict[int, _Box] = {}
         self.failures: dict[int, PenstockError] = {}
-        """Slots of this box whose loader could not be made -> the error."""
+        """Errors of the slots of this box whose loaders could not be made, by the number of the slot."""
         self._closed = False
         self._owner = OwnerProcess()
 
@@ -186,15 +191,16 @@ class InProcessRun:
 
     @property
     def num_workers(self) -> int:
-        """Number of workers of all boxes."""
+        """Number of slots of all boxes together."""
         return self.num_boxes * self.num_slots
 
     def check(self) -> None:
-        """Raise ForkedProcessError in a forked child."""
+        """Raise ForkedProcessError in a fork of the process that opened the run, because only that process can use the
+        run."""
         self._owner.check(f"run {self.name}, box {self.box}")
 
     def box_of(self, number: int) -> _Box:
-        """Return the box with this number, which is created at its first use."""
+        """Return the box with this number. The first call for a box creates the box and its slots."""
         if number not in self._boxes:
             start = self._opening.start_of(number)
             slots = [self._slot(number, slot, start) for slot in range(self.num_slots)]
@@ -219,7 +225,7 @@ class InProcessRun:
         return InProcessSlot(assignment, self._opening.make, start.blob, noted=self._options.retention_steps + 2)
 
     def prepare(self) -> None:
-        """Create the loaders of this box's slots. The error of a loader is raised later, when a batch of its slot is
+        """Create the loader of each slot of this box. An error of a loader is raised later, when a batch of its slot is
         due."""
         for view, slot in zip(self.views, self.box_of(self.box).slots, strict=True):
             if view.phase in (pb.READY, pb.FAILED):
@@ -307,10 +313,11 @@ class InProcessReader:
 
     Args:
         run: run of the batches.
-        label: name of the loader, for messages.
-        device: device on which the tensors of batches arrive; "" or "cpu": each batch has memory of its own on the CPU.
-        timeout_s: deadline of a batch, for injected delays.
-        faults: faults to inject into the run, with their steps.
+        label: name of the loader, shown in messages.
+        device: name of the device on which the tensors of batches arrive. "" and "cpu" both mean the CPU, where each
+            batch has memory of its own.
+        timeout_s: deadline of each batch in seconds, for the delay of a SlowBatch.
+        faults: faults to inject into the run, each at its step.
     """
 
     def __init__(
@@ -339,13 +346,13 @@ class InProcessReader:
 
     @property
     def label(self) -> str:
-        """Name of the loader, for messages."""
+        """Name of the loader, shown in messages."""
         return self._label
 
     # ---- the stream
 
     def next(self) -> Any:
-        """Make and return the next batch, or return EPOCH_ENDED.
+        """Make and return the next batch. Return EPOCH_ENDED at the end of an epoch.
 
         Raises:
             PenstockError: the input failed; all batches before it were delivered.
@@ -356,7 +363,8 @@ class InProcessReader:
             raise run.error
         if run.closed:
             raise PenstockError(
-                f"{self._label}: the appliance was closed while the loop was running: close it after the loop"
+                f"{self._label}: the Appliance was closed inside the loop over this loader: close the Appliance after "
+                "the loop"
             )
         began = time.monotonic()
         with run.lock:
@@ -421,8 +429,8 @@ class InProcessReader:
     # ---- errors and faults
 
     def failed(self, error: PenstockError) -> PenstockError:
-        """End the run with an error of the slot whose turn it is. Return the error with worker, box, slot and step
-        added."""
+        """End the run, because the slot whose turn it is failed with `error`. Return the error with worker, box, slot
+        and step added to its message."""
         position, run = self.position, self._run
         run.error = placed(error, HERE, run.box, position.turn, position.step + 1)
         # the cause has this process's own traceback, which Python prints with the error
@@ -448,20 +456,20 @@ class InProcessReader:
         return self._box.slots[self.position.turn]
 
     def delay(self, seconds: float) -> None:
-        """Delay the next batch by this time. Raises DeadlineError once `timeout_s` has passed; the loop may then
-        continue."""
+        """Delay the next batch by `seconds`. Raises DeadlineError once `timeout_s` has passed. The run stays open, so
+        that the loop can request the batch again."""
         time.sleep(min(seconds, self._timeout_s))
         if seconds >= self._timeout_s:
             position, run = self.position, self._run
             raise DeadlineError(
                 f"{self._label}: box {run.box} waited timeout_s={self._timeout_s:g} s for step {position.step + 1} "
-                f"from worker slot {position.turn} on worker {HERE}, whose next batch has not come: raise timeout_s, "
-                "or make input_fn faster"
+                f"from worker slot {position.turn} on worker {HERE}, and its batch has not come: pass a larger "
+                "Appliance(timeout_s=), or make input_fn faster"
             )
 
     def replace_worker(self, why: str) -> None:
-        """Replace the slot whose turn it is, as if its worker had been lost. The new slot resumes at the same
-        position. `why`: reason, for the warning."""
+        """Act as if the worker of the slot whose turn it is had been lost: drop the slot's loader, and resume the slot
+        at the same position with a new one. `why`: reason to show in the warning."""
         run, slot = self._run, self.position.turn
         self.due.lose()
         run.views[slot].restarts += 1
@@ -477,7 +485,7 @@ class InProcessReader:
         self._run.last_epoch = max(self._run.last_epoch, limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """No-op: states are not prepared ahead."""
+        """No-op: slots in this process give their states at any step, without an announcement."""
         return None
 
     def abandon_epoch(self) -> None:
@@ -503,4 +511,4 @@ class InProcessReader:
         return self.position.to_proto()
 
     def close(self) -> None:
-        """No-op: batches have memory of their own."""
+        """No-op: there are no lanes to close, and each batch has memory of its own."""

@@ -7,7 +7,8 @@ A job that already exports metrics registers `collector()` in addition:
 A job that exports no metrics yet passes `Appliance(http="127.0.0.1:9400")`, or sets PENSTOCK_HTTP. This starts a small
 server, which runs until the process ends. All appliances of a process share one server.
 
-A scrape reads, on its own thread, figures that the loop keeps anyway, so a scrape costs the loop nothing.
+A scrape (a request by Prometheus) runs on a thread of its own and reads only figures that the training loop keeps
+anyway, so a scrape costs the loop nothing.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _log = logging.getLogger("penstock.client")
 
 
 def collector() -> Collector:
-    """Return a collector for a registry of prometheus-client, which reads all loaders and checkpointers of this process
-    at each scrape. Register one collector per process. Raises InvalidArgumentError if prometheus-client is not
-    installed."""
+    """Return a collector to register with a registry of prometheus-client. At each scrape the collector reads all
+    loaders and checkpointers of this process, so register only one in a process. Raises InvalidArgumentError if
+    prometheus-client is not installed."""
     require_prometheus()
     return Collector(_readings)
 
@@ -132,23 +133,23 @@ class _Server:
 
     lock = threading.Lock()
     web: WebServer | None = None
-    """Server; None before its start."""
+    """Metrics server of this process; None before the server is started."""
     listen = ""
-    """Address at which the server was requested to listen."""
+    """Address "host:port" that was passed to open_web() when the server was started; "" before that."""
 
 
 def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
-    """Return the URL of this process's metrics page. Start the metrics server if none runs yet.
+    """Start this process's metrics server, unless it runs already. Return the URL of its metrics page.
 
     Args:
         listen: "host:port". Ranks that torchrun starts on one host share this value: each takes port + its local rank.
             Port 0: a free port.
-        local_rank: rank among the processes of this host.
-        tokens: credential tokens, one of which readers from other machines must send; ignored on loopback.
+        local_rank: number of this process among the ranks of this host, from 0.
+        tokens: credential tokens. A reader on another machine must send one of them. On loopback no token is needed.
         tls: certificate and key of the server; None: no TLS.
 
     Raises:
-        InvalidArgumentError: listen is not an address, or differs from the address of the running server;
+        InvalidArgumentError: `listen` is not an address, or is not the address of the server that runs already;
             prometheus-client is not installed.
         PortTakenError: another process uses the port.
         UnsafeBindError: the address is not loopback, and there is no certificate.
@@ -160,8 +161,8 @@ def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
             _log.info("this process serves its metrics at %s/metrics", _Server.web.url)
         elif listen != _Server.listen:
             raise InvalidArgumentError(
-                f"http must be {_Server.listen!r}, where this process already serves its metrics, got {listen!r}: one "
-                "server shows all appliances of a process. Pass the same address, or none"
+                f"Appliance(http=) must be {_Server.listen!r}, where this process already serves its metrics, got "
+                f"{listen!r}: one server shows all appliances of a process. Pass the same address, or leave http out"
             )
         return f"{_Server.web.url}/metrics"
 
@@ -180,7 +181,7 @@ def _opened(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> WebSe
         return WebServer(f"{host}:{port}", routes, tokens=tokens, tls=None if is_local(listen) else tls)
     except PortTakenError as error:
         raise PortTakenError(
-            f"Appliance(http={listen!r}): port {port} of {host} is in use. Each process of a host needs its own port: "
-            "processes that torchrun starts take PORT + LOCAL_RANK. Give other processes different ports "
-            "(PENSTOCK_HTTP), or port 0 for a free port, which Appliance.metrics_url shows"
+            f"Appliance(http={listen!r}): port {port} of {host} is in use. Each process of a host needs a port of its "
+            "own; under torchrun a process takes PORT + LOCAL_RANK. Pass another port to http= or PENSTOCK_HTTP, or "
+            "port 0 for any free port, which Appliance.metrics_url shows"
         ) from error

@@ -4,9 +4,9 @@
                                                        ├── taken_over ──> input_fn and its arguments
     wrap(torch_loader) ────────────────────────────────┘
 
-Arguments that control how torch makes batches ahead (`num_workers`, `pin_memory`, `prefetch_factor`, ...) have no
-meaning here and are ignored. An argument that requests an order of samples which Penstock cannot reproduce is refused
-with an error.
+Arguments that control how torch makes batches ahead (`num_workers`, `pin_memory`, `prefetch_factor`, ...) are ignored,
+because Penstock's workers make the batches. An argument is refused with an error if Penstock cannot reproduce the order
+of samples that it requests, such as a sampler of the user's own class.
 """
 
 from __future__ import annotations
@@ -46,17 +46,20 @@ Appliance(device=) pins memory."""
 
 @dataclass(frozen=True)
 class TakenOver:
-    """Function input_fn that makes the batches of a torch DataLoader, and its arguments."""
+    """input_fn that returns a loader of the batches of a torch DataLoader, and the arguments to call this input_fn
+    with."""
 
     input_fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     replay: bool
-    """True if the loader has no state methods, so that states are restored by replay from the start of the epoch."""
+    """True if the loader that input_fn returns has no state methods, so that its states are restored by a replay of the
+    epoch."""
 
 
 def taken_over(thing: Any, *args: Any, **kwargs: Any) -> TakenOver:
-    """Return the input_fn for a torch DataLoader, or for a dataset and torch's arguments.
+    """Return the input_fn that replaces a torch DataLoader. `thing`: the torch DataLoader; or a dataset, with the other
+    arguments of torch's DataLoader in `args` and `kwargs`.
 
     Raises:
         TypeError: `thing` is neither a torch DataLoader nor a dataset.
@@ -91,8 +94,9 @@ def _from_arguments(
     generator: torch.Generator | None = None,
     **ahead: Any,
 ) -> TakenOver:
-    """Return the input_fn for torch's arguments. `num_workers` and the other arguments in `_AHEAD` have no effect. The
-    initial seed of a `generator` becomes the seed of the order; without a generator the run's seed is used.
+    """Return the input_fn for a dataset and the arguments of torch's DataLoader, which have torch's names and defaults.
+    Those in `_AHEAD`, such as `num_workers`, have no effect. The initial seed of `generator` is the seed of a shuffled
+    order; without a generator the run's seed is.
 
     Raises:
         InvalidArgumentError: Penstock cannot reproduce the effect of an argument; the error names the argument.
@@ -102,7 +106,10 @@ def _from_arguments(
         raise _refused("in_order", False, "batches always come in order, so that a position is exact. Leave it out")
     unknown = ahead.keys() - _AHEAD
     if unknown:
-        raise TypeError(f"neither torch's DataLoader nor Penstock's has an argument {min(unknown)!r}: leave it out")
+        raise TypeError(
+            f"neither torch's DataLoader nor Penstock's has an argument {min(unknown)!r}: check its spelling, or leave "
+            "it out"
+        )
     if batch_sampler is not None:
         raise _refused("batch_sampler", batch_sampler, _INPUT_FN)
     if isinstance(dataset, IterableDataset):
@@ -139,13 +146,15 @@ _INPUT_FN = (
 class _Order:
     shuffle: bool
     indices: Sequence[int] | None = None
-    """Indices of the dataset's samples that are read, in this order before shuffling; None: all samples."""
+    """Indices of the samples to read, in the order of reading if `shuffle` is False; None: all samples of the
+    dataset."""
     num_samples: int | None = None
-    """Number of samples in an epoch; None: one for each index."""
+    """Number of samples in an epoch; None: each index is read once."""
 
 
 def _ordered_by(sampler: Any) -> _Order:
-    """Return the order of a sampler of torch's own classes. Raises InvalidArgumentError for other samplers."""
+    """Return the order in which a sampler yields indices. Raises InvalidArgumentError for a sampler that is not of
+    torch's own classes, or draws with replacement."""
     if type(sampler) is SequentialSampler:
         return _Order(shuffle=False)
     if type(sampler) is RandomSampler and not sampler.replacement:

@@ -114,8 +114,8 @@ __all__ = [
 
 
 class PenstockError(Exception):
-    """Base class of all errors of Penstock. `remote_traceback`: traceback in the other process as text; "" for a local
-    error."""
+    """Base class of all errors of Penstock. `remote_traceback`: traceback in the process that raised the error, as
+    text; "" if that is this process."""
 
     def __init__(self, message: str = "", *, remote_traceback: str = "") -> None:
         super().__init__(message)
@@ -143,7 +143,7 @@ class PortTakenError(PenstockError, OSError):
 
 
 class ForkedProcessError(PenstockError, RuntimeError):
-    """Error for the use of an object in a forked child of the process that made it. The message names both
+    """Error for the use of an object in another process than that which made it: a forked child. The message names both
     processes."""
 
 
@@ -182,8 +182,8 @@ class DatasetError(PenstockError):
 
 
 class ShardCorruptError(DatasetError):
-    """Error for a shard (file of a dataset) whose size, hash or content does not match the index. The message names the
-    file, the expected and the found value."""
+    """Error for a shard (one file of a dataset) whose size, hash or content does not match the index. The message names
+    the file, the expected and the found value."""
 
 
 class ShardUnavailableError(DatasetError):
@@ -209,7 +209,8 @@ class StateMismatchError(PenstockError):
 
 
 class StateUnavailableError(PenstockError, RuntimeError):
-    """Error for a step for which no state is available. The message names the available steps."""
+    """Error for a request for a state at a step that was not delivered, or is kept no longer. The message names the
+    available steps."""
 
 
 class NotRestartableError(PenstockError, RuntimeError):
@@ -240,8 +241,8 @@ class InputFnError(PenstockError):
 
 
 class MemoryLimitError(PenstockError):
-    """Error for a runner (process that runs the loader) that takes more memory than its worker allows, as its
-    replacement does. The message names both amounts and the remedy."""
+    """Error for a runner (process that runs the loader) that needs more memory than its worker allows, as did the
+    runner before it. The message names both amounts and the remedy."""
 
 
 class InputFnNotFoundError(PenstockError):
@@ -265,11 +266,11 @@ class BoxOutOfRangeError(PenstockError, ValueError):
 
 
 class BoxTakenError(PenstockError):
-    """Error for a box (data-parallel rank) of this launch that another live process already has."""
+    """Error for a box (data-parallel rank) that another live process of this launch already holds."""
 
 
 class SupersededError(PenstockError):
-    """Error for messages of an attempt (launch of a job) or of a slot's generation that was closed, or that a newer one
+    """Error for a call of an attempt (launch of a job) or of a slot's generation that was closed, or that a newer one
     has replaced."""
 
 
@@ -300,11 +301,11 @@ class CoordinatorUnavailableError(PenstockError, ConnectionError):
 
 
 class OverloadedError(CoordinatorUnavailableError):
-    """Error if the coordinator gets too many requests at a time. The call changed nothing. Repeat the call after
+    """Error if the coordinator gets too many requests at a time. The call has changed nothing; repeat it after
     `retry_after_s`."""
 
     LONGEST_S = 60.0
-    """Largest number of seconds to wait that is accepted from a peer."""
+    """Largest value of `retry_after_s` that is accepted from a peer, in seconds."""
     retry_after_s: float = 1.0
     """Seconds to wait before the call is repeated."""
 
@@ -314,11 +315,11 @@ class DeadlineError(PenstockError, TimeoutError):
 
 
 class NoWorkersError(DeadlineError):
-    """Error for worker slots that no worker took in time. The message states their number."""
+    """Error for slots that no worker has taken in time. The message states their number."""
 
 
 class WorkerLostError(PenstockError):
-    """Error if a worker died and its slot could not be recovered."""
+    """Error if workers or runners of a slot died and the slot could not be recovered."""
 
 
 class LaneClosedError(PenstockError):
@@ -326,11 +327,11 @@ class LaneClosedError(PenstockError):
 
 
 class LaneLostError(PenstockError, ConnectionError):
-    """Error if the other end of a lane (connection that carries batches) is gone without a CLOSE frame."""
+    """Error if the other end of a lane (connection that carries batches) is gone without having closed it."""
 
 
 class ProtocolError(PenstockError):
-    """Error for invalid bytes from another process."""
+    """Error for bytes from another process that Penstock would not have sent."""
 
 
 SAME_RELEASE = "Run the same release of Penstock at both ends"
@@ -338,14 +339,14 @@ SAME_RELEASE = "Run the same release of Penstock at both ends"
 
 
 def malformed(what: str) -> ProtocolError:
-    """Return a ProtocolError with the remedy SAME_RELEASE. Raise a ProtocolError with another remedy directly. what:
-    sentence about the invalid bytes, without a full stop."""
+    """Return a ProtocolError with the remedy SAME_RELEASE. `what`: sentence about the invalid bytes, without a full
+    stop. For another remedy raise a ProtocolError directly."""
     return ProtocolError(f"{what}. {SAME_RELEASE}")
 
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """Row of the catalogue of errors."""
+    """Entry of the catalogue of errors: how an error is sent by gRPC."""
 
     error: type[PenstockError]
     status: str
@@ -408,8 +409,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
 
 
 def error_named(name: str, message: str, remote_traceback: str = "") -> PenstockError:
-    """Return an error of the class with this name, which a peer sent. For an unknown name (of a newer peer) return a
-    PenstockError whose message contains the name."""
+    """Return an error that a peer sent, as an instance of the class `name`. For a name that this release does not know,
+    return a PenstockError whose message contains the name."""
     entry = CATALOGUE.get(name)
     if entry is None:
         return PenstockError(f"{name}: {message}", remote_traceback=remote_traceback)

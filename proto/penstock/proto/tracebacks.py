@@ -1,4 +1,4 @@
-"""Shortened tracebacks for users, which show the frames of their own code and fold those of Penstock.
+"""Shortened tracebacks for users. They show the frames of the users' own code, and fold those of Penstock.
 
 Consecutive frames of Penstock become one line, or none at the outer end. If the innermost frames are Penstock's, they
 are shown in full, because the error is then Penstock's own. The stacks that faulthandler writes, which begin with the
@@ -29,7 +29,7 @@ def _is_penstock(filename: str) -> bool:
 
 
 def format_remote(error: BaseException) -> str:
-    """Return the traceback text to send with an error: the remote traceback that the error has already, followed by the
+    """Return the traceback text that is sent with an error: the remote traceback that the error already has, then the
     traceback in this process. Frames of Penstock are folded."""
     whole = traceback.TracebackException.from_exception(error)
     for one in _chain(whole):
@@ -38,7 +38,7 @@ def format_remote(error: BaseException) -> str:
 
 
 def _chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """Yield the error, its causes and contexts, and the members of exception groups."""
+    """Yield an error, its causes and contexts, and the members of exception groups among them."""
     waiting: list[traceback.TracebackException | None] = [error]
     while waiting:
         one = waiting.pop()
@@ -48,7 +48,7 @@ def _chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackE
 
 
 class _FoldedStack(traceback.StackSummary):
-    """Stack of a traceback, outermost frame first, that is formatted with Penstock's frames folded."""
+    """Stack of a traceback, outermost frame first. Its text has Penstock's frames folded."""
 
     def format(self, **options: Any) -> list[str]:  # 3.13 has options
         runs = [(ours, list(frames)) for ours, frames in groupby(self, key=lambda frame: _is_penstock(frame.filename))]
@@ -62,8 +62,8 @@ class _FoldedStack(traceback.StackSummary):
 
 
 def fold_stack(text: str) -> str:
-    """Return a text of faulthandler with Penstock's frames folded, and none at the outer end. In each thread the
-    innermost frames are kept. The only thread has no title."""
+    """Return a text of faulthandler with Penstock's frames folded; those at the outer end are left out. In each thread
+    the innermost frames are kept. If there is only one thread, its title is left out."""
     lines: list[str] = []
     innermost = True
     groups = [(ours, list(frames)) for ours, frames in groupby(_untitled(text.splitlines()), key=_kind)]
@@ -77,14 +77,14 @@ def fold_stack(text: str) -> str:
 
 
 def _untitled(lines: list[str]) -> list[str]:
-    """Return the lines of a text of faulthandler without the title of its only thread."""
+    """Return the lines of a text of faulthandler, without the title of the thread if there is only one thread."""
     titles = [line for line in lines if _THREAD.fullmatch(line)]
     return lines if len(titles) != 1 else [line for line in lines if line and line not in titles]
 
 
 def stack_in_a_line(folded: str) -> str:
-    """Return the frames of the first thread in a text of `fold_stack` as one line, the innermost first; "" if it has
-    none."""
+    """Return the frames of the first thread in a result of `fold_stack` as one line, the innermost frame first; "" if
+    it has no frames."""
     frames: list[str] = []
     for line in folded.splitlines():
         found = _STACK_FRAME.fullmatch(line)
@@ -96,8 +96,8 @@ def stack_in_a_line(folded: str) -> str:
 
 
 def _kind(line: str) -> bool | None:
-    """Return whether a line is a frame of Penstock; None if it is not a frame. The interpreter's own entry counts as
-    Penstock's: `<string>`, which starts the fork server."""
+    """Return whether a line of a text of faulthandler is a frame of Penstock; None if it is no frame. The interpreter's
+    own entry, `<string>`, which starts the fork server, counts as Penstock's."""
     frame = _STACK_FRAME.match(line)
     return None if frame is None else _is_penstock(frame["file"]) or frame["file"] == "<string>"
 
@@ -108,7 +108,8 @@ def _folded(frames: Iterable[Any]) -> str:
 
 
 def warn_user(message: str) -> None:
-    """Issue a UserWarning that names a line of the user's code: that of the innermost frame that is not Penstock's."""
+    """Issue a UserWarning at the innermost line that is not in Penstock's code, so that it names a line of the user's
+    code."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_penstock(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1

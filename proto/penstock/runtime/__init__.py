@@ -1,2 +1,2 @@
-"""Parts that every Penstock process uses: settings, telemetry, processes, files. Nothing here is part of the wire
-protocol."""
+"""Parts that every process of Penstock uses: settings, telemetry, processes, files. Nothing here is part of the
+protocol between processes."""

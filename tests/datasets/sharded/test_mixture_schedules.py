@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from all_workers import AllWorkers
-from given_shards import Given, again, first
+from given_shards import Given, first
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from layer_stacks import changes_of, schedule, weights_of
 from tests.datasets.sharded.test_mixture import worst
 from tests.datasets.sharded.test_mixture_tokens import within_one_document
 
@@ -21,18 +21,7 @@ from penstock.data.sharded.layers.mixture_schedule import segments_of
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 from penstock.proto.state.counts import by_source
 
-WEIGHTS = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
-CHANGES = st.lists(st.tuples(st.integers(1, 60), WEIGHTS, st.integers(0, 60)), max_size=4)
-"""For each change: samples since the one before, weights, and length of the ramp; 0: none."""
-
-
-def schedule(begin: list[int], changes: Sequence[tuple[int, list[int], int]]) -> Schedule:
-    found: dict[int, Any] = {0: begin}
-    position = before = 0
-    for gap, weights, over in changes:
-        position += gap + before
-        found[position], before = Ramp(weights, over) if over else weights, over
-    return Schedule(found)
+WEIGHTS, CHANGES = weights_of(3), changes_of(3)
 
 
 def order(weights: Any, count: int, sources: int = 3) -> np.ndarray[Any, Any]:
@@ -104,8 +93,9 @@ def test_one_segment_is_constant_weights() -> None:
 
 
 def test_positions_may_be_steps() -> None:
-    steps = Schedule({0: [1, 0, 0], 3: Ramp([0, 0, 1], 2), 9: [0, 1, 0]}, rows_per_step=50)
-    rows = Schedule({0: [1, 0, 0], 150: Ramp([0, 0, 1], 100), 450: [0, 1, 0]})
+    """Also where a ramp ends at the next position."""
+    steps = Schedule({0: [1, 0, 0], 3: Ramp([0, 0, 1], 2), 5: [0, 1, 0]}, rows_per_step=50)
+    rows = Schedule({0: [1, 0, 0], 150: Ramp([0, 0, 1], 100), 250: [0, 1, 0]})
     assert mixed(steps).described() == mixed(rows).described()
 
 
@@ -153,53 +143,6 @@ def test_ramps_of_many_sources_meet_deadlines() -> None:
 
 
 # ---- topologies and resumes
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    WEIGHTS,
-    CHANGES,
-    st.sampled_from(["samples", "tokens"]),
-    st.booleans(),
-    st.lists(
-        st.tuples(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 1)]), st.integers(0, 9), st.booleans()),
-        max_size=4,
-    ),
-)
-def test_any_topology_reads_the_same_rows(
-    begin: list[int], changes: Any, by: Any, nested: bool, chain: list[tuple[Any, int, bool]]
-) -> None:
-    def made() -> ShardLoader:
-        source: Any = mixed(schedule(begin, changes), by)
-        if nested:
-            source = Mixture([source, mixed([1, 1, 1])], schedule([1, 2], [(20, [2, 1], 20)]), by=by)
-        return ShardLoader(source, global_batch_size=12, block=12, partitions=2, seed=3, collate_fn=list)
-
-    fleet = AllWorkers(made, (1, 1))
-    expected = AllWorkers(made, (1, 1)).take(sum(steps for _, steps, _ in chain))
-    got = []
-    for topology, steps, loses in chain:
-        fleet = AllWorkers(made, topology, fleet)
-        got += fleet.take(steps)
-        if loses and steps:
-            fleet.lose(steps % len(fleet.workers))
-    assert got == expected
-
-
-@settings(max_examples=12, deadline=None)
-@given(WEIGHTS, CHANGES, st.sampled_from(["samples", "tokens"]), st.integers(0, 90), st.integers(0, 60))
-def test_cursor_resumes_at_its_saved_position(begin: list[int], changes: Any, by: Any, at: int, more: int) -> None:
-    source = mixed(schedule(begin, changes), by, shards=2)
-    samples = first(source, 160)
-    cursor = source.open(0, 0, 1)
-    assert cursor.skip(at) == at
-    stepped = source.open(0, 0, 1)
-    for _ in range(at):
-        next(stepped)
-    assert stepped.saved_position() == cursor.saved_position()
-    cursor = again(source, cursor)
-    assert cursor.skip(more) == more
-    assert next(cursor) == samples[at + more]
 
 
 # ---- other weights after a resume

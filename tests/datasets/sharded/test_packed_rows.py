@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from all_workers import AllWorkers
 from given_shards import Given, again, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from torch.utils.data import default_collate
 from penstock.data import Chunked, Packed, Repeated, ShardLoader, collate_packed
 from penstock.data.sharded import shard_loader
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-from penstock.proto.state.codec import encode_state
 
 ALL: Any = {"labels": True, "positions": True, "segments": True, "cu_seqlens": True, "payload": ["weight"]}
 PAD = -9
@@ -162,30 +160,6 @@ def test_pieces_are_joined(sizes: list[int], length: int, piece: int, repeated: 
         assert row["labels"][-1] in (-100, expected["labels"][-1])
         for name in ("tokens", "positions", "segments", "cu_seqlens"):
             assert torch.equal(row[name], expected[name])
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda source: Packed(source, length=11, loss_mask="learn", **ALL),
-        lambda source: Packed(source, length=15, pad=PAD, split=False, window=5, dtype="int32", **ALL),
-    ],
-    ids=["in order", "best fit"],
-)
-def test_other_boxes_and_workers_resume(make: Callable[[Any], Any]) -> None:
-    """Batches of one worker, and of other topologies to which the run moves in the middle of a line and a window."""
-    shards = [column_documents([(7 * at + shard) % 15 for at in range(25)], 1000 * shard) for shard in range(6)]
-
-    def loader() -> ShardLoader:
-        source = make(Repeated(Given(shards, shuffled=True)))
-        return ShardLoader(source, global_batch_size=6, seed=1, collate_fn=list)
-
-    expected = [encode_state(batch) for batch in AllWorkers(loader, (1, 1)).take(8)]
-    run, found = None, []
-    for topology, steps in (((1, 2), 2), ((3, 1), 3), ((2, 3), 3)):
-        run = AllWorkers(loader, topology, run)
-        found += [encode_state(batch) for batch in run.take(steps)]
-    assert found == expected
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -19,6 +19,7 @@ from simulated.truth import Truth
 from simulated.virtual import Process, World
 from simulated.worker import AWAY, CALL_S, HOLD_S, Take
 
+from penstock.client.states.epoch_starts import EpochStarts
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
 from penstock.proto.rpc.bounds.reply_parts import StateParts
 from penstock.proto.rpc.calls import FetchedState, blob_name, blob_parts
@@ -62,6 +63,7 @@ class Box:
         self._pass_ended = False
         self._lease_s = 0.0
         self._commit_mark = b""
+        self._epoch_starts = EpochStarts()
         self._views: dict[int, pb.SlotView] = {}
         self._lost_lanes: dict[int, tuple[int, int]] = {}
         """Slot -> generation and tries in vain, of workers that cannot be reached."""
@@ -151,13 +153,15 @@ class Box:
         for slot, (generation, tries) in self._lost_lanes.items():
             if tries > 1:
                 request.unreachable.add(slot=slot, generation=generation, why="cut off")
+        self._epoch_starts.put_into(request)
         return request
 
     async def _watch(self) -> None:
         seen, backoff, hold_s = 0, 0.1, HOLD_S
         while True:
             try:
-                reply = await self._call("WatchRun", self._progress(seen, hold_s), hold_s + CALL_S)
+                request = self._progress(seen, hold_s)
+                reply = await self._call("WatchRun", request, hold_s + CALL_S)
             except AWAY:
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, 2.0)
@@ -166,6 +170,7 @@ class Box:
                 self._end(f"{type(error).__name__}: {error.message}")
                 self.process.kill()
                 return
+            self._epoch_starts.answered(request, reply)
             backoff, hold_s, self._lease_s = 0.1, reply.heartbeat_s, reply.lease_s
             self._commit_mark = reply.commit_mark
             if seen != reply.version:
@@ -238,10 +243,12 @@ class Box:
             if at.step in plan.abandoned and any(at.delivered):
                 self._abandoned.append((at.epoch, at.step))
                 at.abandon_epoch()
+                self._epoch_starts.add(at)
                 self._open_epoch(at)
                 await self._report()  # or a state asked for by another box would take the epoch for going on
             if not await self._take(at):
                 if at.exhaust():
+                    self._epoch_starts.add(at)
                     self._open_epoch(at)
                 continue
             at.deliver()

@@ -129,7 +129,7 @@ _MODULES = {
     "megatron_blend": "sharded.blends.megatron_blend",
     "merge_index": "writing.merge_index",
 }
-"""Module below this package that has each name."""
+"""Public name -> module, relative to this package, in which it is defined."""
 
 if not TYPE_CHECKING:  # type checkers would take any name for one of this package
 

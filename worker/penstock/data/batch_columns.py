@@ -32,17 +32,18 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 Values = Array | list[Any]
-"""Values of a column in a batch's rows: a writable array of its own, shape (rows, ...), with the dtype of the tensor
-that default_collate makes of the rows' values; or the list of the rows' values. Arrays in a list may be views."""
+"""Values of one column in the rows of a batch: either an array that the caller may change, shape (rows, ...), with the
+dtype of the tensor that default_collate makes of the rows' values; or the list of the rows' values. Arrays in a list
+may be views."""
 
 Columns = dict[str, Values]
-"""Columns of a batch, in the order of a sample's values."""
+"""Columns of a batch: name -> values, in the order of the columns in a sample."""
 
 LARGEST_INT = np.iinfo(np.int64).max
 
 
 ROW_METHODS = ("__getitem__", "__getitems__", "get_many")
-"""Methods of a dataset that return samples."""
+"""Names of a dataset's methods that return samples."""
 
 
 class ColumnSource:
@@ -50,7 +51,8 @@ class ColumnSource:
 
     def get_columns(self, samples: Ints) -> Columns | None:
         """Return the columns of the samples with these numbers, which are in range. Return None if the samples must be
-        read by row: their columns differ, or a sample cannot be read, which the error of reading by row then names.
+        read by row: because they have different columns, or because one cannot be read. (Reading by row names that
+        sample in its error.)
 
         Raises ShardUnavailableError, and other errors that concern a whole file, as reading by row does.
         """
@@ -58,7 +60,8 @@ class ColumnSource:
 
 
 def makes_all_samples(dataset: Any) -> bool:
-    """Return True if a dataset is a ColumnSource, and no subclass makes samples in a method of its own."""
+    """Return True if a dataset is a ColumnSource whose samples all have the values in its columns: no subclass makes
+    samples in a method of its own."""
     if not isinstance(dataset, ColumnSource):
         return False
     own = type(dataset)
@@ -67,8 +70,8 @@ def makes_all_samples(dataset: Any) -> bool:
 
 
 def as_python_numbers(values: Array) -> Values:
-    """Return integers or floats in the dtype of the tensor that default_collate makes of the same numbers as Python's
-    int or float. Numbers that are too large for it come as a list."""
+    """Return integers or floats with the dtype of the tensor that default_collate makes of the same numbers as Python's
+    int or float. Return a list if a number is too large for that dtype."""
     if values.dtype.kind == "f":
         return values.astype(np.float64)
     if values.dtype == np.uint64 and values.max() > LARGEST_INT:
@@ -77,8 +80,8 @@ def as_python_numbers(values: Array) -> Values:
 
 
 def stacked_slices(values: Array, begins: Ints, size: int) -> Array:
-    """Return the slices of `size` values that begin at `begins`, shape (slices, size), as a copy. The slices must lie
-    in `values`, which is one-dimensional and contiguous."""
+    """Return slices of `size` values of the array, which begin at the indexes `begins`, as a copy; shape (slices,
+    size). The array must be one-dimensional and contiguous, and contain the slices."""
     count = len(begins)
     first = int(begins[0])
     if not size:
@@ -91,8 +94,8 @@ def stacked_slices(values: Array, begins: Ints, size: int) -> Array:
 
 
 def stacked(rows: list[Any]) -> Array | None:
-    """Return numbers or arrays of numbers as one array, shape (rows, ...); None for values of other or several types,
-    shapes or dtypes, and for numbers that are too large."""
+    """Return the rows' values as one array, shape (rows, ...), if they are numbers or arrays of numbers. Return None
+    for values of other or several types, shapes or dtypes, and for numbers that are too large."""
     first, kinds = rows[0], set(map(type, rows))
     if kinds == {int}:
         with contextlib.suppress(OverflowError):
@@ -107,7 +110,7 @@ def stacked(rows: list[Any]) -> Array | None:
 
 
 def by_number(numbers: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yield (number, places of this number) for each different number, in ascending order."""
+    """Yield (number, indexes at which it occurs) for each different number in the array, in ascending order."""
     if not len(numbers):
         return
     if (numbers == numbers[0]).all():
@@ -121,9 +124,9 @@ def by_number(numbers: Ints) -> Iterator[tuple[int, Ints]]:
 
 
 def joined(count: int, parts: Sequence[tuple[Ints, Columns]]) -> Columns | None:
-    """Return the columns of `count` rows from parts (places of its rows, columns of these rows) that hold all rows; the
-    rows of a single part are in their order. None if the parts have different columns, or the same ones in another
-    order."""
+    """Return the columns of `count` rows, joined from parts that together hold all rows. A part is (indexes of its rows
+    among all, columns of its rows); a single part has its rows in order. Return None if the parts have different
+    columns, or the same ones in another order."""
     columns = parts[0][1]
     if len(parts) == 1:
         return columns
@@ -134,7 +137,8 @@ def joined(count: int, parts: Sequence[tuple[Ints, Columns]]) -> Columns | None:
 
 
 def placed(count: int, parts: Sequence[tuple[Ints, Values]]) -> Values:
-    """Return the values of `count` rows from parts (places of its rows, values of these rows) that hold all rows."""
+    """Return the values of a column in `count` rows, joined from parts that together hold all rows. A part is (indexes
+    of its rows among all, values in its rows)."""
     first = parts[0][1]
     if isinstance(first, np.ndarray):
         kind = first.dtype, first.shape[1:]
@@ -151,7 +155,7 @@ def placed(count: int, parts: Sequence[tuple[Ints, Values]]) -> Values:
 
 
 def _by_row(values: Values) -> list[Any]:
-    """Return the values as rows have them: Python's numbers, or an array for each row."""
+    """Return a list of the values as each row has them: Python's numbers, or an array for each row."""
     if isinstance(values, list):
         return values
     return values.tolist() if values.ndim == 1 else list(values)

@@ -1,13 +1,14 @@
 """Plan of the downloads of a run: shards and bytes for each node and epoch, the disk space, and how long steps wait.
 
-The plan is computed from a dataset's index, the loader's own order and a model of the cache. Nothing is fetched. The
-model has three rules, and is exact where the cache has no limit and no bandwidth is given:
+The plan is computed from a dataset's index, the loader's own order and a model of the cache. Nothing is fetched. A
+*node* is a machine whose boxes' workers share a cache; a box is one data-parallel rank. A *unit* is what is fetched as
+a whole: a shard, or a part of a large file. The model has three rules, and is exact where the cache has no limit and no
+bandwidth is given:
 
-- A node is a machine whose boxes' workers share a cache. (A box is one data-parallel rank.) A shard's fetch begins
-  `predownload` samples before the first sample that needs the shard.
-- With a limit the least recently used fetch is evicted first. A prefetch never evicts a shard that the next
-  `predownload` samples need. The order of use is resolved to ticks of 1/4096 of an epoch.
-- With a bandwidth a node transfers one shard after another at this speed, and a step takes `step_s` once its data have
+- A unit's fetch begins `predownload` samples before the first sample that needs the unit.
+- With a limit the least recently used unit is evicted first. A prefetch never evicts a unit that the next `predownload`
+  samples need. The order of use is resolved to ticks of 1/4096 of an epoch.
+- With a bandwidth a node transfers one unit after another at this speed, and a step takes `step_s` once its data have
   arrived. Decompression, decoding and the latency of requests take no time.
 """
 
@@ -30,26 +31,26 @@ from penstock.data.ordering.sharded_order import ShardedOrder
 __all__ = ["EpochFetches", "Fetches", "NodeFetches", "PlannedRun", "planned"]
 
 TICKS = 4096
-"""Largest number of ticks in an epoch: the resolution of the order of use in the model of the cache."""
+"""Largest number of ticks into which the model divides an epoch. The order of uses within a tick is not modelled."""
 EXAMINED_AT_ONCE = 1 << 20
-"""Positions that are looked up in one call."""
+"""Largest number of positions whose samples are looked up in one call."""
 
 
 @dataclass(frozen=True)
 class Fetches:
-    """Units that are fetched as a whole: shards, or parts of large files. Each array has shape
+    """Units of a dataset: shards, or parts of large files, that are fetched as a whole. Each array has shape
     (units,)."""
 
     starts: Ints
-    """Number of the first sample of each unit."""
+    """Number of the first sample of each unit (shard, or part of a large file)."""
     transferred: Ints
-    """Bytes to transfer for each unit: those of the compressed files, if the dataset has them."""
+    """Number of bytes to transfer for each unit: those of the compressed files, if the dataset has them."""
     kept: Ints
-    """Bytes that the cache keeps for each unit."""
+    """Number of bytes that the cache keeps for each unit."""
 
     @staticmethod
     def of(shards: Sequence[Shard]) -> Fetches:
-        """Return the units of a dataset's shards."""
+        """Return the units into which the fetches of these shards are divided."""
         found: list[tuple[int, int, int]] = []
         for shard in shards:
             alone = has_ranges(shard) and not shard.is_verifiable
@@ -65,14 +66,14 @@ class PlannedRun:
     """Settings of the run that is planned."""
 
     batch: int
-    """Rows of all boxes' batches together."""
+    """Number of rows of all boxes' batches together."""
     boxes: int
     nodes: int
-    """Number of machines with a cache. Box b is on node b * nodes // boxes."""
+    """Number of nodes (machines, each with a cache). Box b is on node b * nodes // boxes."""
     workers: int
-    """Workers of each box, which begin their first batches at the same time."""
+    """Number of workers of each box. They begin their first batches at the same time."""
     predownload: int
-    """Upcoming samples, over all boxes, whose shards are prefetched."""
+    """Number of upcoming samples, over all boxes, whose shards are prefetched."""
     epochs: int = 1
     cache_limit: int | None = None
     """Largest size of a node's cache in bytes; None: no limit."""
@@ -93,60 +94,63 @@ class PlannedRun:
 
 @dataclass
 class EpochFetches:
-    """Downloads of a node in an epoch."""
+    """Downloads of one node (a machine whose boxes share a cache) in one epoch."""
 
     shards: int = 0
-    """Number of downloads."""
+    """Number of units that were downloaded: shards, or parts of large files."""
     again: int = 0
-    """Number of repeated downloads, of shards that this epoch had fetched already and the cache has evicted."""
+    """Number of repeated downloads: of shards, or parts of large files, that the node had downloaded already in this
+    epoch, and that its cache has evicted since."""
     bytes: int = 0
-    """Bytes transferred."""
+    """Number of bytes that were transferred to the node."""
     wait_s: float = 0.0
-    """Seconds that steps wait for fetches."""
+    """Seconds that steps wait for downloads."""
     waiting_steps: int = 0
 
 
 @dataclass
 class NodeFetches:
-    """Downloads of a node in a run."""
+    """Downloads of one node (a machine whose boxes share a cache) in a run."""
 
     node: int
     epochs: list[EpochFetches]
     first_shards: int = 0
-    """Number of shards that the first batches of all workers need."""
+    """Number of units (shards, or parts of large files) that the first batches of all workers need."""
     first_bytes: int = 0
     first_batch_s: float = 0.0
-    """Seconds until the first step begins."""
+    """Seconds from the start of the run until its first step begins."""
     peak_bytes: int = 0
-    """Largest number of bytes in the cache."""
+    """Largest number of bytes in the node's cache at any time."""
     working_bytes: int = 0
-    """Size of the working set: largest total of the bytes that are between the beginning of their fetch and their last
-    use in an epoch. With a cache of this size, no shard is fetched twice in an epoch."""
+    """Size of the working set in bytes: the largest total size of units that are needed at one time. A unit is needed
+    from the beginning of its fetch to its last use in an epoch. With a cache of this size, no unit is fetched twice in
+    an epoch."""
 
 
 @dataclass(frozen=True)
 class _Uses:
-    """Uses of shards by a node, in order. A shard has one entry for each tick in which it is used."""
+    """Uses of units by a node (a machine), in order. A unit (shard, or part of a large file) has one entry for each
+    tick in which it is used; a tick is a part of an epoch."""
 
     tick: Ints
     step: Ints
-    """Step of the first use in the tick, counted over all epochs."""
+    """Training step of the unit's first use in the tick, counted over all epochs."""
     last: Ints
-    """Step of the last use in the tick."""
+    """Training step of the unit's last use in the tick, counted over all epochs."""
     fetch: Ints
 
 
 @dataclass
 class _Cache:
-    """Model of a node's cache."""
+    """Model of the cache of a node (a machine)."""
 
     limit: int | None
     there: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """Bytes of each unit in the cache, the least recently used one first."""
+    """Unit -> its size in bytes, for the units in the cache, the least recently used one first."""
     bytes: int = 0
 
     def make_room(self, size: int, spared: npt.NDArray[np.int64] | None) -> bool:
-        """Evict units until `size` bytes fit; return False if they cannot. `spared`: number of coming uses of each
+        """Evict units until `size` bytes fit. Return False if they do not fit. `spared`: number of coming uses of each
         unit; units with coming uses are not evicted."""
         if self.limit is None:
             return True
@@ -166,13 +170,14 @@ class _Cache:
 
 
 def planned(run: PlannedRun, order: ShardedOrder, fetches: Fetches) -> list[NodeFetches]:
-    """Return the downloads of each node, for shards that are read in this order."""
+    """Return the downloads of each node (a machine whose boxes share a cache), for a dataset of these units that is
+    read in this order."""
     steps = run.steps(order)
     return [_Node(run, steps, fetches, _uses(run, order, fetches, node), node).result() for node in range(run.nodes)]
 
 
 def _uses(run: PlannedRun, order: ShardedOrder, fetches: Fetches, node: int) -> _Uses:
-    """Return a node's uses of shards in all epochs."""
+    """Return the uses of units by one node in all epochs."""
     own = np.flatnonzero(np.arange(run.batch) % run.boxes * run.nodes // run.boxes == node)
     steps, length = run.steps(order), len(order)
     in_tick = -(-steps // TICKS)
@@ -193,8 +198,8 @@ def _uses(run: PlannedRun, order: ShardedOrder, fetches: Fetches, node: int) -> 
 
 
 def _by_tick(fetch: Ints, step: Ints, tick: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return (tick, first step, last step, unit) of the uses at these ascending steps, once for each pair of tick and
-    unit."""
+    """Return (tick, first step, last step, unit) once for each pair of tick and unit. `fetch`, `step`, `tick`: unit,
+    training step and tick (part of an epoch) of each use, in ascending order of the steps."""
     key = (tick - tick[0]) * (int(fetch.max()) + 1) + fetch
     _, first = np.unique(key, return_index=True)
     _, from_end = np.unique(key[::-1], return_index=True)
@@ -205,17 +210,17 @@ def _by_tick(fetch: Ints, step: Ints, tick: Ints) -> tuple[Ints, Ints, Ints, Int
 
 
 class _Node:
-    """Model of a node: its cache, its transfers and its clock."""
+    """Model of a node (a machine) in a run: its cache, its transfers and its clock."""
 
     def __init__(self, run: PlannedRun, steps: int, fetches: Fetches, uses: _Uses, node: int) -> None:
         self._run, self._steps, self._fetches, self._uses = run, steps, fetches, uses
         self._cache = _Cache(run.cache_limit)
         self._coming = np.zeros(len(fetches.kept), np.int64)
-        """Number of uses of each unit in the next `predownload` samples."""
+        """Number of uses that each unit has in the next `predownload` samples."""
         self._fetched_in = np.full(len(fetches.kept), -1, np.int64)
-        """Epoch of the last transfer of each unit; -1: none."""
+        """Epoch in which each unit was transferred last; -1: never."""
         self._arrivals: list[tuple[int, int, int]] = []
-        """(step at which a transfer may begin, step that needs it, bytes), in the order of the transfers."""
+        """(step at which a transfer may begin, step that needs its unit, bytes), in the order of the transfers."""
         self._found = NodeFetches(node, [EpochFetches() for _ in range(run.epochs)])
 
     def result(self) -> NodeFetches:
@@ -232,7 +237,7 @@ class _Node:
         bounds = [0, *(np.flatnonzero(np.diff(uses.tick)) + 1).tolist(), len(steps)]
         seen = 0
         waiting: deque[int] = deque()
-        """Uses in the next `predownload` samples whose units are not fetched yet."""
+        """Indexes into `uses` of those in the next `predownload` samples whose units are not fetched yet."""
         for begin, end in pairwise(bounds):
             now = steps[begin] if begin < len(steps) else 0
             until = (steps[end] if end < len(steps) else now) + ahead
@@ -247,7 +252,7 @@ class _Node:
             self._coming[uses.fetch[begin:end]] -= 1
 
     def _touch(self, fetch: int, now: int, needed: int) -> None:
-        """Use a unit, after transferring it if the cache does not have it."""
+        """Model the use of a unit. Model its transfer first if the unit is not in the cache."""
         cache = self._cache
         if fetch in cache.there:
             cache.there.move_to_end(fetch)
@@ -258,7 +263,7 @@ class _Node:
             self._transfer(fetch, now, needed)
 
     def _ahead(self, fetch: int, now: int, needed: int, *, used: bool) -> bool:
-        """Prefetch a unit. Returns False if the cache has no space for the unit."""
+        """Model the prefetch of a unit. Return False if the cache has no space for it."""
         cache = self._cache
         if used or fetch in cache.there:
             return True
@@ -302,11 +307,11 @@ class _Node:
         return largest
 
     def _clock(self, bandwidth: float) -> None:
-        """Compute when steps begin: after the step before has ended and all data of the step have arrived."""
+        """Compute when each step begins: after the previous step has ended and all data of the step have arrived."""
         step_s, steps = self._run.step_s, self._steps
         wait, free = 0.0, 0.0
         begun: dict[int, float] = {0: 0.0}
-        """Time in seconds at which each step began at which a transfer may begin."""
+        """Training step after which a transfer may begin -> time in seconds at which the step began."""
         pending = sorted({now for now, _, _ in self._arrivals} | {needed for _, needed, _ in self._arrivals})
         arrived: dict[int, float] = {}
         number = 0

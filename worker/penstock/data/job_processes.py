@@ -1,4 +1,5 @@
-"""Processes of a program of this package that share the jobs of one task, such as the parts of a conversion.
+"""Processes that run one program of this package and share the *jobs* of one task, such as the parts of a conversion. A
+job is known by a number.
 
     python -m PROGRAM PLAN JOBS OUTPUT PARENT
 
@@ -28,22 +29,22 @@ from penstock.runtime.process.watch import wait_for_any, wait_for_parent_end
 __all__ = ["JOB", "do_jobs", "in_processes", "memory_file", "serve_jobs"]
 
 JOB = struct.Struct("<Q")
-"""Layout of a job's number in the file from which processes take jobs."""
+"""Layout of one record, a job's number, in the file from which processes take jobs."""
 END_S = 60.0
 """Seconds to wait for processes to end by themselves."""
 
 Work = Callable[[int], dict[str, Any]]
-"""Function that does the job with a number, and returns its report. Raises PenstockError."""
+"""Function that does the job with a given number, and returns its report. It raises PenstockError if the job fails."""
 Begun = Callable[[bytes], AbstractContextManager[Work]]
 
 
 def in_processes(program: str, plan: bytes, jobs: Sequence[int], count: int) -> Iterator[dict[str, Any]]:
-    """Do jobs in processes; yield the report of each when it is done. Raises the error of the first job that fails,
-    after the other processes have finished the jobs that they have begun.
+    """Let several processes do jobs, and yield the report of each job when it is done. Raise the error of the first job
+    that fails, after the other processes have finished the jobs that they have begun.
 
     Args:
         program: name of a module that calls `serve_jobs`.
-        plan: the task, for `serve_jobs`.
+        plan: the task, which `serve_jobs` passes on.
         jobs: numbers of the jobs.
         count: number of processes.
     """
@@ -72,8 +73,8 @@ def in_processes(program: str, plan: bytes, jobs: Sequence[int], count: int) -> 
                     status = children.pop(pipe).result()
                     if status and failed is None:
                         failed = DatasetError(
-                            f"a process of {program} must end with status 0, got {status}. Run the command again, with "
-                            "fewer processes if memory was short; what is finished is kept"
+                            f"a process of {program} ended with exit status {status} before its work was done. Run the "
+                            "command again, with fewer processes if memory was short; what is finished is kept"
                         )
                         os.lseek(jobs_file, 0, os.SEEK_END)
         if failed is not None:
@@ -81,16 +82,16 @@ def in_processes(program: str, plan: bytes, jobs: Sequence[int], count: int) -> 
 
 
 def serve_jobs(begun: Begun) -> int:
-    """Do jobs in this process, as the command line says, until none is left; return the exit status. `begun`: function
-    from the plan to a context whose value does a job."""
+    """Do jobs in this process, as its command line says, until none is left. Return the exit status. `begun`: function
+    from the plan to a context manager, whose value is a function that does a job."""
     *descriptors, parent = map(int, sys.argv[1:])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     return do_jobs(begun, *descriptors)
 
 
 def do_jobs(begun: Begun, plan: int, jobs: int, output: int) -> int:
-    """Do jobs until none is left; return the exit status. `begun`: as in `serve_jobs`; other arguments as on the
-    command line."""
+    """Do jobs until none is left. Return the exit status: 1 if a job has failed, else 0. `begun`: as in `serve_jobs`;
+    other arguments: descriptors as on the command line."""
 
     def say(report: dict[str, Any]) -> None:
         left = json.dumps(report).encode() + b"\n"
@@ -114,8 +115,8 @@ def _end_with(parent: int) -> None:
 
 
 def memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
-    """Return the descriptor of a file in memory with this content, positioned at its beginning. Processes that share
-    the descriptor share its position, so each record is read once."""
+    """Return the descriptor of a file in memory with this content, positioned at its beginning; `stack` closes it.
+    Processes that share the descriptor share its position, so each record is read once."""
     made = os.memfd_create("penstock-jobs", os.MFD_CLOEXEC)
     try:
         with open(made, "wb", closefd=False) as file:

@@ -1,4 +1,4 @@
-"""Conversion of the index in `dataset[index]` to sample numbers: a number, a slice, or a list of numbers.
+"""Conversion of the index in `dataset[index]` to sample numbers. The index is a number, a slice, or a list of numbers.
 
 Numbers and slices mean the same as for a Python list, and lists of numbers the same as for a numpy array.
 """
@@ -12,8 +12,11 @@ __all__ = ["many_numbers", "one_number"]
 
 
 def one_number(index: Any, length: int, name: str, what: str = "a sample's number") -> int:
-    """Return a number from 0 to `length - 1`; a negative `index` counts from the end. `name`: name of the dataset, for
-    errors. Raises IndexError for a number out of range, TypeError for anything but an integer."""
+    """Return the sample number that an index means: from 0 to `length - 1`, where a negative index counts from the end.
+    Raise IndexError for an index out of range, TypeError for anything but an integer.
+
+    name: name of the dataset, for errors. what: what the number is, for errors.
+    """
     number = at = operator.index(index)
     if at < 0:
         at += length
@@ -23,8 +26,8 @@ def one_number(index: Any, length: int, name: str, what: str = "a sample's numbe
 
 
 def many_numbers(index: Any, length: int, name: str, what: str = "a sample's number") -> list[int] | None:
-    """Return the numbers that a slice, a list, or an array of integers or bools selects, in its order; None for any
-    other `index`. Raises IndexError for a number out of range, TypeError for a list of anything but integers."""
+    """Return the sample numbers that a slice, a list, or an array of integers or bools selects, in its order; None for
+    any other `index`. Raise IndexError for a number out of range, TypeError for a list of anything but integers."""
     if isinstance(index, slice):
         return list(range(*index.indices(length)))
     if isinstance(index, range | list):

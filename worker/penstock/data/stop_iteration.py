@@ -20,8 +20,8 @@ def stop_iteration_error(what: str) -> DatasetError:
 
 @contextmanager
 def forbid_stop_iteration(what: str) -> Iterator[None]:
-    """Convert a StopIteration that the code in this context raises into a DatasetError. `what`: name of the user's
-    function."""
+    """Raise DatasetError in place of a StopIteration that the code in the `with` block raises. `what`: name of the
+    user's function in that code."""
     try:
         yield
     except StopIteration as error:

@@ -58,7 +58,8 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["StreamingDataset"]
 
 LISTED_BOUNDS = 1 << 14
-"""Number of shards up to which their bounds are a list."""
+"""Largest number of shards of a dataset that keeps the number of each shard's first sample in a list, which is searched
+faster than an array."""
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
@@ -66,8 +67,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
     is a dict from column name to value. The samples of the first stream have the lowest numbers.
 
     It works with any torch DataLoader. Give it to a StreamingLoader to read it faster, in an order whose position can
-    be saved. Subclasses may override `__getitem__`, for example to tokenize. Safe for threads, and for forked and
-    spawned worker processes.
+    be saved. Subclasses may override `__getitem__`, for example to tokenize. It can be read from several threads, and
+    from forked and spawned worker processes.
 
     Example::
 
@@ -139,8 +140,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         """
         if (remote is None and local is None) == (not streams):
             raise InvalidArgumentError(
-                "a StreamingDataset must have either streams, or remote, local or both, got "
-                + ("streams and one of the others" if streams else "none of them")
+                "a StreamingDataset needs either streams, or a dataset's folder as remote, local or both, got "
+                + ("streams and a folder" if streams else "none of them")
             )
         if streams and (split is not None or storage_options is not None):
             raise InvalidArgumentError(
@@ -152,7 +153,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         limit = byte_count("cache_limit", cache_limit)
         self.prefetch_bytes = byte_count("prefetch_bytes", prefetch_bytes)
         self.decoded_limit = byte_count("decoded_limit", decoded_limit)
-        """Bytes of decoded row groups that this dataset asks the process to keep; None: the default."""
+        """Bytes of decoded row groups that this dataset asks its process to keep in memory; None: the default."""
         remotes = [remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
         """Name of the dataset, for errors."""
@@ -188,13 +189,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self.asked_versions: list[Version] = [
             version if stream.version is None else stream.version for stream in self.streams
         ]
-        """Version of each stream that was asked for, see `version`."""
+        """Version of each stream that the user asked for, see the argument `version`."""
         for asked in self.asked_versions:
             check_version("version", asked)
         self._open_versions(self.asked_versions)
 
     def at_versions(self, versions: Sequence[int | None]) -> Self:
-        """Return a copy of this dataset that reads these versions of its streams; None for one without versions."""
+        """Return a copy of this dataset that reads these versions of its streams; None for a stream without
+        versions."""
         other = copy.copy(self)
         for cache in other._caches:
             cache.close()
@@ -237,17 +239,18 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
         self._ahead: dict[int, None] = {}
-        """Numbers of what `fetch_ahead` admitted last."""
+        """Numbers of the opened pieces (opened_units.py) that `fetch_ahead` admitted last, as the keys of a dict."""
         self._to_decode: list[int] = []
-        """Units to decode ahead that `fetch_ahead` has not admitted yet."""
+        """Numbers of the units to decode in the background whose files `fetch_ahead` has not admitted yet."""
         self.layouts = [
             OrderLayout.noted(file_notes(index), own, name)
             for index, own, (_, _, name) in zip(indexes, self._tables, remotes, strict=True)
         ]
-        """Units of each stream's samples that decide their order; the numbers of units below count through them."""
+        """Division of each stream's samples that decides their order. Its units (row groups or shards) are numbered
+        through all streams."""
         facts = [table.facts for table in self._tables]
         self.has_blocks = any(fact.blocks for fact in facts)
-        """True if any shard has blocks that are decoded as a whole."""
+        """True if any shard has blocks (such as row groups) that are decoded as a whole."""
         known = sum(fact.decoded_samples for fact in facts)
         self.sample_bytes = sum(fact.decoded_bytes for fact in facts) / max(1, known)
         """Mean number of bytes that a sample takes in a decoded row group; 0 if it is unknown."""
@@ -258,8 +261,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         ]
         self._units = Units(self._tables, by_unit)
         self._bounds_of_units: list[Ints] | None = None
-        """First sample of each unit that is read, and of each unit of `layouts`, with the number of all samples at the
-        end; None if they are the same units."""
+        """Two arrays of first sample numbers: of the units that are read, and of the units of `layouts`; each with the
+        number of all samples at the end. None if the units are the same."""
         if any(self._units.finer) or not all(each.own for each in self.layouts):
             order_bounds = np.concatenate([[0], np.cumsum(self._order_sizes())])
             self._bounds_of_units = [self._units.unit_bounds, order_bounds]
@@ -277,8 +280,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                     "its end, or leave the stream out"
                 )
         self.fingerprint = joint_fingerprint(self.layouts)
-        """Digest of all data. It changes with them, and does not depend on where they are stored, nor on the format to
-        which `penstock data convert` converted them."""
+        """Digest of all data. It changes with the data, and not with the place where they are stored, or the format to
+        which `penstock data convert` has converted them."""
 
     def _set_starts(self) -> None:
         # For a single sample, bisect on a memoryview or list is faster than on an array. A list of a million numbers
@@ -288,7 +291,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     @property
     def sizes(self) -> list[Ints]:
-        """Number of samples in each unit of `layouts`, for each stream."""
+        """Number of samples in each unit of `layouts` (row group or shard): an array for each stream."""
         return [layout.units for layout in self.layouts]
 
     @property
@@ -298,7 +301,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return self._tables[0].starts if len(self.layouts) == 1 and self.layouts[0].own else None
 
     def sources_of(self, numbers: Ints) -> list[str]:
-        """Return, for the samples with these numbers, the names of the streams that they come from."""
+        """Return, for each of the samples with these numbers, the name of the stream that it comes from."""
         names = self.stream_names
         if len(names) == 1:
             return names * len(numbers)
@@ -383,9 +386,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             raise
 
     def fetch_ahead(self, units: Ints, *, needed: int = 0, group: str = "") -> int:
-        """Fetch the shards of these units (see `units_of`) in the background, in this order, as far as `prefetch_bytes`
-        last. The list replaces the one of the call before. `needed`: number of the first units that are fetched in any
-        case; `group`: name of the processes that fetch the same. Returns the number of units that are admitted."""
+        """Fetch the files of these units (see `units_of`) in the background, in this order, as far as `prefetch_bytes`
+        allows. The list replaces that of the previous call. `needed`: how many units from the first on are fetched in
+        any case; `group`: name of the processes that fetch the same. Returns how many units are fetched."""
         count = self._admitted(units, needed, group or process_group())
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         self._ahead = dict.fromkeys(self._opened_for(units[:count]))
@@ -399,8 +402,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return count
 
     def _admitted(self, units: Ints, needed: int, group: str) -> int:
-        """Return how many of these units fit into the group's part of the budget of bytes of all streams. What is open
-        already needs none of it, nor do the first `needed` units."""
+        """Return how many of these units fit into the share of `prefetch_bytes` of this group of processes. Units whose
+        files are open already need no space there, nor do the first `needed` units."""
         if self.prefetch_bytes is None:
             return len(units)
         free = self.prefetch_bytes // max(cache.reading_groups(group) for cache in self._caches)
@@ -416,22 +419,22 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return len(units)
 
     def _opened_for(self, units: Ints) -> list[int]:
-        """Return the numbers of what is opened to read these units."""
+        """Return the numbers of the opened pieces (files, or parts fetched alone; opened_units.py) for these units."""
         opened: list[int] = self._units.opened_of(units).tolist()
         return opened
 
     def units_of(self, samples: Ints) -> Ints:
-        """Return the numbers of the units that are read for the samples with these numbers."""
+        """Return, for each of these samples, the number of the unit (row group or file) that must be read for it."""
         found: Ints = np.searchsorted(self._units.unit_bounds, samples, side="right") - 1
         return found
 
     def fetch_stats(self) -> FetchStats:
-        """Return what this process has fetched of all streams so far, and what of it is ahead of need now."""
+        """Return what this process has fetched of all streams so far, and what it has prefetched and not used yet."""
         return sum((cache.stats() for cache in self._caches), FetchStats())
 
     def keep_open(self, units: Ints) -> None:
-        """Keep the files of these units (see `units_of`) open once they were read, because they are needed soon. Others
-        are closed, if their files are in a cache: an open shard cannot be evicted."""
+        """Keep the files of these units (see `units_of`) open, because they are needed soon. Close other files if they
+        lie in a cache, because an open shard cannot be evicted."""
         needed = set(self._opened_for(units))
         self._open.most = max(MIN_OPEN, len(needed))
         if not all(cache.in_place for cache in self._caches):
@@ -439,8 +442,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     def decode_ahead(self, units: Ints) -> None:
         """Decode these units (see `layouts`) in the background, in this order, as far as half of the memory for decoded
-        row groups lasts, once `fetch_ahead` admits them. The list replaces the one of the call before. Does nothing if
-        the index lists no row groups."""
+        row groups suffices, once `fetch_ahead` has admitted them. The list replaces that of the previous call. Does
+        nothing if the index lists no row groups."""
         if not self.has_blocks:
             return
         units = self.read_units(units)
@@ -450,8 +453,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._decoder.want(self._decodable())
 
     def _decodable(self) -> list[int]:
-        """Remove and return those of the units to decode that are in place, open, or being fetched ahead. Decoding must
-        not fetch more than the prefetch does."""
+        """Remove from `_to_decode` and return the units whose files are read in place, open, or being prefetched.
+        Decoding must not fetch more than the prefetch does."""
         opened = self._units.opened_of(np.array(self._to_decode, np.int64)).tolist()
         known = list(zip(self._to_decode, opened, strict=True))
         ready = [unit for unit, number in known if number in self._ahead or self._is_at_hand(number)]
@@ -463,7 +466,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return self._caches[self._file(number)[0]].in_place or self._open.peek(number) is not None
 
     def forget(self, units: Ints) -> None:
-        """Let the memory of these decoded units be freed, because their samples are not needed soon."""
+        """Let the memory of these units (see `layouts`) be freed if they are decoded, because their samples are not
+        needed soon."""
         units = self.read_units(units)
         for unit, opened in zip(units.tolist(), self._units.opened_of(units).tolist(), strict=True):
             reader = self._open.peek(opened)
@@ -474,7 +478,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return np.concatenate(self.sizes)
 
     def read_units(self, units: Ints) -> Ints:
-        """Return the units that are read for these units of `layouts`, in their order."""
+        """Return the numbers of the units that are read for these units of `layouts`, in their order."""
         if self._bounds_of_units is None:
             return units
         own, wanted = self._bounds_of_units
@@ -491,12 +495,13 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             reader.load(unit - self._units.first_unit(opened))
 
     def _file(self, number: int) -> tuple[int, Shard, int | None]:
-        """Return the stream and the file of what is opened, and the number of its only part; None: the whole file."""
+        """Return the stream and the file of an opened piece (opened_units.py), and the number of its only part; None:
+        the whole file."""
         stream, file, part = self._units.file(number)
         return stream, self._tables[stream][file], part
 
     def shares(self, epoch_size: int | None = None) -> list[int]:
-        """Return the number of samples that an epoch takes of each stream. `epoch_size`: number of samples in the
+        """Return the number of samples that an epoch takes from each stream. `epoch_size`: number of samples in the
         epoch; None: as the streams' settings say."""
         totals = [int(sizes.sum()) for sizes in self.sizes]
         if self.streams[0].repeat is not None or self.streams[0].choose is not None:
@@ -587,7 +592,7 @@ def _cache(stream: Stream, settings: Mapping[str, Any], index: str) -> ShardCach
 
 
 def _selected(table: ShardTable, stream: Stream, notes: Mapping[str, Any], name: str) -> ShardTable:
-    """Return the table of the split that a stream asks for. `notes`: notes of the index."""
+    """Return the table with only the shards of the split that the stream asks for. `notes`: notes of the index."""
     folder = prepared_folder(stream)
     shards = select_split(table, stream.split, folder, name, has_splits=table.facts.splits)
     if folder is not None and table.facts.splits:

@@ -1,4 +1,5 @@
-"""Streams of a StreamingDataset: datasets that are read together, with their weights in an epoch."""
+"""Streams of a StreamingDataset: datasets that are read together. A stream's *weight* is its proportion of an epoch, or
+how often or how many of its samples an epoch takes."""
 
 from __future__ import annotations
 
@@ -33,16 +34,16 @@ __all__ = [
 
 
 PREPARED_WAIT_S = 60.0
-"""Longest wait in seconds for the answer whether Energon has prepared a remote folder."""
+"""Longest wait in seconds for a remote's answer whether Energon has prepared its folder."""
 _plain: set[tuple[str, str]] = set()
-"""(identity of a remote folder, split) of those that are known not to be prepared: each is asked for once in a process,
-until its index is in the cache."""
+"""(identity of a remote folder, split) of folders that Energon has not prepared, as the remote has answered. A process
+asks only once for each, until the folder's index is in the cache."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Member of a group of datasets that a StreamingDataset reads together. Give at most one of proportion, repeat and
-    choose, and the same one for all streams."""
+    """Dataset that a StreamingDataset reads together with others. Give at most one of proportion, repeat and choose,
+    and the same one for all streams."""
 
     remote: str | os.PathLike[str] | None = None
     """Folder of the dataset: a path, or any URL that fsspec opens (http://, s3://, ...). None: the data is in
@@ -51,14 +52,14 @@ class Stream:
     """Folder on this machine that caches the dataset's files; None: a folder for this remote in the user's cache
     directory."""
     split: str | None = None
-    """Name of a subfolder that is appended to `remote` and `local`; of a folder that Energon prepared, the name of a
-    split in its split.yaml, or "*" for all of them."""
+    """Name of a subfolder that is appended to `remote` and `local`. For a folder that Energon prepared: the name of a
+    split in its split.yaml, or "*" for all splits."""
     proportion: float | None = None
     """Weight of this stream's samples in an epoch, relative to the other streams'."""
     repeat: float | None = None
     """Number of times that an epoch takes each sample of this stream."""
     choose: int | str | None = None
-    """Number of samples that an epoch takes of this stream, or a text such as "100k"."""
+    """Number of samples that an epoch takes from this stream, or a text such as "100k"."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for fsspec's filesystem: keys, endpoint, headers."""
     validate_hash: str | Literal[False] | None = None
@@ -74,7 +75,7 @@ class Stream:
 
 
 def local_source(stream: Stream) -> Path | None:
-    """Return the folder of this machine that a stream's files come from; None for a remote stream."""
+    """Return the folder of this machine in which a stream's dataset lies; None for a remote stream."""
     if stream.remote is not None:
         local = RemoteFolder(os.fspath(stream.remote), stream.storage_options).local
         return None if local is None else Path(local)
@@ -82,11 +83,13 @@ def local_source(stream: Stream) -> Path | None:
 
 
 def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
-    """Return the (remote folder, cache folder, name for errors) of a stream."""
+    """Return the remote folder of a stream (None without one), the folder of its cache or of the dataset itself, and
+    the stream's name for errors."""
     below = stream.split or ""
     if Path(below).is_absolute() or ".." in Path(below).parts:
         raise InvalidArgumentError(
-            f"split must be a relative path of a folder below the dataset's folder, got {stream.split!r}"
+            f"split must be the path of a subfolder, relative to the dataset's folder and without '..', got "
+            f"{stream.split!r}"
         )
     if stream.remote is None and stream.local is None:
         raise InvalidArgumentError(
@@ -102,9 +105,9 @@ def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
 
 
 def prepared_folder(stream: Stream) -> Path | None:
-    """Return the local folder with the files of splits that Energon wrote for a stream's folder: the folder itself, or
-    the cache of a remote folder, into which they are copied. None if Energon has not prepared the stream's folder, or
-    if it is remote and the stream has no split."""
+    """Return the local folder with the files in which Energon has described a dataset's splits: the stream's own
+    folder, or the cache of its remote folder, into which the files are copied. Return None if Energon has not prepared
+    the stream's folder, or if it is remote and the stream has no split."""
     source = local_source(stream)
     if source is not None or not stream.split:
         return source if source is not None and is_prepared(source) else None
@@ -126,7 +129,8 @@ def prepared_folder(stream: Stream) -> Path | None:
 
 
 def _remote_below(stream: Stream, below: str) -> tuple[RemoteFolder, Path]:
-    """Return the (remote folder, cache folder) of a subfolder of a stream's remote; `below` is "" for itself."""
+    """Return the remote folder and the cache folder for the subfolder `below` of a stream's remote; "" for the remote
+    itself."""
     url = os.fspath(stream.remote or "")
     remote = RemoteFolder(joined(url, below) if below else url, stream.storage_options)
     if stream.local is not None:
@@ -136,15 +140,16 @@ def _remote_below(stream: Stream, below: str) -> tuple[RemoteFolder, Path]:
 
 
 def stream_names(addresses: Sequence[str]) -> list[str]:
-    """Return a name for each stream: the last part of its address, with the stream's number if several have it."""
+    """Return a name for each stream: the last part of its address, and the stream's number behind it if several streams
+    have the same last part."""
     last = [address.rstrip("/").rpartition("/")[2] for address in addresses]
     names = [f"{name}.{number}" if last.count(name) > 1 else name for number, name in enumerate(last)]
     return names if len(set(names)) == len(names) else [f"{name}.{number}" for number, name in enumerate(last)]
 
 
 def with_plain_values(number: int, stream: Stream) -> Stream:
-    """Return a stream whose weights are Python numbers. A saved state contains them, and must not contain numpy
-    types."""
+    """Return a copy of the stream whose weights are Python numbers. A saved state contains them, and must not contain
+    numpy types. `number`: number of the stream, for errors."""
     name = f"stream {number}: "
     choose = sample_count(f"{name}choose", stream.choose)
     proportion = real_number(f"{name}proportion", stream.proportion)
@@ -153,7 +158,8 @@ def with_plain_values(number: int, stream: Stream) -> Stream:
 
 
 def group_id(name_or_id: str | int | None) -> int | None:
-    """Return the ID of a Unix group, given by name or ID."""
+    """Return the ID of a Unix group that is given by name or ID; None for None. Raise InvalidArgumentError for an
+    unknown name."""
     if not isinstance(name_or_id, str):
         return whole("cache_group", name_or_id)
     try:
@@ -165,14 +171,16 @@ def group_id(name_or_id: str | int | None) -> int | None:
 
 
 def check_weights(streams: Sequence[Stream]) -> None:
-    """Raise InvalidArgumentError unless all streams have the same kind of weight or none, and no weight is negative."""
+    """Raise InvalidArgumentError unless all streams give the same one of proportion, repeat and choose, or none gives
+    any, and no value is negative."""
     kinds = {
         tuple(name for name in ("proportion", "repeat", "choose") if getattr(stream, name) is not None)
         for stream in streams
     }
     if len(kinds) > 1 or len(next(iter(kinds))) > 1:
         raise InvalidArgumentError(
-            "all streams must use the same one of proportion, repeat and choose, or none of them, got different ones"
+            "all streams must give the same one of proportion, repeat and choose, or none of them, got different ones. "
+            "Give each stream one value of the same kind"
         )
     for number, stream in enumerate(streams):
         for name in ("proportion", "repeat", "choose"):
@@ -182,11 +190,14 @@ def check_weights(streams: Sequence[Stream]) -> None:
 
 
 def apportioned(weights: Sequence[float], total: int) -> list[int]:
-    """Divide `total` into whole numbers in proportion to `weights`, by the method of largest remainders."""
+    """Divide `total` into whole numbers in proportion to `weights`, by the method of largest remainders, and return
+    them."""
     exact_weights = [Fraction(weight) for weight in weights]
     together = sum(exact_weights)
     if together <= 0:
-        raise InvalidArgumentError("at least one stream must have a proportion above 0, got 0 for all")
+        raise InvalidArgumentError(
+            "at least one stream must have a proportion above 0, got 0 for all. Raise one of them"
+        )
     exact = [total * weight / together for weight in exact_weights]
     shares = [int(share) for share in exact]
     by_rest = sorted(range(len(shares)), key=lambda number: (shares[number] - exact[number], number))

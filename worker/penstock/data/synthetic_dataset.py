@@ -17,7 +17,7 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["SyntheticDataset"]
 
 HIGHEST = 128
-"""Exclusive upper bound of random integers in samples, which therefore fit any dtype."""
+"""Upper bound of random integers in samples: they are below this number, and so fit any dtype."""
 
 
 class SyntheticDataset(torch.utils.data.Dataset[Any]):
@@ -69,7 +69,7 @@ def _check(spec: Any, path: str) -> None:
             _check(value, f"{path}[{number}]")
     elif not isinstance(spec, torch.Tensor) and not callable(spec):
         raise InvalidArgumentError(
-            f"{path} must be a tensor or a function (index, generator), got {type(spec).__name__}"
+            f"{path} must be a tensor, or a function that takes (index, generator), got {type(spec).__name__}"
         )
 
 

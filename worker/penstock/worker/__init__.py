@@ -1,4 +1,4 @@
-"""The input node: a daemon that runs users' loaders in child processes and streams their batches to training jobs."""
+"""The worker: a daemon that runs users' loaders in child processes and streams their batches to training jobs."""
 
 from penstock.runtime.process import linux_only  # noqa: F401  # before the imports that fail elsewhere
 

@@ -1,1 +1,1 @@
-"""The coordinator as a state machine, without I/O."""
+"""Core of the coordinator: a state machine without I/O, except for its journal."""

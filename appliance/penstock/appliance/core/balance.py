@@ -39,15 +39,15 @@ from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 SLOTS_PER_MIGRATION = 100
-"""Number of slots in the fleet per concurrent migration: balance migrates at most one slot in a hundred at a time. One
-migration is always allowed."""
+"""Number of slots in the fleet for each migration at a time: balance migrates at most one slot in a hundred at once,
+but always at least one."""
 STRAGGLER_WAIT_SHARE = 0.10
-"""Smallest share of its time that a loop waits for a slot before the slot is moved."""
+"""Share of its time that a loop must wait for a slot before the slot is moved."""
 MAX_STRAGGLER_MOVES = 3
 """Largest number of moves of one straggler. A slot that is slow on every worker has slow data, and moving it does not
 help."""
 SLICES = 4
-"""Number of slots checked in one slice, as a multiple of `limits.slots_at_once`. Checking a slot costs a quarter of
+"""Largest number of checks in one slice, as a multiple of `limits.slots_at_once`. Checking a slot costs a quarter of
 what placing one costs."""
 MIN_LOAD_DIFFERENCE = 0.25
 """Smallest difference in load that is worth a move, as a share of a worker's capacity."""
@@ -84,15 +84,16 @@ def find_moves(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotM
 
 
 class _Slice:
-    """Counter of the slots, boxes and workers checked since the last slice ended. When it reaches its limit, the slice
-    ends, because checking a large fleet in one go would delay other calls."""
+    """Counter of the slots, boxes and workers checked in the present slice. When it reaches its limit, the caller ends
+    the slice and lets other calls run, because checking a large fleet in one go would delay them."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._limit = SLICES * cluster.limits.slots_at_once
         self._checked = 0
 
     def ends(self, checked: int) -> bool:
-        """Add `checked` to the number of slots, boxes or workers checked; return whether the slice must end here."""
+        """Add `checked` to the number of slots, boxes and workers checked. Return whether the slice ends here; then the
+        count starts again from 0."""
         self._checked += checked
         if self._checked < self._limit:
             return False
@@ -101,8 +102,8 @@ class _Slice:
 
 
 def _is_movable(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> bool:
-    """Return whether the slot may be moved: the slot has run normally on its worker for long enough, and a move is
-    cheap. `times`: factor by which the required running time is multiplied."""
+    """Return whether the slot may be moved: it has run normally on its worker for `times` times
+    `limits.balance_after_s` seconds, and moving it is cheap."""
     return (
         slot.phase == pb.READY
         and slot.target is None
@@ -156,8 +157,8 @@ def _straggler_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove | N
 
 
 def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
-    """Return a list with the box's bottleneck if one slot costs the loop enough time to be moved; else an empty
-    list."""
+    """Return the box's bottleneck, in a list, if one slot costs the loop so much time that the slot should move; else
+    an empty list."""
     finding = find([facts(cluster, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
         return []
@@ -165,8 +166,8 @@ def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
 
 
 def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
-    """Return a worker that can take a straggler, on another machine if possible; None if no worker can. `slow`: names
-    of workers that are excluded."""
+    """Return a worker that can take the straggler `slot`, on another machine if possible; None if no worker can.
+    `slow`: names of further workers that are excluded."""
     _, box = cluster.box_of(slot)
     opening = box.opening
     owner = cluster.workers.get(slot.worker)
@@ -217,8 +218,8 @@ def _load_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove | None]:
 
 
 def _slow_for(attempt: Attempt) -> set[str]:
-    """Return the names of the workers that stragglers of this attempt were moved away from. A slot that was moved
-    MAX_STRAGGLER_MOVES times is not counted, because its own data is slow."""
+    """Return the names of the workers from which stragglers of this attempt were moved away. A slot that was moved
+    MAX_STRAGGLER_MOVES times does not count, because it was slow on each of these workers: its data is slow."""
     slots = (slot for box in attempt.boxes.values() for slot in box.slots)
     return {name for slot in slots if len(slot.was_slow_at) < MAX_STRAGGLER_MOVES for name in slot.was_slow_at}
 

@@ -41,18 +41,21 @@ KNOWN = 8
 
 @dataclass(frozen=True)
 class BoxRecord:
-    """History of a box, copied from the cluster state at one moment, to be serialised later. Serialising the histories
-    of all boxes of a large attempt takes seconds, in which the event loop would receive no heartbeat."""
+    """History of one box in one attempt, copied from the cluster state at one moment and serialised later. Serialising
+    the histories of all boxes of a large attempt takes seconds, in which the event loop would receive no heartbeat."""
 
     attempt: int
     seed: int
     opening: pb.OpenRunRequest
     start: Position
     settled: bool
+    """True if the last position of `known` is certain: a restart of the coordinator has not hidden later batches."""
     known: Sequence[Position | records_pb2.BoxPosition]
+    """Known positions of the box, sorted by step."""
     abandoned: Mapping[int, int]
+    """Abandoned epoch -> the epoch's last step."""
     slots: Sequence[tuple[Mapping[tuple[int, int], int], records_pb2.LoaderCapabilities | None]]
-    """Skipped batches and loader capabilities of each slot, by slot number."""
+    """For each slot, by number: its skipped batches, as (epoch, total) -> count, and the capabilities of its loader."""
     mixture_changes: Sequence[records_pb2.MixtureChange] = ()
     snapshots: Mapping[SlotKey, Sequence[DurableSnapshot]] = field(default_factory=dict)
 
@@ -73,17 +76,18 @@ class BoxRecord:
         return history
 
     def thinned(self) -> BoxRecord:
-        """Return a copy for the journal, with the last known position and only a few of the earlier ones."""
+        """Return a copy for the journal, with the last known position and about KNOWN of the earlier ones."""
         few = self.known[:-1][:: max(1, len(self.known) // KNOWN)]
         return replace(self, known=[*few, *self.known[-1:]])
 
     def kept(self) -> bytes:
-        """Return the record as bytes for the journal, without snapshots, because these have an index of their own."""
+        """Return the record as bytes of a History message for the journal. Snapshots are left out: they have an index
+        of their own."""
         return self.message().SerializeToString()
 
 
 def track_of(attempt: Attempt, box: Box) -> BoxRecord:
-    """Return the history of a box of an open attempt, from the cluster state."""
+    """Return the history of a box of an open attempt, from the cluster state, without its snapshots."""
     reports = box.presence is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
     settled = (box.reported and (reports or box.presence is BoxPresence.CLOSED)) or box.settled
     slots = [(dict(slot.skips), slot.capabilities) for slot in box.slots]
@@ -94,7 +98,7 @@ def track_of(attempt: Attempt, box: Box) -> BoxRecord:
 
 
 def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
-    """Return the known positions of the box, sorted by step, including those that earlier coordinator processes
+    """Return the known positions of the box, sorted by step, with those that earlier processes of the coordinator
     recorded."""
     found: dict[int, Position | records_pb2.BoxPosition] = {at.step: at for at in box.earlier}
     found |= {at.step: at for at in box.history}
@@ -104,7 +108,7 @@ def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
 
 
 def with_snapshots(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex) -> BoxRecord:
-    """Return the history of the box, with its durable snapshots."""
+    """Return the history of a box of an open attempt, with the box's durable snapshots."""
     snapshots = {slot.key: list(snapshot_index.snapshots(slot.key)) for slot in box.slots}
     return replace(track_of(attempt, box), snapshots=snapshots)
 
@@ -127,7 +131,8 @@ def _header(key: SlotKey, total: int, epoch: int, size: int, epoch_start: bool) 
 
 @contextmanager
 def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
-    """Open a coordinator's database read-only. Raises JournalError for an unreadable database."""
+    """Open a coordinator's database read-only. `in_use`: whether a running coordinator may have it open. Raises
+    JournalError for an unreadable database."""
     try:
         with read_only(path, in_use=in_use) as db:
             (found,) = db.execute("PRAGMA user_version").fetchone()
@@ -135,13 +140,13 @@ def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection
             yield db
     except (sqlite3.Error, DecodeError) as error:
         raise JournalError(
-            f"{path} cannot be read as a coordinator's database: {error}. Check the path, or restore a copy"
+            f"{path} cannot be read as a coordinator's database: {error}. Check the path, or restore a copy of the file"
         ) from error
 
 
 def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
-    """Return the table's rows with the column values `where`, sorted by key. Return an empty list if the table does not
-    exist, because an older release wrote the database."""
+    """Return the table's rows that have the column values `where`, sorted by key. If an older release wrote the
+    database, it may lack the table; then the list is empty."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).fetchone():
         return []
     condition = " AND ".join(f"{column}=?" for column in where)
@@ -152,13 +157,14 @@ def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
 
 
 def past(journal: Path, run: str, box: int, *, in_use: bool = True) -> list[pb.History]:
-    """Return the box's histories in all attempts of the run that are over, oldest first."""
+    """Return the box's histories in all attempts of the run that are over, oldest first. `journal`: path of the
+    journal's file; `in_use`: whether a running coordinator may have it open."""
     with _reading(journal, in_use=in_use) as db:
         return [pb.History.FromString(row["history"]) for row in _rows(db, "tracks", run=run, box=box) if row["over"]]
 
 
 class StoppedCoordinator:
-    """State directory of a coordinator that is not running."""
+    """State directory of a coordinator that is not running, opened for reading and locked until `close`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -166,13 +172,13 @@ class StoppedCoordinator:
         if not self._journal.is_file():
             raise JournalError(
                 f"{path} must be a coordinator's state directory, got a folder without journal.db: pass the "
-                "coordinator's --state-dir"
+                "directory that the coordinator had as --state-dir"
             )
         try:
             self._lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise JournalError(
-                f"the state directory {path} cannot be read: {error}. Run this as the coordinator's user"
+                f"the state directory {path} cannot be read: {error}. Run this command as the coordinator's user"
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -238,6 +244,7 @@ class StoppedCoordinator:
         return history
 
     def find_snapshot(self, header: pb.SnapshotHeader) -> bytes | None:
+        """Return the bytes of the snapshot that `header` describes; None if the directory does not hold it."""
         with _reading(self._store) as db:
             at = ("run", "attempt", "box", "slot", "total", "epoch")
             rows = _rows(db, "snapshots", **{name: getattr(header, name) for name in at})

@@ -14,10 +14,12 @@ whole fleet, with a runner started in vain each time. So the reports of a box co
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.opening import resumes
-from penstock.appliance.model.entities import Attempt, Box, Run, Slot, Worker
-from penstock.proto.errors import InvalidArgumentError
+from penstock.appliance.model.entities import Attempt, Box, BoxPresence, Run, Slot, Worker
+from penstock.proto.errors import SAME_RELEASE, InvalidArgumentError
 from penstock.proto.rpc.bounds.message_bounds import owned
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -27,7 +29,7 @@ _MAX_REASON = 300
 
 
 def note_opening(cluster: ClusterState, run: Run, request: pb.OpenRunRequest) -> None:
-    """Mark a run that begins anew as unused, until its first step is reported or a state is loaded."""
+    """Mark a new run as unused. The mark is removed when its first step is reported or a state is loaded."""
     if resumes(request):
         _note_use(cluster, run)
     elif run.attempt == 0:
@@ -42,7 +44,8 @@ def _note_use(cluster: ClusterState, run: Run) -> None:
 
 
 def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-    """Record the box's newly reported position, `request.delivered`, which must not be before the recorded one."""
+    """Record the position that the box reports, `request.delivered`; it must not be before the recorded one. Drop
+    snapshots that only older steps need."""
     position = Position.received(request.delivered, InvalidArgumentError)
     steps, box.delivered = position.step - box.step, owned(request.delivered)
     if position.step > 0:
@@ -61,24 +64,58 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
             cluster.snapshot_index.trim(slot.key, history[0].total[slot.key.slot])
 
 
+def note_epoch_starts(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
+    """Record the positions at which the box began epochs. After a restart of the coordinator, the box counts as
+    reported only after a report with all of them. Raises InvalidArgumentError for a position that starts no epoch."""
+    spacing = max(1, box.retention // cluster.limits.history_entries)
+    for message in request.epoch_starts:
+        start = Position.received(owned(message), InvalidArgumentError)
+        if not box.is_fresh(start) or start.step < box.start.step:
+            raise InvalidArgumentError(
+                f"an epoch's start must have no batch of its epoch, and must be after step {box.start.step} of epoch "
+                f"{box.start.epoch}, where this launch began, got step {start.step} of epoch {start.epoch}. "
+                f"{SAME_RELEASE}"
+            )
+        _note_ends(cluster, attempt, box, start)
+        at = bisect_right(box.history, start.step, key=lambda position: position.step)
+        if at > 0 and start.step - box.history[at - 1].step >= spacing:
+            box.history.insert(at, start)
+    if not (box.reported or request.omits_epoch_starts):
+        box.reported = True
+        cluster.touch(attempt, box)
+
+
 def note_sources(box: Box, request: pb.WatchRunRequest) -> None:
-    """Record the counts by source, and the imbalance of cost, that the box reports."""
+    """Record what the box reports about its data sources: counts of samples by source, and the imbalance of cost."""
     if request.sources:
         box.imbalance = request.imbalance
         box.sources = {count.source: owned(count) for count in request.sources}
 
 
 def note_fence(cluster: ClusterState, box: Box, request: pb.WatchRunRequest) -> None:
-    """Record that the box has received a fence, and the last step that it had taken then."""
+    """Record that the box has received the fence of a mixture change, and the last step that it had taken by then. (See
+    Attempt.fence.)"""
     fence = request.fence_key, request.fence_taken
     if fence != box.fence:
         box.fence = fence
         cluster.changed(("mixture", request.run))
 
 
+def ask(cluster: ClusterState, run_name: str, number: int) -> Box | None:
+    """Answer the long poll of a live box, so that its client reports its present position with the next poll, at once.
+    A box reports once in a third of its lease otherwise. Return the box; None if no live client holds it."""
+    run = cluster.runs.get(run_name)
+    attempt = run.current if run is not None else None
+    box = attempt.boxes.get(number) if attempt is not None else None
+    if attempt is None or box is None or box.presence is not BoxPresence.LIVE:
+        return None
+    cluster.bump_box(attempt, box)
+    return box
+
+
 def note_abandoned(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
-    """Record the epochs that the box's loop abandoned by `break`. Raises InvalidArgumentError above
-    `limits.abandoned_max` epochs."""
+    """Record the epochs that the box's loop abandoned by `break`. Raises InvalidArgumentError for more than
+    `limits.abandoned_max` of them."""
     touched: list[Box] = []
     for abandoned_epoch in request.abandoned:
         if abandoned_epoch.epoch in box.abandoned:
@@ -111,7 +148,7 @@ def _note_ends(cluster: ClusterState, attempt: Attempt, box: Box, position: Posi
 def note_unreachable(
     cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float
 ) -> None:
-    """Record which workers the box reports as unreachable, and move its slots from them if another worker has free
+    """Record which workers the box cannot reach, and move the box's slots from them if another worker has free
     capacity."""
     for claim in request.unreachable:
         slot = box.slots[claim.slot] if claim.slot < len(box.slots) else None

@@ -15,7 +15,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 def close_box(cluster: ClusterState, attempt: Attempt, box: Box, now: float, *, forget: bool) -> None:
-    """Close a box for its client. Closing the last box ends the attempt. `forget`: also remove the run then."""
+    """Close a box at its client's request. With the last open box the attempt ends. `forget`: also remove the run
+    then."""
     attempt.set_presence(box, BoxPresence.CLOSED)
     attempt.set_ended(box, True)
     if attempt.any_live():
@@ -32,8 +33,8 @@ def close_box(cluster: ClusterState, attempt: Attempt, box: Box, now: float, *, 
 
 
 def end_runs(cluster: ClusterState, name: str) -> pb.EndRunReply:
-    """End the open attempt of a run (JOB/ORDINAL), or those of all runs of a job (JOB). Runs that are closed already
-    stay as they are. Raises UnknownRunError, InvalidArgumentError."""
+    """End the open attempt of a run (JOB/N), or those of all runs of a job (JOB). Attempts that are over stay as they
+    are. Raises UnknownRunError, InvalidArgumentError."""
     check_name("run", name)
     reply = pb.EndRunReply()
     for run in _named(cluster, name):
@@ -51,6 +52,6 @@ def _named(cluster: ClusterState, name: str) -> list[Run]:
     found = [run for run in cluster.runs.values() if run.name.rpartition("/")[0] == name]
     if not found:
         raise UnknownRunError(
-            f"the coordinator has no run or job {name!r}: give JOB/ORDINAL or JOB, as in `penstock status --all`"
+            f"the coordinator has no run or job {name!r}: give a run (JOB/0) or a job (JOB) of `penstock status --all`"
         )
     return found

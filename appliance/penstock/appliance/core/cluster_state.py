@@ -1,8 +1,8 @@
-"""Cluster state: all runs and workers, and the operations that change them. Each operation keeps four things in step:
-the objects, the journal's rows, the versions that long polls compare, and the list of slots that wait for a worker.
-entities.py explains run, attempt, box and slot.
+"""Cluster state: all runs and workers, and the operations that change them. Each operation changes four things
+together: the objects, the journal's rows, the versions that long polls compare, and the list of slots that wait for a
+worker. entities.py explains run, attempt, box and slot.
 
-The operations are small: `move` takes a slot from its worker, `end` closes an attempt, and so on. state_machine.py
+The operations are small: `move` takes a slot from its worker, `end` ends an attempt, and so on. state_machine.py
 decides which call may make which change, and when.
 """
 
@@ -44,15 +44,15 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 BOX_COST = 4
-"""Cost of releasing a box in addition to its slots (its rows and its event), counted in released slots."""
+"""Cost of releasing a box in addition to its slots (its rows and its event), as a number of slots."""
 FREE_AFTER_S = 5.0
-"""Seconds after the end of an attempt until no thread uses its objects any more."""
+"""Seconds after the end of an attempt, after which no thread uses the attempt's objects any more."""
 Topic = tuple[str | int, ...]
-"""Subject of a change: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt, step)."""
+"""Thing that changed, by which waiting calls are woken, such as ("worker", name) or ("box", run, attempt, box)."""
 
 
 class ClusterState:
-    """All runs and workers of a coordinator. `changed`: function called with the topic of each change."""
+    """All runs and workers of a coordinator. `changed`: called with the topic of each change."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class ClusterState:
         self.fleet, self.fleet_at = 0, 0.0
         """Number of workers that the lease policy assumes, and the time when it was set: see `count_fleet`."""
         self.load_factor = 1.0
-        """Load factor, 1 = not overloaded: see lease_policy.updated_load_factor."""
+        """Factor by which peers are asked for fewer calls; 1 = not overloaded: see lease_policy.updated_load_factor."""
         self.live_boxes = 0
         self.slots_held: Counter[str] = Counter()
-        """Number of slots in open attempts, by the digest of the credential token that opened them."""
+        """Digest of a credential token -> number of slots in the open attempts that it opened."""
         self.placed = 0
         """Number of slots that workers hold. A slot with a migration target counts twice."""
         self.migrating: dict[SlotKey, Slot] = {}
@@ -88,22 +88,22 @@ class ClusterState:
         self._is_round_unfinished = False
         """True if the last call of `place_waiting` ended before it had tried every waiting slot."""
         self._stuck: set[str] = set()
-        """Values of input_fn ("module:function") for which the present round found no worker with free capacity."""
+        """Values of input_fn ("module:function") for which this round found no worker with free capacity."""
         self._ended: deque[tuple[Attempt, list[Box]]] = deque()
         """Attempts that are over, each with the boxes whose slots are still to be taken from their workers. The last
-        box of the list is next."""
+        box of a list is handled first."""
         self._discarded: deque[Box] = deque()
         """Boxes of attempts that are over, whose memory `free_discarded` frees in pieces."""
         self._free_at = 0.0
         """Monotonic time from which `_discarded` may be freed; inf from the end of an attempt until the next tick, when
         `free_discarded` sets the time."""
         self.touched: set[tuple[str, int, int]] = set()
-        """Keys (run, attempt, box) of boxes that changed, so that state queries must plan them again."""
+        """Keys (run, attempt, box) of boxes that changed since the state queries were last planned."""
         self.tickets_expire = 0
-        """Expiry of tickets made from now on, in seconds since the Unix epoch: see credentials/tickets.py."""
+        """Time when tickets made from now on expire, in seconds since the Unix epoch: see credentials/tickets.py."""
         self._version = journal.boots << 32
 
-    # ------------------------------------------------------------------------------------------------ small things
+    # ------------------------------------------------------------------------------------- versions, leases, tickets
 
     def next_version(self) -> int:
         """Return a version number higher than every earlier one of any object, including those before a restart."""
@@ -134,7 +134,7 @@ class ClusterState:
         return of_boxes(self.live_boxes, self.load_factor, self.limits)
 
     def snapshot_share(self) -> SnapshotShare:
-        """Return each slot's quota of durable snapshots."""
+        """Return the quota of durable snapshots of one slot, for the present fleet."""
         calls_per_s = (
             len(self.workers) / self.worker_lease_policy().heartbeat_s
             + self.live_boxes / self.box_lease_policy().heartbeat_s
@@ -145,8 +145,8 @@ class ClusterState:
         self.touched.add((attempt.run, attempt.number, box.number))
 
     def lane_key(self, key: SlotKey, generation: int) -> bytes:
-        """Return the key with which a worker verifies the tickets of a slot's lane. The key is derived from the
-        journal's secret, so it survives a restart without being stored."""
+        """Return the key by which a worker verifies the tickets of clients that open the slot's lane. The key is
+        derived from the journal's secret, so it is the same after a restart without being stored."""
         return lane_key(self.journal.secret, *key, generation)
 
     def ticket(self, key: SlotKey, generation: int) -> str:
@@ -156,8 +156,8 @@ class ClusterState:
     # ----------------------------------------------------------------------------------------------------- finding
 
     def attempt(self, run_name: str, number: int) -> Attempt:
-        """Return the run's open attempt, which must have this number. Raises UnknownRunError for an unknown run or
-        attempt, SupersededError if the attempt is over."""
+        """Return the open attempt of the run, if its number is `number`. Raises UnknownRunError for an unknown run or
+        attempt, SupersededError if attempt `number` is over."""
         run = known_run(self.runs, run_name)
         if run.current is not None and run.current.number == number:
             return run.current
@@ -184,7 +184,7 @@ class ClusterState:
 
     @property
     def is_between_slices(self) -> bool:
-        """True if a round of releasing or placing slots was interrupted, so that the next call must continue it."""
+        """True if `release_ended` or `place_waiting` stopped before the last slot, and must be called again."""
         return bool(self._ended) or self._is_round_unfinished
 
     def is_open(self, slot: Slot) -> bool:
@@ -269,8 +269,8 @@ class ClusterState:
         return box
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
-        """End the attempt. From now on its calls are refused with the reason `why`. Workers keep its slots until
-        `release_ended` takes them; after a restart of the coordinator none of them has a worker.
+        """End the attempt. From now on its calls are refused with the reason `why`. Its slots stay on their workers
+        until `release_ended` takes them; after a restart of the coordinator they are on no worker.
 
         The method does not visit each box, because a run may have 16,384 boxes and other calls would wait meanwhile.
         """
@@ -305,8 +305,8 @@ class ClusterState:
         self.snapshot_index.drop_attempt(attempt.run, attempt.number)
 
     def release_ended(self) -> bool:
-        """Take the slots of ended attempts from their workers, about `limits.slots_at_once` in one call, and wake their
-        boxes. Return whether all are taken. Until then no slot is placed, because the capacity is not free yet."""
+        """Take slots of ended attempts from their workers, about `limits.slots_at_once` in one call, and wake calls of
+        their boxes. Return whether all are taken. Until then no slot is placed: the capacity is not free yet."""
         left: set[str] = set()
         taken = 0
         while self._ended and taken < self.limits.slots_at_once:
@@ -328,10 +328,10 @@ class ClusterState:
         return not self._ended
 
     def free_discarded(self, now: float) -> None:
-        """Free the memory of boxes of ended attempts, with about `limits.slots_at_once` slots in one call.
+        """Free the memory of boxes of ended attempts, of about `limits.slots_at_once` slots in one call.
 
         Freeing a box takes some 10 us, and Python would free an attempt with all its boxes at once: 0.2 s for 16,384
-        boxes. So they are kept until the journal's thread has written them and no other reference is left.
+        boxes. So a list keeps the boxes until FREE_AFTER_S seconds later, when the journal's thread has written them.
         """
         if self._free_at == math.inf:
             self._free_at = now + FREE_AFTER_S
@@ -340,7 +340,7 @@ class ClusterState:
             freed += BOX_COST + len(self._discarded.popleft().slots)
 
     def vacate(self, attempt: Attempt, box: Box, presence: BoxPresence, note: str) -> None:
-        """Take all slots of the box from their workers, because its client is lost or has closed it."""
+        """Take all slots of the box from their workers, because its client is lost or has closed it. `note`: reason."""
         attempt.set_presence(box, presence)
         kind = "box lost" if presence is BoxPresence.GONE else "box closed"
         self.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
@@ -360,7 +360,7 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
-        """Mark the box's client as live again, because the client has reported after the end of its lease."""
+        """Mark the box's client as live again, because it has reported after its lease had ended."""
         attempt.set_presence(box, BoxPresence.LIVE)
         text = f"the training job of box {box.number} reported again"
         self.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
@@ -379,8 +379,8 @@ class ClusterState:
         self.events.add(kind, text, run=slot.key.run, worker=worker, generation=slot.generation, **numbers)
 
     def _take(self, slot: Slot) -> str:
-        """Take the slot from its worker and return the worker's name. The caller must raise the worker's version, so
-        that the worker's long poll is answered."""
+        """Take the slot from its worker and return the worker's name. The caller must then raise the version of the
+        worker, so that the worker's long poll is answered."""
         name = slot.worker
         worker = self.workers.get(name)
         if worker is not None:
@@ -399,10 +399,10 @@ class ClusterState:
         return True
 
     def move(self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None) -> None:
-        """Take the slot from its worker. The slot is placed again under the next generation, unless it has failed.
+        """Take the slot from its worker. Unless it has failed, it waits for a worker again, under the next generation.
 
-        `loss_at`: monotonic time of the loss if a runner, worker or client died; None for an orderly move, which does
-        not count as a loss. `making`: position of the batch that the runner was making when it died.
+        `note`: reason. `loss_at`: monotonic time of the death if a runner, worker or client died; None for a planned
+        move, which is no loss. `making`: position of the batch that the runner was making when it died.
         """
         attempt, box = self.box_of(slot)
         loser = slot.worker
@@ -433,7 +433,8 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def _give_up(self, box: Box, slot: Slot) -> None:
-        """Fail a slot that was lost too often; or quarantine a batch that killed the slot's runner each time."""
+        """Fail a slot that lost its runner too often. If the same batch killed the runner each time, and the run says
+        that such batches are skipped, skip the batch instead."""
         position = quarantine.common_position(slot.losses)
         if position is None or not box.opening.loader.options.skip_poison:
             error = quarantine.loss_error(box, slot, position, self.limits.loss_window_s)
@@ -458,16 +459,16 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def note_rate(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """Record the figures that a report gives of the slot's runner: its speed, and how many batches it is ahead of
-        the loop. Before the runner is ready: its place in the start queue and its start stage."""
+        """Record what a worker's report says of the slot's runner: its speed, and how many batches it is ahead of the
+        loop. Of a runner that is not ready, record its place in the start queue and its start stage."""
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
         _, box = self.box_of(slot)
         start_queue_position = report.start_queue_position, report.start_queue_length
         if (start_queue_position, report.start_stage) != (slot.start_queue_position, slot.start_stage):
             slot.start_queue_position, slot.start_stage = start_queue_position, report.start_stage
-            # The position is sent with the next reply, at most one heartbeat later. The boxes are not woken for it:
-            # each start changes the position of all queued slots, so the number of calls would be the square of theirs.
+            # The position is sent with the next reply, at most one heartbeat later. It does not wake the boxes' calls:
+            # each start changes the positions of all queued slots, so n slots would cause n * n calls.
             box.version = self.next_version()
         slot.gauge.report(now, report.produced, max(report.delivered, box.total(slot.key.slot)))
         if slot.gauge.lost_at and not slot.gauge.behind:
@@ -477,7 +478,7 @@ class ClusterState:
 
     def place_waiting(self) -> None:
         """Give waiting slots to workers with free capacity, in the order in which they began to wait. One call tries
-        `slots_at_once` slots and the next call continues, because placing 16,384 at once would delay other calls."""
+        `limits.slots_at_once` of them, because placing 16,384 at once would delay other calls; the next continues."""
         self._is_round_unfinished = True
         begun = False  # whether this call has begun a round
         for _ in range(self.limits.slots_at_once):
@@ -517,8 +518,8 @@ class ClusterState:
             self.bump_box(attempt, box)
 
     def drop_silent(self, now: float, patience_s: float = 0.0) -> None:
-        """Drop workers whose leases ended more than `patience_s` seconds ago. Stop once `limits.slots_at_once` slots
-        have been taken from such workers; the next call continues."""
+        """Drop workers whose leases ended more than `patience_s` seconds ago. After `limits.slots_at_once` slots the
+        method stops, and the next call continues."""
         moved = 0
         for worker in [worker for worker in self.workers.values() if worker.lease_until + patience_s <= now]:
             if moved >= self.limits.slots_at_once:
@@ -531,7 +532,7 @@ class ClusterState:
             self.drop_worker(worker, note, now)
 
     def drop_worker(self, worker: Worker, note: str, loss_at: float | None) -> None:
-        """Take all slots from the worker. The worker itself stays in `workers`."""
+        """Take all slots from the worker, as `move` does. The worker itself stays in `workers`."""
         for key in sorted(worker.slots):
             slot = self.slot(key)
             if slot is not None and slot.worker == worker.name:
@@ -543,8 +544,7 @@ class ClusterState:
     # ------------------------------------------------------------------------------------------- migration targets
 
     def start_migration(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
-        """Set a worker as the slot's migration target. The slot stays on its present worker until the target is ready:
-        see migration.py. `why`: reason, for the event log and the slot's note."""
+        """Set a worker as the slot's migration target: see migration.py. `why`: reason, for people."""
         attempt, box = self.box_of(slot)
         slot.reserved = slot.next_generation
         attempt.note_generation(slot.reserved)
@@ -571,7 +571,7 @@ class ClusterState:
                 self.bump_worker(worker)
 
     def complete_migration(self, slot: Slot, note: str, now: float) -> None:
-        """Move the slot from its worker to its target."""
+        """Move the slot from its present worker to its migration target. `note`: reason, for people."""
         self._detach(slot)
         self._give_to_target(slot)
         slot.note, slot.doing, slot.moved_at, slot.migrated = note, "", now, True

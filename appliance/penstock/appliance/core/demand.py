@@ -1,11 +1,11 @@
 """Demand: the number of workers that the open runs need, computed from measurements.
 
-Demand. A loop that makes r steps per second and waits for a share w of the time would make r / (1 - w) steps per second
-if it never waited. Supply. A slot whose batches take b seconds of work each makes 1 / b batches per second. So a box
-needs r / (1 - w) * b slots, and some more, because batches do not all take equally long. The time in which a runner
-waits for a processor does not count as work, because additional slots would only wait more.
+What a loop takes: a loop that makes r steps per second and waits for a share w of the time would make r / (1 - w) steps
+per second if it never waited. What a slot gives: a slot whose batches take b seconds of work each makes 1 / b batches
+per second. So a box needs r / (1 - w) * b slots, and some more, because batches do not all take equally long. The time
+in which a runner waits for a processor does not count as work, because additional slots would only wait more.
 
-Cores. A slot that takes c seconds of processor time for b seconds of work keeps c / b cores busy. So n cores can run n
+Cores: a slot that takes c seconds of processor time for b seconds of work keeps c / b cores busy. So n cores can run n
 * b / c slots at full speed, and more slots on the same machines do not raise the throughput.
 
 A run's number of workers is fixed while the run is open. So the advice for a run is the number of slots per box for its
@@ -27,13 +27,14 @@ from penstock.appliance.policies.bottleneck import LEAST_S
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MAX_GROWTH = 4
-"""Largest ratio of the recommended number of slots to the present one. Measurements of few slots do not predict the
+"""Largest ratio of the recommended number of slots to the present one: measurements of few slots do not predict the
 behaviour of many more."""
 HEADROOM = 1.25
 """Factor by which the recommended number of slots exceeds the computed one, because batches do not all take equally
 long."""
 MAX_WAIT_SHARE = 0.98
-"""Largest share of waiting used in the computation. A loop that only waits would need an infinite number of workers."""
+"""Largest share of waiting with which the formula is used. A loop that only waits would need infinitely many
+workers."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class WorkerAdvice:
     """Advice for one run. All fields are 0 if too little is measured yet."""
 
     needed: int = 0
-    """Number of slots that each box needs if there are enough cores."""
+    """Number of slots that each box would need if there were enough cores."""
     workers_per_box: int = 0
     """Recommended number of slots per box on the present machines."""
     busy_cores: int = 0
@@ -49,7 +50,8 @@ class WorkerAdvice:
 
 
 def advise(attempt: Attempt, cores: int) -> WorkerAdvice:
-    """Return the recommended number of slots of the run. `cores`: cores of all its workers' machines; 0 = unknown."""
+    """Return the recommended number of slots of the attempt's boxes. `cores`: number of cores of all workers' machines;
+    0 = not known."""
     boxes = _live(attempt)
     slots = [slot for box in boxes for slot in box.slots if slot.phase == pb.READY and slot.batch_s > 0]
     needed = _needed(attempt, boxes, slots)
@@ -98,7 +100,7 @@ def _needed(attempt: Attempt, boxes: list[Box], slots: list[Slot]) -> int:
 
 
 def _carried(cores: int, slots: list[Slot]) -> float:
-    """Return the number of slots, measured like `slots`, that keep `cores` cores busy; inf if nothing is known."""
+    """Return the number of slots that keep `cores` cores busy, if they work like `slots`; inf if not known."""
     cpu_s = fmean(slot.batch_cpu_s for slot in slots)
     return cores * fmean(map(_work_s, slots)) / cpu_s if cores and cpu_s else math.inf
 

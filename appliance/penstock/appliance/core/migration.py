@@ -32,13 +32,12 @@ class Migrations:
         self._cluster = cluster
         self._balanced_at = 0.0
         self._moves: Iterator[balance.SlotMove | None] | None = None
-        """Iterator over the moves of the present balance check. Each tick takes one slice. None if no check is under
-        way."""
+        """Moves of the balance check under way, of which each tick takes one slice; None if no check is under way."""
 
     # ---- reports of workers
 
     def target_reported(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """Record a report of a slot's migration target about the runner that the target prepares."""
+        """Record what a slot's migration target reports about the runner that it prepares for the slot."""
         target = slot.target
         assert target is not None
         if report.phase == pb.FAILED:
@@ -52,7 +51,8 @@ class Migrations:
                 self._cluster.bump_worker(worker)  # its next assignments ask it to prepare the migration
 
     def migrated(self, slot: Slot, now: float) -> None:
-        """Complete the slot's migration: its present worker reported that the snapshot for the target is durable."""
+        """Complete the slot's migration, because its present worker reported that the snapshot for the target is
+        durable."""
         if slot.target is not None and slot.target.ready_at:
             self._cluster.complete_migration(slot, slot.target.why, now)
 
@@ -90,7 +90,7 @@ class Migrations:
         self._moves = None
 
     def drain(self, worker: Worker, now: float) -> None:
-        """Start migrations of the worker's slots, as far as other workers have free capacity."""
+        """Start migrations of the worker's slots to other workers that have free capacity."""
         why = f"worker {worker.name} drains"
         for slot in self.owned(worker):
             if slot.target is not None or slot.phase == pb.FAILED:
@@ -104,8 +104,8 @@ class Migrations:
                 self._cluster.move(slot, why, None)
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
-        """Return a worker that can take a slot of a draining worker; None if no worker can. A worker that failed to
-        prepare for the slot, or that the box cannot reach, is the last choice."""
+        """Return a worker that can take a slot of a draining worker; None if no worker can. A worker that failed to get
+        ready as the slot's target, or that the slot's box cannot reach, is the last choice."""
         cluster = self._cluster
         _, box = cluster.box_of(slot)
         host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn
@@ -118,7 +118,8 @@ class Migrations:
         return other
 
     def owned(self, worker: Worker) -> list[Slot]:
-        """Return the slots that run on the worker, without those that are only migrating to the worker."""
+        """Return the slots that run on the worker; those of which it is only the migration target are not among
+        them."""
         slots = [self._cluster.slot(key) for key in sorted(worker.slots)]
         return [slot for slot in slots if slot is not None and slot.worker == worker.name]
 
@@ -133,12 +134,12 @@ class Migrations:
         UnknownWorkerError.
 
         After a restart the coordinator does not know whether a worker drains until the worker reports. Until then the
-        reply always says that the worker may drain, and a request to end its drain is refused.
+        reply always says that the worker drains, and a request to end its drain is refused.
         """
         worker = self._cluster.workers.get(request.worker)
         if worker is None:
             known = ", ".join(sorted(self._cluster.workers)[:8]) or "none, because no worker is registered"
-            raise UnknownWorkerError(f"worker must be one of {known}, got {request.worker!r}")
+            raise UnknownWorkerError(f"worker must be one of {known}, got {request.worker!r}: see `penstock status`")
         if request.undo and not worker.registered:
             raise UnknownWorkerError(
                 f"worker {request.worker!r} has not reported since the coordinator started: retry once `penstock "
@@ -156,8 +157,8 @@ class Migrations:
         )
 
     def set_draining(self, worker: Worker, draining: bool, now: float) -> None:
-        """Start or end the drain of a worker. A draining worker gets no new slots, and the slots that it has
-        migrate."""
+        """Start or end the drain of a worker. While a worker drains, it gets no new slots, and its slots migrate to
+        other workers."""
         if draining == worker.draining:
             return
         worker.draining = draining
@@ -174,7 +175,8 @@ class Migrations:
         self._cluster.bump_worker(worker)
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
-        """Cancel the slot's migration, and start no other one for `limits.left_alone_s` seconds."""
+        """Cancel the slot's migration, because its target did not get ready. For `limits.left_alone_s` seconds no other
+        migration of the slot begins. `note`: what happened, for people."""
         if slot.target is not None:
             slot.unfit[slot.target.worker] = slot.target.session
         self._cluster.cancel_migration(slot)

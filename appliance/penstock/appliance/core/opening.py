@@ -36,8 +36,8 @@ from penstock.runtime.telemetry.units import topology
 
 @dataclass(frozen=True)
 class RepeatedOpening:
-    """Decision that the request repeats an earlier one, which was carried out, but whose client did not get the
-    reply."""
+    """Decision that the request repeats an earlier one. The earlier one was carried out, but its reply did not reach
+    the client."""
 
     box: Box
 
@@ -59,8 +59,8 @@ def run_name(request: pb.OpenRunRequest) -> str:
 
 
 def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
-    """Check everything in the request that can be checked without the cluster state; return the position where the box
-    starts."""
+    """Check all of the request that can be checked without the cluster state. Return the position where the box starts.
+    Raises InvalidArgumentError, BoxOutOfRangeError."""
     if not request.job or not request.loader.input_fn:
         raise InvalidArgumentError(
             f"job and input_fn must not be empty, got job={request.job!r}, input_fn={request.loader.input_fn!r}: pass "
@@ -92,8 +92,8 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
 
 
 def start_of(request: pb.OpenRunRequest) -> Position:
-    """Return the position where the box starts: that of a saved state, or the beginning of an epoch with all
-    workers."""
+    """Return the position where the box starts: that of a saved state, or the beginning of an epoch in which all its
+    slots take part."""
     start = request.start
     if start.slots:
         return Position.received(start, InvalidArgumentError)
@@ -105,8 +105,8 @@ def resumes(request: pb.OpenRunRequest) -> bool:
 
 
 def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
-    """Return the digest of the client's secret, and the request without the secret (client_id), which is never
-    stored."""
+    """Return the digest of the client's secret, and a copy of the request without the secret (client_id), which is
+    never stored."""
     if not request.client_id:
         raise InvalidArgumentError("client_id must not be empty: set it to the client's secret, a random string")
     kept = pb.OpenRunRequest()
@@ -118,8 +118,8 @@ def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
 def check_limits(
     request: pb.OpenRunRequest, run: Run | None, runs: int, snapshot_index: SnapshotIndex, limits: Limits
 ) -> None:
-    """Raise an error if the request exceeds a limit, because it would delay every other call. `runs`: number of known
-    runs.
+    """Check a new request to open a run. Raises OverloadedError or InvalidArgumentError for one that exceeds a limit,
+    because it would delay every other call, or that names an unknown blob. `runs`: number of known runs.
 
     Requests that are in the journal are not checked again, because another release may have accepted them.
     """
@@ -153,10 +153,12 @@ def check_limits(
 def check_capacity(
     request: pb.OpenRunRequest, credential: str, superseded: Attempt | None, slots_held: Counter[str], limits: Limits
 ) -> None:
-    """Raise OverloadedError if one more box would exceed a limit on open slots.
+    """Raise OverloadedError if one more box would exceed a limit on the slots of open runs.
 
-    `superseded`: attempt that ends before the box opens. `slots_held`: number of slots in open attempts, by credential
-    token.
+    Args:
+        credential: digest of the caller's credential token.
+        superseded: attempt that ends before the box opens; None if none does.
+        slots_held: digest of a credential token -> number of slots in its open attempts.
     """
     count, held, all_held = request.num_workers_per_box, slots_held[credential], slots_held.total()
     if superseded is not None:
@@ -176,8 +178,8 @@ def check_capacity(
 def decide(
     run: Run | None, request: pb.OpenRunRequest, client: str, now: float
 ) -> RepeatedOpening | JoinAttempt | OpenAttempt:
-    """Decide what the request opens. Raises BoxTakenError, SupersededError, TopologyError, StateMismatchError,
-    InvalidArgumentError."""
+    """Decide what the request opens. `run`: the run, None if it is new; `client`: digest of the client's secret. Raises
+    BoxTakenError, SupersededError, TopologyError, StateMismatchError, InvalidArgumentError."""
     if run is None:
         return OpenAttempt()
     for past in run.past.values():
@@ -222,6 +224,7 @@ def decide(
 
 
 def _taken(attempt: Attempt, held: Box, now: float, remedy: str) -> BoxTakenError:
+    """Return the error for a request for a box that a live client holds."""
     return BoxTakenError(
         f"box {held.number} of run {attempt.run} (attempt {attempt.number}) is held by {held.who()}, which reported "
         f"{max(0.0, now - held.reported_at):.1f} s ago{remedy}"
@@ -229,6 +232,8 @@ def _taken(attempt: Attempt, held: Box, now: float, remedy: str) -> BoxTakenErro
 
 
 def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
+    """Return the decision to join, after checking that the box agrees with the attempt's other boxes. Raises
+    TopologyError, InvalidArgumentError, StateMismatchError."""
     where = f"box {request.box} of run {attempt.run} (attempt {attempt.number})"
     asked = topology(request.num_boxes, request.num_workers_per_box)
     if asked != attempt.topology:
@@ -257,8 +262,9 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> JoinAttempt:
 
 
 def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
-    """Return the decision to open the next attempt. Raises TopologyError if the run would begin anew on another
-    topology, because it would lose its position. A run that has delivered nothing yet has no position to lose."""
+    """Return the decision to open the next attempt. Raises TopologyError if the run would start anew, without a state,
+    on another topology, because it would lose its position. A run that has delivered nothing yet has no position to
+    lose."""
     before, asked = topology(run.num_boxes, run.num_workers), topology(request.num_boxes, request.num_workers_per_box)
     if before != asked and not resumes(request) and not run.unused:
         raise TopologyError(
@@ -269,7 +275,8 @@ def _next(run: Run, request: pb.OpenRunRequest) -> OpenAttempt:
 
 
 def seed_of(run: Run | None, request: pb.OpenRunRequest, fresh: Callable[[], int]) -> int:
-    """Return the seed of the next attempt: the requested one, else the run's, else a new one from `fresh`."""
+    """Return the seed of the next attempt: the requested one, else the run's present one, else a new one from `fresh`.
+    Raises InvalidArgumentError if a known run would start anew with another seed."""
     if request.has_seed:
         if run is not None and request.seed != run.seed and not resumes(request):
             raise InvalidArgumentError(

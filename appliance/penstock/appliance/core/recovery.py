@@ -32,8 +32,8 @@ from penstock.proto.v1 import records_pb2
 
 
 def restore(cluster: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
-    """Fill an empty cluster state from its journal. `worker_lease_s`, `client_lease_s`: longest leases that were
-    promised before the restart, in seconds. Raises JournalError if rows contradict each other."""
+    """Fill an empty cluster state from its journal. `worker_lease_s`, `client_lease_s`: longest leases that workers and
+    clients were promised before the restart, in seconds. Raises JournalError if rows contradict each other."""
     try:
         _fill(cluster, now, worker_lease_s, client_lease_s)
     except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:

@@ -1,4 +1,5 @@
-"""Handling of a worker's report about one of its slots: activity, readiness and end of the slot's runner."""
+"""Handling of a worker's report about one of its slots: what the slot's runner is doing, that it is ready, that it has
+ended."""
 
 from __future__ import annotations
 
@@ -13,18 +14,18 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 _MAX_ACTIVITY, _MAX_STACK = 300, 12_000
-"""Longest texts taken from a report of a hang or a crash, in characters: the runner's activity, and its stack. Both
-texts are bounded because every view of the box contains them."""
+"""Longest texts taken from a report of a hang or a crash, in characters: what the runner is doing, and its stack. Both
+are bounded because every view of the box contains them."""
 END_COST = 2
-"""Cost of a report that a runner has ended, counted in slots: handling one takes 75 us of the event loop."""
+"""Cost of a report that a runner has ended, as a number of slots: handling it takes 75 us of the event loop."""
 _NO_REASON = records_pb2.ErrorDetail(
     name="PenstockError", message="the slot's runner failed, and the worker reported no reason: see the worker's log"
 )
 
 
 def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: pb.SlotReport, now: float) -> bool:
-    """Record a worker's report about a slot; return whether the slot's runner has ended. A report from a worker that
-    does not own the slot, or about another generation, changes nothing."""
+    """Record a worker's report about a slot. Return whether the report says that the slot's runner has ended. A report
+    of a worker that does not run the slot, or about another generation, changes nothing."""
     slot = cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
     if slot is not None and slot.is_migrating_to(worker.name, report.generation):
         migrations.target_reported(slot, report, now)
@@ -60,8 +61,8 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
 
 
 def _recycle(cluster: ClusterState, slot: Slot, report: pb.SlotReport) -> None:
-    """Replace a runner that exceeded its memory limit and ended right after a snapshot. If this runner and the one
-    before both did so before their second batch, fail the slot instead."""
+    """Replace a runner that ended because it used too much memory, right after a snapshot. If this runner and the one
+    before both reached the limit before their second batch, fail the slot instead."""
     if report.outgrown and 0 < slot.outgrown == slot.generation - 1:
         error = MemoryLimitError(
             f"{report.error.message}; this runner and the one before reached the limit before their second batch: "

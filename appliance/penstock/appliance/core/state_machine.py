@@ -66,7 +66,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 class Registry:
-    """State machine of the coordinator.
+    """State machine of the coordinator. All methods run in the coordinator's event loop.
 
     Args:
         journal: where the cluster state is kept.
@@ -122,7 +122,7 @@ class Registry:
     # -------------------------------------------------------------------------------------------------------- clients
 
     def open_run(self, request: pb.OpenRunRequest, credential: str = "") -> pb.OpenRunReply:
-        """Open a run or join a box to it. `credential`: digest of the caller's credential token."""
+        """Open a run, or add a box to its open attempt. `credential`: digest of the caller's credential token."""
         now, cluster = self._clock(), self.cluster
         start = opening.validate(request, self.limits)
         client, request = opening.without_secret(request)
@@ -175,7 +175,7 @@ class Registry:
         return run.current
 
     def _renew(self, attempt: Attempt, box: Box, now: float, known_s: float = 0.0) -> None:
-        """Renew the box's lease. `known_s`: length in seconds of the lease that the client uses at present."""
+        """Renew the box's lease. `known_s`: length of the lease that the client was promised before, in seconds."""
         if box.presence is BoxPresence.GONE:
             self.cluster.revive(attempt, box, now)
         box.lease_until = now + self.cluster.box_lease_policy().promised(known_s, self.limits.lease_max_s)
@@ -195,7 +195,7 @@ class Registry:
         return attempt, box
 
     def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        """Record a box's report and return the reply at once. The service holds the call until a change."""
+        """Record a box's report and return the reply at once. (The service waits for a change before it replies.)"""
         self.report_box(request)
         return self.box_view(request)
 
@@ -227,9 +227,7 @@ class Registry:
         attempt, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
         check_progress(request, attempt.num_workers, self.limits)
         self._renew(attempt, box, now, request.lease_s)
-        if not box.reported:
-            box.reported = True
-            self.cluster.touch(attempt, box)
+        box_progress.note_epoch_starts(self.cluster, attempt, box, request)
         delivered = request.delivered
         box_progress.note_abandoned(self.cluster, attempt, box, request)
         box_progress.note_fence(self.cluster, box, request)
@@ -248,7 +246,8 @@ class Registry:
         return attempt, box
 
     def close_run(self, request: pb.CloseRunRequest) -> None:
-        """Close the box. A call for a superseded or closed box is accepted, because that box is released already."""
+        """Close the box for its client. A call for a box that is superseded or closed has no effect, because that box
+        is released already."""
         try:
             attempt, box = self._find_box(request.run, request.attempt, request.box, request.client_id)
         except (SupersededError, UnknownRunError):
@@ -330,7 +329,7 @@ class Registry:
         )
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        """Record a worker's report and return the reply at once. The service holds the call until a change."""
+        """Record a worker's report and return the reply at once. (The service waits for a change before it replies.)"""
         self.report_worker(request)
         return self.worker_view(request)
 
@@ -364,8 +363,8 @@ class Registry:
         return reply
 
     def worker_view_steps(self, request: pb.HeartbeatRequest, reply: pb.HeartbeatReply) -> Iterator[None]:
-        """Fill the reply in steps. The cluster state may change between two steps. The reply carries the version of the
-        first step, so the next heartbeat returns such a change."""
+        """Fill the reply in steps, between which other calls are served. The reply carries the worker's version at the
+        first step. So a change that happens between two steps is in the reply to the worker's next heartbeat."""
         worker = self._registered(request.worker, request.session)
         if worker is None:
             self.cluster.journal.commit()
@@ -412,15 +411,16 @@ class Registry:
     # ----------------------------------------------------------------------------------------------- snapshots, blobs
 
     def slot_to_recover(self, key: SlotKey, generation: int) -> Slot:
-        """Return the slot if `generation` is its present generation or that of its migration target. Raises
-        SupersededError otherwise."""
+        """Return the slot for a worker that prepares it: `generation` must be the present one or that of the slot's
+        migration target. Raises UnknownRunError, SupersededError."""
         slot = self.cluster.slot(key)
         if slot is not None and slot.target is not None and slot.target.generation == generation:
             return slot
         return self.slot_of_generation(key, generation)
 
     def slot_of_generation(self, key: SlotKey, generation: int) -> Slot:
-        """Return the slot if `generation` is its present one. Raises SupersededError if not."""
+        """Return the slot, if `generation` is its present one. Raises UnknownRunError for an unknown slot,
+        SupersededError for another generation."""
         attempt = self.cluster.attempt(key.run, key.attempt)
         slot = self.cluster.slot(key)
         if slot is None:
@@ -435,11 +435,10 @@ class Registry:
         return slot
 
     def snapshot_stored(self, header: pb.SnapshotHeader) -> None:
-        """Record that a snapshot is on disk. Raises SupersededError if a newer generation of the slot has begun.
+        """Record that a snapshot is on disk. Raises SupersededError if the slot has a newer generation by now.
 
-        Such a late snapshot may have replaced another one of the same position on disk. The late snapshot is kept,
-        because the content of a snapshot depends only on its position, unless the mixture was changed since. Its sender
-        gets the error nevertheless.
+        Such a late snapshot may have replaced another one of the same position on disk. It is kept nevertheless,
+        because the content of a snapshot depends only on its position, unless the mixture was changed since.
         """
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
         kept = DurableSnapshot(header.total, header.epoch, header.size, header.epoch_start)
@@ -452,14 +451,15 @@ class Registry:
         self.slot_of_generation(key, header.generation)
 
     def blob_stored(self, name: str, size: int, credential: str = "") -> None:
-        """Record that a blob is on disk. `credential`: digest of the credential token of its sender."""
+        """Record that a blob is on disk. `size`: bytes; `credential`: digest of the sender's credential token."""
         self.cluster.snapshot_index.add_blob(name, size, self._clock(), credential)
 
     # ---------------------------------------------------------------------------------------------------------- state
 
     def begin_state(self, request: pb.FetchStateRequest) -> StateQuery:
-        """Return the state query that answers the request; the query may be complete already. The caller must end the
-        query with `end_state`. Raises StateUnavailableError, UnknownRunError, SupersededError, OverloadedError."""
+        """Return the state query that answers the request. It may be complete already. The caller must call `end_state`
+        when it has its answer or gives up. Raises StateUnavailableError, UnknownRunError, SupersededError,
+        OverloadedError."""
         check_state_query(request)
         caller_box: int | None = None
         if request.HasField("progress"):
@@ -473,24 +473,24 @@ class Registry:
         return query
 
     def sent_state(self, query: StateQuery, box: int) -> None:
-        """Record that the records of a box were sent to one caller of the query."""
+        """Record that the saved states of box `box` were sent to one caller of the query."""
         self.state_queries.sent(query, box)
 
     def end_state(self, query: StateQuery, sent: int = 0) -> None:
-        """Remove a caller of the query that has its answer or has given up. `sent`: number of boxes whose records the
-        caller was sent. When the last caller is removed, the open requests to workers are withdrawn."""
+        """Remove a caller of the query that has its answer or has given up. `sent`: number of boxes whose saved states
+        this caller was sent. When the last caller is removed, the open requests to workers are withdrawn."""
         self.state_queries.end(query, sent)
 
     def admit_state(self, answer: pb.StateAnswer) -> float | None:
-        """Return None if the coordinator can take the data of an answer now, or does not need it. Otherwise return the
-        longest time in seconds to wait for memory. The topic ANSWERS_FREED announces that memory was freed."""
+        """Return None if the coordinator can take the data of a worker's answer now, or does not need it. Otherwise
+        return the longest time in seconds to wait for memory. The topic ANSWERS_FREED announces freed memory."""
         return self.state_queries.admit(answer.request, answer.state_bytes, self._clock())
 
     def answer_wanted(self, answer: pb.StateAnswer) -> bool:
         return self.state_queries.wanted(answer.request)
 
     def answer_lost(self, answer: pb.StateAnswer) -> None:
-        """Free the memory reserved for an answer whose data did not arrive."""
+        """Free the memory that was reserved for a worker's answer whose data did not arrive."""
         self.state_queries.lost(answer.request)
 
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
@@ -501,10 +501,8 @@ class Registry:
     # ----------------------------------------------------------------------------------------------- time, operators
 
     def tick(self, unreceived_s: float = 0.0) -> None:
-        """End the leases that are over, and do all other periodic work. Call this method several times per lease.
-
-        unreceived_s: age in seconds of the oldest call that may still be queued in gRPC. One or two ticks are normal.
-        """
+        """End the leases that are over, and do all other periodic work. The server calls this several times per lease.
+        `unreceived_s`: age in seconds of the oldest call that may still be queued in gRPC."""
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now
         cluster.load_factor = updated_load_factor(cluster.load_factor, max(gap, unreceived_s), limits.tick_s)
@@ -568,8 +566,8 @@ class Registry:
 
     def _fail_disallowed_slots(self, now: float) -> None:
         """Fail slots that have never run and that no registered worker may run. A slot that has run waits until its
-        worker comes back. A coordinator that has just started waits for the length of a lease, until all workers have
-        registered."""
+        worker comes back. After its start the coordinator first waits for the length of a lease, in which all workers
+        register."""
         cluster = self.cluster
         if now < self._found_by or not cluster.waiting:
             return
@@ -594,7 +592,7 @@ class Registry:
         return reply
 
     def status_steps(self, reply: pb.StatusReply) -> Iterator[None]:
-        """Fill the status reply in steps, between which other calls can be served."""
+        """Fill the reply to a status call in steps, between which other calls can be served."""
         now = self._clock()
         reply.wall_s = self._wall()
         return views.fill_status(reply, self.cluster, now, now - self._started)

@@ -1,14 +1,14 @@
-"""State queries: queries under way, kept results, and the range of steps that may be requested. A query collects the
-state of every slot of a run at one step.
+"""State queries under way, results of earlier ones, and the range of steps that may be requested. A state query
+collects the states of all slots of a run at one step, for a rank that saves.
 
-Ranks that request the same step share one query. A rank that requests the step later gets the kept result.
-So every rank saves the same bytes, and each worker sends its states once.
+Ranks that request the same step share one query. A rank that requests the step later gets the kept result. So every
+rank saves the same bytes, and each worker sends its states once.
 
-All answers in memory share one budget, `limits.answers_max`. When half of it is used, a query drops the records that
-were sent to all of its callers, and no other caller can join it after that. When all of it is used, results that are
-kept for later ranks are dropped. If that does not free enough, a new answer waits for memory, and its data stays at the
-worker. The answers of the box that a query's callers wait for next are always taken, because otherwise the query could
-never complete. So each query may exceed the budget by one box.
+All answers of workers that are in memory share one budget, `limits.answers_max`. When half of it is used, a query drops
+the states that were sent to all of its callers, and no other caller can join it after that. When all of it is used,
+results that are kept for later ranks are dropped. If that does not free enough, a new answer waits for memory, and its
+data stays at the worker. The answers of the box that a query's callers wait for next are always taken, because
+otherwise the query could never complete. So each query may exceed the budget by one box.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 _Key = tuple[str, int, int, str]
 
 ANSWERS_FREED = ("answers_freed",)
-"""Topic that is announced when memory for answers was freed."""
+"""Topic that is announced when memory of answers was freed."""
 
 
 class StateQueries:
@@ -45,14 +45,14 @@ class StateQueries:
         """Run that has ended -> newest state query of the run that was completed."""
 
     def slot_requests(self, worker: str, now: float) -> Iterator[tuple[SlotStateRequest, float]]:
-        """Yield each open request to the worker, with the seconds until the latest deadline of the query's callers."""
+        """Yield each open request to the worker, with the seconds until the last caller of its query gives up."""
         for query in self._open.values():
             for slot_request in query.by_worker.get(worker, {}).values():
                 yield slot_request, max(0.0, query.deadline - now)
 
     def begin(self, request: pb.FetchStateRequest, caller: int | None, now: float) -> StateQuery:
-        """Start or join a query. `caller`: number of the box whose rank calls; None if the caller is not a rank. Raises
-        StateUnavailableError, UnknownRunError, SupersededError."""
+        """Start a query, or join one that is open or kept. `caller`: number of the box whose rank calls; None if the
+        caller is not a rank. Raises StateUnavailableError, UnknownRunError, SupersededError, OverloadedError."""
         run = known_run(self._cluster.runs, request.run)
         attempt = self._cluster.attempt(run.name, request.attempt or run.attempt)
         boxes = list(attempt.boxes.values())
@@ -80,14 +80,15 @@ class StateQueries:
         return self._ask(query, now + request.deadline_s)
 
     def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> StateQuery:
-        """Start or join a query in which a worker of the box aggregates the states of an uploaded blob."""
+        """Start or join a query in which a worker of the box aggregates states, which the caller has uploaded as a
+        blob."""
         attempt = self._cluster.attempt(request.run, request.attempt)
         serial = self._cluster.next_version()
         wanted = Aggregation(attempt.run, attempt.number, request.step, serial, box=box, blob=request.aggregate_blob)
         return self._ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
 
     def begin_trial(self, trial: MixtureTrial, deadline: float) -> StateQuery:
-        """Start a query in which a worker tries a change of a mixture."""
+        """Start a query in which a worker tries whether its loader accepts a change of the mixture's weights."""
         return self._ask(trial, deadline)
 
     def are_open(self, run: str) -> bool:
@@ -104,7 +105,7 @@ class StateQueries:
         self._open[query.serial] = query
         if not query.done and self._joinable.get(query.key) is not query:
             self._joinable[query.key] = query
-            self._replan(query)  # later changes plan it again: see `settle`
+            self._replan(query)  # `settle` plans the query again after later changes
         return query
 
     def _check_limit(self, query: StateQuery) -> None:
@@ -117,13 +118,13 @@ class StateQueries:
             )
 
     def sent(self, query: StateQuery, box: int) -> None:
-        """Record that the box's records were sent to one of the query's callers."""
+        """Record that the box's states were sent to one of the query's callers."""
         query.sent[box] += 1
         if query.sent[box] >= query.callers and self.held > self._cluster.limits.answers_max // 2:
             self._release(query)
 
     def end(self, query: StateQuery, sent: int) -> None:
-        """Remove a caller of the query, to which the records of the first `sent` boxes were sent."""
+        """Remove a caller of the query, to which the states of the first `sent` boxes were sent."""
         query.callers -= 1
         for box in range(sent):
             if box in query.sent:
@@ -148,7 +149,7 @@ class StateQueries:
 
     def admit(self, request: str, size: int, now: float) -> float | None:
         """Return None if an answer of `size` bytes can be taken now, or is not needed. Otherwise return the seconds
-        until the deadline of its query."""
+        until the deadline of its query. `request`: id of the request that is answered."""
         query = self._by_request.get(request)
         if query is None or request in query.coming:
             return None
@@ -176,7 +177,7 @@ class StateQueries:
                 self._release(query)
 
     def _release(self, query: StateQuery) -> None:
-        """Drop the records that were sent to all callers of the query."""
+        """Drop those states of the query that were sent to all of its callers."""
         for box in [box for box, callers in query.sent.items() if callers >= query.callers]:
             del query.sent[box]
             query.held -= query.boxes.pop(box).size
@@ -188,7 +189,7 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def answer(self, answer: pb.StateAnswer, data: bytes) -> None:
-        """Give a worker's answer to the query whose request it answers."""
+        """Give a worker's answer to the query that sent the request. `data`: the saved state of the slot, as bytes."""
         query = self._by_request.get(answer.request)
         if query is None:
             return
@@ -202,7 +203,7 @@ class StateQueries:
     # ------------------------------------------------------------------------------------------------------- planning
 
     def settle(self) -> None:
-        """Plan the state queries again for all boxes that changed since the last call."""
+        """Plan the open state queries again for all boxes that changed since the last call."""
         touched, self._cluster.touched = self._cluster.touched, set()
         if not touched:
             return
@@ -232,9 +233,9 @@ class StateQueries:
         self._announce(query)
 
     def _announce(self, query: StateQuery, answered: str = "") -> None:
-        """Wake the workers whose requests have changed, and the callers that wait for boxes that are now complete. The
-        worker `answered`, which has just sent an answer, is not woken: that would cost one more call per worker and
-        query."""
+        """Wake the workers whose requests have changed, and the callers that wait for boxes that are now complete.
+        `answered`: id of the request that a worker has just answered. This worker is not woken, because that would cost
+        one more call per worker and query."""
         changed, query.changed = query.changed, []
         completed, query.completed = query.completed, []
         withdrawn = False
@@ -262,8 +263,8 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
-        """Drop results for steps outside the retention window. Also drop results with a box's final state if the box
-        has delivered more batches since."""
+        """Drop results for steps before `first`. Also drop results with the final state of a box that has delivered
+        more batches since."""
         for key, query in list(self._finished.items()):
             if key[:2] != (attempt.run, attempt.number):
                 continue

@@ -1,4 +1,4 @@
-"""Views of the cluster state, as messages for replies."""
+"""Views of the cluster state: messages that replies contain."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 STEP = 64
-"""Number of workers handled in one step of a status reply."""
+"""Number of workers after which filling a status reply pauses, so that other calls are served."""
 STATE_REQUESTS = 1024
-"""Largest number of state requests in one heartbeat reply. The others follow once these are answered."""
+"""Largest number of requests for states in one heartbeat reply. The others follow once these are answered."""
 ASSIGNMENTS = 256
-"""Number of slots handled in one step of a heartbeat reply. A slot takes 30 us if its box has 256 slots, because each
-assignment contains the positions of all slots of the box."""
+"""Number of slots after which filling a heartbeat reply pauses. A slot takes 30 us if its box has 256 slots, because
+each assignment contains the positions of all slots of the box."""
 
 ASSIGNMENTS_SIZE = 2 << 20
-"""Largest number of bytes of assignments in one step of a heartbeat reply."""
+"""Number of bytes of assignments after which filling a heartbeat reply pauses."""
 
 
 def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
@@ -68,14 +68,15 @@ def watch_reply(
         heartbeat_s=lease_policy.heartbeat_s,
         lease_s=lease_policy.lease_s,
         fence=attempt.fence,
+        wants_epoch_starts=not box.reported,
     )
 
 
 def assignment(
     cluster: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, start: records_pb2.BoxPosition
 ) -> records_pb2.WorkerAssignment:
-    """Return the assignment of a slot to its worker or to its migration target. `start`: the box's start position, as
-    one message for all slots of the box."""
+    """Return the assignment that tells a worker to run the slot, or to prepare it as the slot's migration target.
+    `start`: position where the box started, as one message that all slots of the box share."""
     target = slot.target if slot.worker != worker.name else None
     generation = slot.generation if target is None else target.generation
     return records_pb2.WorkerAssignment(
@@ -106,11 +107,10 @@ def fill_heartbeat(
     slot_requests: Iterable[tuple[SlotStateRequest, float]],
     stuck: int,
 ) -> Iterator[None]:
-    """Fill the reply in steps of ASSIGNMENTS slots.
+    """Fill the reply in steps of ASSIGNMENTS slots, between which other calls are served.
 
     Args:
-        slot_requests: open state requests to the worker, each with the seconds until the latest deadline of its
-            callers.
+        slot_requests: open requests to the worker for states, each with the seconds until the last caller gives up.
         stuck: number of slots that cannot leave the worker, if it drains.
     """
     part = cluster.snapshot_share()
@@ -149,8 +149,8 @@ def fill_heartbeat(
 
 
 def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
-    """Yield the reported slots that the worker has lost, or holds under another generation. The worker must stop the
-    runners of these slots."""
+    """Yield the reported slots that were taken from the worker, or that it runs under an old generation. The worker
+    must stop the runners of these slots."""
     for report in reports:
         key = SlotKey(report.run, report.attempt, report.box, report.slot)
         if key in worker.slots:
@@ -206,7 +206,7 @@ def _box_status(cluster: ClusterState, box: Box, now: float) -> pb.BoxStatus:
 
 
 def facts(cluster: ClusterState, box: Box) -> BoxFacts:
-    """Return the measurements of the box from which its bottleneck is found."""
+    """Return the measurements from which the box's bottleneck is found."""
     host, workers = box.opening.host_id, cluster.workers
     near = {slot.worker for slot in box.slots if slot.worker in workers and workers[slot.worker].host_id == host}
     slots = [
@@ -241,7 +241,8 @@ def _bottleneck(found: Bottleneck) -> pb.Bottleneck:
 
 
 def fill_status(reply: pb.StatusReply, cluster: ClusterState, now: float, uptime_s: float) -> Iterator[None]:
-    """Fill the reply in steps of one box or STEP workers. The cluster state may change between two steps."""
+    """Fill the reply in steps of one box or STEP workers, between which other calls are served and may change the
+    cluster state."""
     reply.version, reply.protocol, reply.uptime_s = VERSION, PROTOCOL, uptime_s
     caused: Counter[str] = Counter()
     """Worker -> share of the boxes' time spent waiting for its slots, summed over all boxes."""

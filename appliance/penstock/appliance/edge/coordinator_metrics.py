@@ -25,18 +25,19 @@ __all__ = ["CoordinatorCounters", "readings", "route"]
 
 @dataclass(frozen=True)
 class CoordinatorCounters:
-    """Counters of the coordinator that are in the metrics but not in a status reply."""
+    """Figures of the coordinator that are in the metrics but not in a status reply."""
 
     calls: CallCounters
     commits: Histogram
     snapshot_bytes: int
     snapshot_limit: int
     boxes: dict[tuple[str, int], tuple[int, int]]
-    """(run, box) -> the step at which the attempt began, and 1 + the slot that the box waits for (0 = none)."""
+    """(run, box) -> the step at which the attempt began, and 1 + the slot for which the box waits (0 = it does not
+    wait)."""
 
 
 def readings(status: pb.StatusReply, counters: CoordinatorCounters, files: Renewing | None = None) -> MetricReadings:
-    """Return all metrics. `files`: TLS files of the coordinator, whose expiry is exported; None without TLS."""
+    """Return all metrics of the coordinator. `files`: its TLS files, whose expiry is exported; None without TLS."""
     found, shown = MetricReadings("coordinator"), view(status)
     runs = Counter(run.state for run in shown.runs)
     for phase in ("open", "closed"):
@@ -86,7 +87,8 @@ def _read_run(found: MetricReadings, run: RunView, counters: CoordinatorCounters
 
 
 def route(read: Callable[[], MetricReadings]) -> Route:
-    """Return the route of the page /metrics. `read`: returns the metrics; called on the thread of a request."""
+    """Return the route (the function that makes the page) of /metrics. `read`: returns the metrics; called on the
+    thread of a request."""
     made: list[Route] = []
 
     def page() -> Page:

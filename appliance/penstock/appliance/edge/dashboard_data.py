@@ -34,13 +34,13 @@ BARS = ("slots used>", "waits>", "waited for>")
 """Headings of the columns whose shares the page draws as bars."""
 
 Cell = str | Mapping[str, Any]
-"""Table cell: a text, or a dict. The dict has `text` with a `state` (live, idle or lost); or `text` with a `share` (0
-to 1, drawn as a bar) and `hot` (the share is above the threshold); or `at` (a time, in seconds since the Unix
-epoch)."""
+"""Cell of a table of the page: a text, or a dict of one of three kinds. `text` with `state` (live, idle or lost);
+`text` with `share` (0 to 1, drawn as a bar) and `hot` (the share is above the threshold); `text` with `at` (a time, in
+seconds since the Unix epoch)."""
 
 
 def dashboard(found: ClusterView) -> dict[str, Any]:
-    """Return all data of the dashboard page."""
+    """Return all data of the dashboard page, as a dict to be sent as JSON."""
     return {
         "about": found.coordinator.about,
         "input_bound": INPUT_BOUND,

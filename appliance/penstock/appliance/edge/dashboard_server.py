@@ -26,12 +26,12 @@ ON_DEMAND = "127.0.0.1:0"
 
 
 class DashboardServer:
-    """Starter of the dashboard.
+    """Starter of the dashboard, in the coordinator's event loop.
 
     Args:
         service: source of the status.
-        tokens: tokens for callers from other machines.
-        tls: certificate of the coordinator.
+        tokens: credential tokens that callers from other machines must present.
+        tls: certificate of the coordinator; None without TLS.
         insecure: allows an address that other machines can reach without TLS.
         calls: the server's counters of calls.
         files: returns the TLS files of the running server; None without TLS.

@@ -13,7 +13,7 @@ _log = logging.getLogger("penstock.appliance")
 
 
 def log_event(event: Event) -> None:
-    """Log an event, as a warning if it is a fault, else as info."""
+    """Log an event: as a warning if it is a fault, else as information."""
     run = f"{event.run}: " if event.run else ""
     named = {"run": event.run, "worker": event.worker}
     extra = about(**event.place, **{name: value for name, value in named.items() if value})

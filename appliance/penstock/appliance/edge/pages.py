@@ -36,10 +36,10 @@ __all__ = ["DashboardPages", "open_web"]
 log = logging.getLogger("penstock.appliance")
 
 FRESH_S = 0.5
-"""Largest age of a page that is sent again, in seconds."""
+"""Largest age of a page that is sent to a further viewer without being made again, in seconds."""
 LOOP_S = 10.0
-"""Longest wait of a route for the event loop, in seconds, reached only on an overloaded machine. The page then shows an
-error, and the web server's thread is free again."""
+"""Longest time in seconds for which a route waits for the event loop. Only an overloaded machine reaches it. The page
+then shows an error, and the web server's thread is free again."""
 SAMPLE_S = 1.0
 """Seconds between two samples of the runs' speed."""
 JSON = "application/json"
@@ -56,7 +56,7 @@ class StatusSource(Protocol):
     """Interface to a coordinator's status; the gRPC service implements it. Its methods are called on the event loop."""
 
     async def snapshot(self) -> pb.StatusReply:
-        """Return a status with everything that an operator may see now."""
+        """Return a status with everything that an operator may see, as of now."""
 
     def attempts(self) -> list[Attempt]:
         """Return the open attempts."""
@@ -85,8 +85,8 @@ class DashboardPages:
         """Path -> route. Other modules may add routes until the web server starts."""
 
     def on_loop(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run a coroutine on the event loop and return its result, for a route on another thread. Raises TimeoutError
-        if the event loop is too busy or has ended."""
+        """Run a coroutine on the event loop and return its result. Routes call this on threads of the web server.
+        Raises TimeoutError if the event loop is too busy or has ended."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
@@ -152,10 +152,8 @@ def _file(name: str, content_type: str) -> Route:
 def open_web(
     listen: str, routes: dict[str, Route], tokens: str, *, tls: Tls | None, insecure: bool, any_port: bool
 ) -> WebServer:
-    """Return a web server for a coordinator. The server already listens.
-
-    `any_port`: use a free port if the port of `listen` is in use. Raises the errors of WebServer.
-    """
+    """Return a web server of the coordinator, which already listens at `listen` ("host:port"). `any_port`: use a free
+    port if the port of `listen` is in use. Raises the errors of WebServer."""
     # On loopback only root of this machine could impersonate the server, and a browser does not have the cluster's CA.
     tls = None if is_local(listen) else tls
     try:

@@ -23,14 +23,15 @@ __all__ = ["QueueProbe"]
 _log = logging.getLogger("penstock.appliance")
 
 METHOD = "/penstock.QueueProbe/Probe"
-"""Method that the probe calls. No service implements this method: the refusal is a sufficient answer, and needs neither
-a token nor a rate limit."""
+"""Name of the gRPC method that the probe calls. No service has such a method. gRPC's refusal is a sufficient answer,
+and needs neither a token nor a rate limit."""
 LONGEST_S = 30.0
-"""Longest time in seconds by which an unanswered probe extends leases. A longer delay has another cause."""
+"""Longest time in seconds by which leases are extended because a probe is not answered. A longer delay has another
+cause."""
 
 
 class QueueProbe:
-    """Measurement of the time that calls wait in gRPC's queue.
+    """Meter of the time that calls wait in gRPC's queue before the event loop receives them.
 
     Args:
         address: "unix:/path" of a listener of this process.
@@ -42,10 +43,10 @@ class QueueProbe:
         self.address = address
         self._every_s, self._clock = every_s, clock
         self._received_until = clock()
-        """Monotonic time before which every arrived call has been received."""
+        """Monotonic time; every call that arrived before it has been received."""
 
     def unreceived_s(self) -> float:
-        """Return the age in seconds of the oldest call that may still be waiting."""
+        """Return the largest age in seconds that a call still in the queue can have."""
         return min(LONGEST_S, self._clock() - self._received_until)
 
     async def run(self) -> None:

@@ -21,7 +21,8 @@ __all__ = ["RateLimiter", "address_of"]
 
 
 class TokenBucket:
-    """Token bucket that holds at most `burst` tokens and gains `per_s` tokens a second."""
+    """Token bucket, in which each call takes one token. It holds at most `burst` tokens and gains `per_s` tokens a
+    second."""
 
     def __init__(self, per_s: float, burst: int, now: float) -> None:
         self._per_s = per_s
@@ -40,7 +41,7 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """Rate limiter that is consulted before each registration of a worker and each opening of a run."""
+    """Rate limiter of registrations of workers and openings of runs."""
 
     def __init__(self, limits: RateLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
@@ -49,8 +50,8 @@ class RateLimiter:
         self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def admit(self, peer: str, what: str) -> None:
-        """Take a token for one call of `peer`, an address without port. `what`: name of the call, for the error. Raises
-        OverloadedError with `retry_after_s` if the peer is above its rate."""
+        """Take a token for one call of `peer`, an IP address. `what`: name of the call, for the error. Raises
+        OverloadedError, with `retry_after_s` set, if `peer` or all peers together are above their rate."""
         now, limits = self._clock(), self._limits
         bucket = self._peers.pop(peer, None) or TokenBucket(limits.peer_per_s, limits.peer_burst, now)
         self._peers[peer] = bucket
@@ -72,7 +73,7 @@ class RateLimiter:
 
 
 def address_of(peer: str) -> str:
-    """Return the IP address in gRPC's name of a peer, such as "ipv4:10.0.0.1:5" or "ipv6:%5B::1%5D:5"; "unix" for
-    "unix:"."""
+    """Return the IP address in gRPC's name of a peer: "10.0.0.1" for "ipv4:10.0.0.1:5", "::1" for "ipv6:%5B::1%5D:5",
+    "unix" for "unix:"."""
     scheme, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if scheme in ("ipv4", "ipv6") else scheme

@@ -23,40 +23,41 @@ MINUTES = 24 * 60
 RUNS = 64
 """Number of runs whose series are kept: the latest ones."""
 BOXES = 64
-"""Number of boxes read in one step of a sample."""
+"""Number of boxes that are read before a sample pauses, so that other tasks run."""
 
 Point = tuple[float, float, float, float]
-"""Point of a series: the time in seconds since the Unix epoch; the mean steps/s of a box; the largest share of its time
-that a box waited; the batches/s that all slots produce."""
+"""Point of a series: the time in seconds since the Unix epoch; the mean steps/s of a box; the share of its time that
+the box which waited most has waited; the batches/s that all slots produce."""
 COLUMNS = ("at", "steps_per_s", "waited_share", "batches_per_s")
 
 
 SHARE_S = 30.0
 """Seconds over which the share of a source is measured."""
 SOURCES = 6
-"""Number of sources of a run that have their own share: those with the most samples when counting began."""
+"""Number of sources of a run whose shares are shown singly: those with the most samples when counting began."""
 REST = "others"
-"""Name of the sum of all other sources."""
+"""Name under which the shares of all other sources are added up."""
 
 
 @dataclass
 class ShareSeries:
-    """Series of the shares of a run's sources, delivered and wanted. The shares count tokens if the mixture's weights
-    do, else samples."""
+    """Shares of a run's data sources over time: the share that was delivered, and the share that the mixture's weights
+    ask for. Shares count tokens if the weights do, else samples."""
 
     names: list[str] = field(default_factory=list)
-    """Names of the sources; the last is REST if there are more than SOURCES."""
+    """Names of the sources in each point; the last name is REST if there are more than SOURCES."""
     of_tokens: bool = False
     imbalance: float = 0.0
-    """Cost of a step's most expensive box divided by the mean of all boxes; 0 = not measured."""
+    """Cost of the most expensive box's batch in a step, divided by the mean over all boxes; 0 = not measured."""
     seconds: deque[tuple[float, array[float]]] = field(default_factory=lambda: deque(maxlen=SECONDS))
-    """Points: the time in seconds since the Unix epoch, and for each name the delivered and the wanted share."""
+    """Points: the time in seconds since the Unix epoch; the delivered share of each name; the wanted share of each
+    name."""
     minutes: deque[tuple[float, array[float]]] = field(default_factory=lambda: deque(maxlen=MINUTES))
     """The last point of each minute."""
     _counted: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
 
     def add(self, at: float, boxes: Iterable[Box]) -> None:
-        """Add a point from the counts of all boxes. Before the first delivered sample, add nothing."""
+        """Add a point from the counts that all boxes reported. While no sample has been delivered, add nothing."""
         counts: dict[str, int] = {}
         wanted: dict[str, float] = {}
         self.imbalance = 0.0
@@ -97,7 +98,7 @@ class ShareSeries:
         self.seconds.append((at, point))
 
     def caption(self) -> dict[str, Any]:
-        """Return what the dashboard page writes above the chart."""
+        """Return what the dashboard page writes above the chart of shares."""
         return {"unit": "tokens" if self.of_tokens else "samples", "imbalance": round(self.imbalance, 3)}
 
     def as_dict(self) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def _shares(point: tuple[float, array[float]]) -> list[float]:
 
 @dataclass
 class OneRunSeries:
-    """Series of one run."""
+    """Speed, waits and shares of one run over time."""
 
     seconds: deque[Point] = field(default_factory=lambda: deque(maxlen=SECONDS))
     minutes: deque[Point] = field(default_factory=lambda: deque(maxlen=MINUTES))
@@ -134,7 +135,7 @@ class OneRunSeries:
 
 
 class RunSeries:
-    """Series of the latest runs."""
+    """Speed, waits and shares of the latest runs over time."""
 
     def __init__(self) -> None:
         self._tracks: OrderedDict[str, OneRunSeries] = OrderedDict()
@@ -147,8 +148,8 @@ class RunSeries:
             self._tracks.popitem(last=False)
 
     def sample(self, attempts: Iterable[Attempt], wall_s: float) -> Iterator[None]:
-        """Sample all runs, in steps of BOXES boxes: a fleet has 10,000 slots, and the event loop must serve other tasks
-        between two steps."""
+        """Add a point to the series of each attempt's run, in steps of BOXES boxes. A fleet has 10,000 slots, and the
+        event loop must serve other tasks between two steps. `wall_s`: the time, in seconds since the Unix epoch."""
         looked = 0
         for attempt in attempts:
             steps_per_s = waited = batches_per_s = 0.0
@@ -164,8 +165,8 @@ class RunSeries:
             self._tracks[attempt.run].shares.add(wall_s, attempt.boxes.values())
 
     def newest_shares(self) -> dict[str, dict[str, Any]]:
-        """Return the newest shares: for each run whose loader counts its sources, a dict with the sources' `names`, the
-        `unit` and the `point`. Any thread may call this method."""
+        """Return the newest shares of each run whose loader counts its sources: a dict with the sources' `names`, the
+        `unit` (tokens or samples) and the `point`. Any thread may call this method."""
         found = {}
         for run, track in list(self._tracks.items()):
             shares, points = track.shares, list(track.shares.seconds)[-1:]

@@ -1,9 +1,9 @@
-"""Service of the coordinator in gRPC: adds waits, transfers and deadlines to the registry, which has none of them.
+"""The coordinator's gRPC service: adds waits, transfers of data and deadlines to the state machine, which has none.
 
-One event loop and no locks: a method of the registry runs from start to end without interruption. Its changes are on
-disk before its reply or its error is sent (group_commit.py). Long polls are coroutines that wait for the topics that
-the registry announces. A thread of its own writes and reads the data of snapshots and blobs (snapshot_writer.py), so
-that a slow disk delays a snapshot and never a lease.
+One event loop and no locks: a method of the state machine runs from start to end without interruption. Its changes are
+on disk before its reply or its error is sent (group_commit.py). Long polls are coroutines that wait for the topics that
+the state machine announces. A thread of its own writes and reads the data of snapshots and blobs (snapshot_writer.py),
+so that a slow disk delays a snapshot and never a lease.
 
 A value that arrives in parts is collected in memory, up to the size that its header declares. That size is checked
 against the memory budget before the first byte is read. While memory is short, the data is not read and stays at the
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
 
-from penstock.appliance.core import box_history
+from penstock.appliance.core import box_history, box_progress
 from penstock.appliance.core.cluster_state import Topic
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.core.state_queries import ANSWERS_FREED
@@ -61,17 +61,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.appliance")
 
+REPORT_S = 2.0
+"""Longest wait for the report of a live box, in seconds."""
+
 _Result = TypeVar("_Result")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Service(CoordinatorServicer):
-    """The Coordinator service of coordinator.proto.
+    """The Coordinator service of coordinator.proto. All methods run in one event loop.
 
     Args:
-        registry: state machine behind every call.
+        registry: state machine that decides about every call.
         store: database with the data of snapshots and blobs; only the writer's thread uses it.
-        signals: topics and the calls that wait for them; the registry must announce its changes to the same object.
+        signals: topics and the calls that wait for them; the state machine must announce its changes to it.
         unreceived_s: returns the age in seconds of the oldest call that may still be queued in gRPC.
     """
 
@@ -95,11 +98,11 @@ class Service(CoordinatorServicer):
         self._snapshots_in, self._blobs_in = InflowBudget(limits.transfers_max), InflowBudget(limits.transfers_max)
         self._reads = InflowBudget(limits.reads_max)
         self._queries: Counter[str] = Counter()
-        """Number of state queries under way, by the caller's credential token."""
+        """Digest of a caller's credential token -> number of its state queries under way."""
         self._turns = LoopTurns()
         self._drops: list[Drop] = []
         self._heartbeats: Counter[tuple[str, str]] = Counter()
-        """Number of heartbeats under way, by name and session of the worker."""
+        """(name, session) of a worker -> number of its heartbeats under way."""
         self._closing = False
         self._fetches = RecentQueries(time.monotonic, time.time)
         self._mixtures = MixtureCalls(registry, signals.on, self._complete)
@@ -108,12 +111,11 @@ class Service(CoordinatorServicer):
         self.dashboard = ""
         """URL of the dashboard; "" if none is served."""
         self.open_dashboard: Callable[[], Awaitable[str]] | None = None
-        """Function that starts the dashboard on demand; None if it starts with the coordinator or not at all."""
+        """Function that starts the dashboard and returns its URL; None if no dashboard starts on demand."""
 
     async def run_ticker(self) -> None:
-        """Check the leases and remove dropped snapshots and blobs from disk, until cancelled.
-
-        Raises JournalError if a peer has shown that commits are missing in the journal."""
+        """Check the leases and remove dropped snapshots and blobs from disk, until cancelled. Raises JournalError if a
+        peer's report shows that commits are missing in the journal."""
         journal = self._registry.cluster.journal
         while True:
             await asyncio.sleep(self._limits.tick_s)
@@ -131,7 +133,7 @@ class Service(CoordinatorServicer):
                 log.error("%s", error)  # e.g. a full disk; no call was acknowledged, and the next tick tries again
 
     async def _keep_closed(self) -> None:
-        """Write the last states of runs that have ended to disk."""
+        """Write the last state of each run that has ended since the last call to disk."""
         for query in self._registry.state_queries.take_closed():
             parts = parts_of(query)
             one = self._closed.of(query, parts)
@@ -155,13 +157,13 @@ class Service(CoordinatorServicer):
         self._drops += drops  # the next tick tries again
 
     def _spare(self, drop: Drop) -> None:
-        """Cancel the queued removal of a value that is about to be written again."""
+        """Cancel the queued removal of a snapshot or blob that is about to be written again."""
         self._snapshot_index.spare(drop)
         self._drops = [other for other in self._drops if other != drop]
         self._disk.spare(drop)
 
     def wind_down(self) -> None:
-        """Answer all long polls at once. The server calls it before it stops."""
+        """Answer all long polls at once. The server calls this before it stops."""
         self._closing = True
         self._signals.wake_all()
 
@@ -178,8 +180,9 @@ class Service(CoordinatorServicer):
         self._disk.close()
         self._journal.close()
 
-    async def _hold(self, topic: Topic, hold_s: float, seen: int, version: Callable[[], int]) -> None:
-        """Wait for the topic until `version()` differs from `seen`, for at most `hold_s` seconds."""
+    async def _hold(self, topic: Topic, hold_s: float, seen: float, version: Callable[[], float]) -> None:
+        """Hold a long poll: wait until `version()` differs from `seen`, for at most `hold_s` seconds. The topic wakes
+        it."""
         loop = asyncio.get_running_loop()
         until = loop.time() + hold_s
         if hold_s <= 0 or version() != seen:
@@ -204,6 +207,7 @@ class Service(CoordinatorServicer):
         registry = self._registry
         async with self._journal.synced():
             registry.report_box(request)
+            self._signals.changed(("report", request.run, request.box))
             topic = ("box", request.run, request.attempt, request.box)
             hold_s, seen = registry.box_hold(request), request.seen_version
             await self._hold(topic, hold_s, seen, lambda: registry.box_version(request))
@@ -216,8 +220,8 @@ class Service(CoordinatorServicer):
         return pb.CloseRunReply()
 
     async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[Any]:
-        """Yield the StateParts of the requested state; as serialised messages if the caller accepts packed ones
-        (`packs`)."""
+        """Yield the requested state in parts, box after box. If the caller accepts packed parts (`packs`), yield
+        serialised messages with several parts each."""
         loop = asyncio.get_running_loop()
         until, sent = loop.time() + request.deadline_s, 0
         query: StateQuery | None = None
@@ -257,7 +261,7 @@ class Service(CoordinatorServicer):
     @contextlib.contextmanager
     def _counted_query(self, token: str) -> Iterator[None]:
         """Count a state query of this credential token while the context is open. Raises OverloadedError if the token
-        has too many."""
+        has too many open queries."""
         if self._queries[token] >= self._limits.queries_of_token_max:
             raise OverloadedError(
                 f"one token must have at most {self._limits.queries_of_token_max} open state queries, got one more: "
@@ -272,13 +276,13 @@ class Service(CoordinatorServicer):
                 del self._queries[token]
 
     def _is_over(self, request: pb.FetchStateRequest) -> bool:
-        """Return whether the run has ended, so that its last state, which was kept, answers the request."""
+        """Return whether the request asks for the last state of a run that has ended."""
         run = self._registry.cluster.runs.get(request.run)
         own = request.HasField("progress") or request.aggregate_blob
         return run is not None and run.current is None and not own
 
     async def _written(self, state: BoxState, request: pb.FetchStateRequest) -> BoxState:
-        """Return the records in the format that the request names."""
+        """Return the box's states in the format that the request names: binary, or JSON."""
         if request.format != pb.STATE_JSON or request.aggregate_blob:
             return state
         return await asyncio.to_thread(in_json, state, self._limits.json_max)
@@ -286,9 +290,9 @@ class Service(CoordinatorServicer):
     async def _message(
         self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
-        """Return the records for the next message: those of box `number`, once it is complete. If the caller accepts
-        packed messages, add the following complete boxes that fit into the message. Otherwise each caller would get
-        hundreds of messages from boxes that become complete one by one."""
+        """Return the states of the boxes in the next message. The first is box `number`, as soon as all its slots have
+        answered. If the caller accepts packed messages, add the following complete boxes that fit into the message:
+        otherwise each caller would get hundreds of messages. `until`: deadline, in the event loop's time."""
         states: list[BoxState] = []
         free_bytes = CHUNK
         while number < query.num_boxes:
@@ -303,8 +307,8 @@ class Service(CoordinatorServicer):
         return states
 
     async def _complete(self, query: StateQuery, number: int, until: float, deadline_s: float) -> BoxState:
-        """Wait until box `number` is complete, and return its records. Raises the query's error, and DeadlineError at
-        `until`."""
+        """Wait until all slots of box `number` have answered, and return their states. Raises the error with which the
+        query failed, and DeadlineError at `until`."""
         with self._signals.on(query.topic(number)) as event:
             while number not in query.boxes and query.failure is None:
                 event.clear()
@@ -431,7 +435,8 @@ class Service(CoordinatorServicer):
         return pb.PutStateReply()
 
     async def _admitted(self, answer: pb.StateAnswer) -> None:
-        """Wait until there is memory for the answer's data."""
+        """Wait until the coordinator has memory for the data of a worker's answer. Raises DeadlineError if the deadline
+        of its query passes first."""
         with self._signals.on(ANSWERS_FREED) as event:
             while (left_s := self._registry.admit_state(answer)) is not None:
                 event.clear()
@@ -494,7 +499,7 @@ class Service(CoordinatorServicer):
                 yield pb.BlobPart(data=piece)
 
     async def _read(self, what: str, data: bytes) -> AsyncIterator[bytes]:
-        """Yield the data in pieces to a caller. If the caller reads too slowly, its call is cancelled."""
+        """Yield the data in pieces to a caller. A caller that reads too slowly gets its call cancelled."""
         with ended_when_slow(what, self._limits) as reader:
             for piece in pieces(data):
                 await self._turns.next()
@@ -517,6 +522,7 @@ class Service(CoordinatorServicer):
                 async for piece in self._read("FetchHistory", found[1]):
                     yield pb.HistoryPart(data=piece)
             return
+        await self._renew_report(request.run, request.box)
         cluster = self._registry.cluster
         journal, track = cluster.journal.path, cluster.track(request.run, request.box)
         past = [] if journal is None else await asyncio.to_thread(box_history.past, journal, request.run, request.box)
@@ -525,6 +531,12 @@ class Service(CoordinatorServicer):
                 yield pb.HistoryPart(history=one)
         if track is not None:
             yield pb.HistoryPart(history=await asyncio.to_thread(track.message))
+
+    async def _renew_report(self, run: str, number: int) -> None:
+        """Wait until a live box has reported its present position, for at most REPORT_S."""
+        box = box_progress.ask(self._registry.cluster, run, number)
+        if box is not None:
+            await self._hold(("report", run, number), REPORT_S, box.reported_at, lambda: box.reported_at)
 
     async def EndRun(self, request: pb.EndRunRequest, context: _Context) -> pb.EndRunReply:
         async with self._journal.synced():
@@ -549,7 +561,7 @@ class Service(CoordinatorServicer):
         return await self.snapshot()
 
     def counters(self, calls: CallCounters) -> CoordinatorCounters:
-        """Return the counters that are in the metrics but not in a status reply. `calls`: the server's counters of
+        """Return the figures that are in the metrics but not in a status reply. `calls`: the server's counters of
         calls."""
         from penstock.appliance.edge import coordinator_metrics  # here: only a coordinator with a dashboard needs it
 
@@ -567,7 +579,7 @@ class Service(CoordinatorServicer):
         return self._registry.cluster.open_attempts()
 
     async def snapshot(self) -> pb.StatusReply:
-        """Return a status with everything that an operator may see now. Concurrent callers share one."""
+        """Return a status with everything that an operator may see, as of now. Callers at the same time share one."""
         if self._status_task is None or self._status_task.done():
             self._status_task = asyncio.get_running_loop().create_task(self._make_status())
         return await asyncio.shield(self._status_task)

@@ -12,15 +12,15 @@ __all__ = ["TopicSignals", "TopicWaiter"]
 
 
 class TopicWaiter(asyncio.Event):
-    """Event for which one call waits."""
+    """Event for which one held call waits."""
 
     over = False
-    """True if the call must be answered at once, because too many calls wait for the same topic."""
+    """True if the call must be answered now, because too many calls wait for the same topic."""
 
 
 class TopicSignals:
-    """Topics and the calls that wait for them. Calls are woken in the order of their arrival, so that simulation runs
-    are repeatable."""
+    """Topics (things that change) and the calls that wait for them. Calls are woken in the order of their arrival, so
+    that runs of the simulation are repeatable."""
 
     def __init__(self) -> None:
         self._waiting: dict[Topic, dict[TopicWaiter, None]] = {}
@@ -35,8 +35,8 @@ class TopicSignals:
 
     @contextlib.contextmanager
     def on(self, topic: Topic, most: int | None = None) -> Iterator[TopicWaiter]:
-        """Return a context in which a call waits for a topic. `most`: largest number of calls that wait for the topic;
-        one more call ends the oldest (`over`). None: no limit."""
+        """Return a context in which a call waits for a topic by the yielded event. `most`: largest number of calls that
+        may wait for the topic; one more ends the wait of the oldest (`over`). None: no limit."""
         event = TopicWaiter()
         events = self._waiting.setdefault(topic, {})
         if most is not None and len(events) >= most:

@@ -1,7 +1,7 @@
-"""Transfers of values in parts: with a minimum rate, and at most the declared size.
+"""Transfers of snapshots, blobs and states in parts: with a minimum rate, and at most the declared size.
 
-An admitted sender holds memory for which others wait, so the sender must keep up a minimum rate. Only the time in which
-the coordinator waits for the sender counts, not the time of the disk or of the coordinator itself.
+A sender that was admitted holds memory for which others wait, so the sender must keep up a minimum rate. Only the time
+in which the coordinator waits for the sender counts, not the time of the disk or of the coordinator itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ _Part = TypeVar("_Part", bound=_HasData)
 
 
 class MinimumRate(Generic[_Part]):
-    """Iterator over the parts of a value as they arrive, which enforces a minimum rate.
+    """Iterator over the parts of a value as they arrive. It ends a sender that is slower than a minimum rate.
+
+    Args:
+        what: name of the call, for errors.
+        parts: parts as gRPC receives them.
+        limits: longest pause (`part_s`, in seconds) and minimum rate (`least_bytes_per_s`).
 
     Raises:
         DeadlineError: nothing arrived for `part_s` seconds, or the sender is that many seconds behind the minimum rate.
@@ -68,7 +73,7 @@ class MinimumRate(Generic[_Part]):
 
 
 class Transfer:
-    """Data of a value, collected from its parts. The parts must have exactly the declared `size` in bytes together."""
+    """Value collected from its parts, whose data must have exactly `size` bytes together."""
 
     def __init__(self, what: str, size: int) -> None:
         self._what = what
@@ -92,7 +97,7 @@ class Transfer:
 
 
 class TransferReader:
-    """Progress of one reader of a value: the bytes that it has read, and the time since it began."""
+    """Progress of one caller that reads a value: the bytes that it has read, and the time since it began."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -104,15 +109,15 @@ class TransferReader:
         self._taken += size
 
     def left_s(self) -> float:
-        """Return the seconds until a reader that reads nothing more falls below the minimum rate."""
+        """Return the seconds until the caller falls below the minimum rate if it reads nothing more."""
         passed = asyncio.get_running_loop().time() - self._begun
         return self._limits.part_s + self._taken / self._limits.least_bytes_per_s - passed
 
 
 @contextmanager
 def ended_when_slow(what: str, limits: Limits) -> Iterator[TransferReader]:
-    """Cancel the current task if its reader falls below the minimum rate, because the value takes memory for which
-    other calls wait.
+    """Cancel the current task if the caller whom it serves reads below the minimum rate, because the value that it
+    reads takes memory for which other calls wait. `what`: name of the call, for the log.
 
     A timeout in the handler would have no effect, because the handler may be waiting inside gRPC. The caller gets the
     error at its next read, or its own deadline ends the call.

@@ -1,1 +1,1 @@
-"""Changes of the weights of a run's mixture in mid-run (`penstock mix`)."""
+"""Changes of the weights of a run's mixture while the run is open (`penstock mix`)."""

@@ -1,4 +1,4 @@
-"""Calls that change a mixture: the waits around the orders of mixture_orders.py."""
+"""Calls of ChangeMixture (`penstock mix`). This module waits; mixture_orders.py decides."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["MixtureCalls"]
 
 LOOK_S = 0.2
-"""Seconds between two looks at what a change waits for, beside those after each report of a box."""
+"""Longest time in seconds until a waiting change is checked again, if no box reports before."""
 
 TRIALS_AT_ONCE = 16
-"""Largest number of workers that try an order at the same time."""
+"""Largest number of workers that try a change at the same time."""
 
 T = TypeVar("T")
 _Complete = Callable[[StateQuery, int, float, float], Awaitable[BoxState]]
 
 
 class MixtureCalls:
-    """Calls of ChangeMixture.
+    """Handler of ChangeMixture calls, in the coordinator's event loop.
 
     Args:
+        registry: the coordinator's state machine.
         on: returns a context in which a call waits for a topic (TopicSignals.on).
-        complete: waits until a query's box is complete (Service._complete).
+        complete: waits until all slots of a query's box have answered (Service._complete).
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class MixtureCalls:
         self._orders = MixtureOrders(registry.cluster, registry.state_queries)
 
     async def change(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
-        """Try a change of a mixture and make it; with `dry_run` only try it. Raises an error if it was not made."""
+        """Try a change of a mixture on a worker, then make it; with `dry_run` only try it. Raises an error if the
+        change was not made."""
         made = self._orders.repeated(request)
         if made is not None:
             return made
@@ -58,7 +60,7 @@ class MixtureCalls:
         turns = asyncio.Semaphore(TRIALS_AT_ONCE)
         plans = await _all(self._tried(trial, turns, until, request.deadline_s) for trial in trials)
         made = self._orders.repeated(request)
-        if made is not None:  # by the same call, which was sent twice
+        if made is not None:  # the same call came twice, and the other one has made the change
             return made
         proposal = self._orders.proposed(request, trials, plans)
         if not request.dry_run:
@@ -91,7 +93,8 @@ class MixtureCalls:
             ) from error
 
     async def _make(self, proposal: Proposal, until: float) -> None:
-        """Fence the step, wait for all boxes, and make the change."""
+        """Let all boxes wait before the change's step, and make the change once all of them do. Raises DeadlineError at
+        `until`, in the event loop's time."""
         orders, registry = self._orders, self._registry
         try:
             with self._on(("mixture", proposal.run.name)) as event:
@@ -101,8 +104,8 @@ class MixtureCalls:
                     event.clear()
                     if asyncio.get_running_loop().time() > until:
                         raise DeadlineError(
-                            f"the mixture of run {proposal.run.name} has not changed: the deadline passed in the wait "
-                            f"for {waits_for}. Order the change again"
+                            f"the mixture of run {proposal.run.name} has not changed: the order still waited for "
+                            f"{waits_for} at its deadline. Run `penstock mix` again"
                         )
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_S):
@@ -114,7 +117,7 @@ class MixtureCalls:
 
 
 async def _all(waits: Iterable[Awaitable[T]]) -> list[T]:
-    """Return all results, after all waits have ended. Raises the first error."""
+    """Return the results of all awaitables, once all have ended. Raises the first error."""
     results = await asyncio.gather(*waits, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

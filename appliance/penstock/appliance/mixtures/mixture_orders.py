@@ -1,16 +1,17 @@
-"""Orders to change the weights of a run's mixture from a step on (`penstock mix`).
+"""Orders to change the weights of a run's mixture from a step on (`penstock mix`). An order has three stages:
 
-    tried      a worker makes the loader with the change, and names its position and all weights (mixture_trial.py)
-    fenced     the boxes are told to wait before the step; each answers which step it had taken by then
+    tried      a worker makes the loader with the change, and returns the change's place in the order of samples and
+               the weights of all sources (mixture_trial.py)
+    fenced     the boxes are told to wait before the step (a fence); each answers which step it has taken last
     made       no box has taken the step: the change is in the journal, and each slot gets a new generation. Its runner
                is recovered as after a loss, and knows the change from its assignment
 
 A box learns in one reply that the fence is gone and which generations its slots have, so a batch of the step or a later
 one comes only from a runner that knows the change. Batches that were made ahead are made again.
 
-Until the change is made nothing has changed but the fence, which is not in the journal: if the order is refused or
-withdrawn, or the coordinator ends, the boxes continue with the next reply. If the change is in the journal, every later
-coordinator has it. So a change is made on all boxes, or on none.
+Until the change is made, the fence is the only thing that has changed, and the fence is not in the journal. So if the
+order is refused or withdrawn, or the coordinator ends, the boxes continue with the next reply. If the change is in the
+journal, every later coordinator has it. So a change is made on all boxes, or on none.
 """
 
 from __future__ import annotations
@@ -37,51 +38,51 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["MixtureOrders", "Proposal"]
 
 SOURCES_MAX = 256
-"""Largest number of sources that an order may name."""
+"""Largest number of names and weights in one order."""
 TEXT_MAX = 200
 """Largest number of characters of a name or weight in an order."""
 FENCE_S = 20.0
-"""Longest time in seconds for which the boxes may wait at a fence."""
+"""Longest time in seconds for which the boxes may wait before the step of a change."""
 CHANGES_SIZE = 64 << 10
-"""Largest number of bytes of all changes of a run. Each assignment of a slot contains them."""
+"""Largest number of bytes of all changes of a run's mixture. Each assignment of a slot contains them."""
 
 
-_ENDED = "ended while the change was decided: order the change again"
+_ENDED = "ended while the change was decided: run `penstock mix` again"
 
 
 @dataclass
 class Proposal:
-    """Order that was tried and is being decided."""
+    """Order that was tried, and that is made unless something has changed meanwhile."""
 
     run: Run
     attempt: Attempt
     change: records_pb2.MixtureChange
     epoch: int
-    """Epoch in which the step lies."""
+    """Epoch of the boxes in which the change's step lies."""
     fence: str
-    """Key of the fence, another one for each try."""
+    """Key of the fence, unique to this order."""
     shares: list[pb.MixtureShare] = field(default_factory=list)
     slots: int = 0
     batches: int = 0
 
 
 class MixtureOrders:
-    """Orders for all runs of a coordinator."""
+    """Orders for all runs of a coordinator. Each method handles one stage; `MixtureCalls` waits between them."""
 
     def __init__(self, cluster: ClusterState, state_queries: StateQueries) -> None:
         self._cluster, self._state_queries = cluster, state_queries
 
     def repeated(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply | None:
-        """Return the reply to an order that was carried out before; None for a new one. Raises UnknownRunError,
-        InvalidArgumentError."""
+        """Return the reply to an order that was carried out before, if the request repeats it; else None. Raises
+        UnknownRunError, InvalidArgumentError."""
         _check(request)
         run = self._run(request.run)
         made = next((change for change in run.mixture_changes if change.key == request.key), None)
         return None if made is None else pb.ChangeMixtureReply(run=run.name, change=made)
 
     def trials(self, request: pb.ChangeMixtureRequest) -> list[MixtureTrial]:
-        """Return the queries for the trials of a new order: one, or with added sources one for each worker of the run.
-        Raises an error if the change cannot be made."""
+        """Return the queries for the trials of a new order: one; or, if sources are added, one for each worker of the
+        run. Raises an error if the change cannot be made."""
         run = self._run(request.run)
         attempt = self._attempt(run)
         self._check_step(attempt, request.from_step)
@@ -110,8 +111,8 @@ class MixtureOrders:
     def proposed(
         self, request: pb.ChangeMixtureRequest, trials: Sequence[MixtureTrial], plans: Sequence[pb.MixturePlan]
     ) -> Proposal:
-        """Return the order with the results of its trials. Raises an error if it cannot be carried out any more, or if
-        workers differ."""
+        """Return the order, with what its trials found. Raises an error if the order cannot be carried out any more, or
+        if the trials of several workers differ. `plans`: result of each trial."""
         trial, plan = trials[0], plans[0]
         for other, found in zip(trials, plans, strict=True):
             if found != plan:
@@ -123,7 +124,9 @@ class MixtureOrders:
         run = self._run(request.run)
         attempt = self._attempt(run)
         if attempt.number != trial.attempt:
-            raise SupersededError(f"attempt {trial.attempt} of run {run.name} ended meanwhile: order the change again")
+            raise SupersededError(
+                f"attempt {trial.attempt} of run {run.name} ended meanwhile: run `penstock mix` again"
+            )
         self._check_step(attempt, request.from_step)
         if len(run.mixture_changes) != trial.changes:
             raise OverloadedError(f"another change of the mixture of run {run.name} was made meanwhile: retry after it")
@@ -145,21 +148,21 @@ class MixtureOrders:
 
     @staticmethod
     def patience(proposal: Proposal) -> float:
-        """Return the longest time in seconds for which the boxes may wait at the fence: half of the shortest deadline
-        of their training loops, which would fail otherwise."""
+        """Return the longest time in seconds for which the boxes may wait before the step: half of the shortest
+        deadline of their training loops, which would fail at the deadline."""
         deadlines = [box.opening.loader.options.timeout_s for box in proposal.attempt.boxes.values()]
         return min([FENCE_S, *(deadline / 2 for deadline in deadlines if deadline > 0)])
 
     def fence(self, proposal: Proposal) -> None:
-        """Tell all boxes to wait before the step."""
+        """Tell all boxes to wait before the step of the change."""
         attempt, change = proposal.attempt, proposal.change
         attempt.fence = pb.MixtureFence(key=proposal.fence, step=change.step)
         for box in attempt.boxes.values():
             self._cluster.bump_box(attempt, box)
 
     def undecided(self, proposal: Proposal) -> str:
-        """Return what the order still waits for; "" if the change can be made now. Raises an error if it cannot be made
-        any more."""
+        """Return what the order still waits for, as text; "" if the change can be made now. Raises an error if it
+        cannot be made any more."""
         attempt, change = proposal.attempt, proposal.change
         if proposal.run.current is not attempt:
             raise SupersededError(f"attempt {attempt.number} of run {attempt.run} ended meanwhile: {attempt.why}")
@@ -177,7 +180,7 @@ class MixtureOrders:
         return "a state of the run that is being saved" if self._state_queries.are_open(attempt.run) else ""
 
     def make(self, proposal: Proposal) -> None:
-        """Make the change: put it into the journal, and restart all slots."""
+        """Make the change: put it into the journal, and give all slots new runners."""
         cluster, run, attempt, change = self._cluster, proposal.run, proposal.attempt, proposal.change
         row = {"run": run.name, "number": len(run.mixture_changes), "change": change.SerializeToString()}
         run.mixture_changes.append(change)
@@ -194,11 +197,11 @@ class MixtureOrders:
                 cluster.cancel_migration(slot)
                 cluster.move(slot, note, None)
                 slot.remade.append((slot.generation, total))
-                slot.migrated = True  # an order, of which the training job need not be warned
+                slot.migrated = True  # a planned move, of which the training job need not be warned
             cluster.bump_box(attempt, box)
 
     def withdraw(self, proposal: Proposal) -> None:
-        """Let the boxes continue, if the change was not made."""
+        """End the wait of the boxes, if the change was not made."""
         attempt = proposal.attempt
         if attempt.fence is None or attempt.fence.key != proposal.fence:
             return
@@ -210,20 +213,25 @@ class MixtureOrders:
     # ---- checks
 
     def _run(self, name: str) -> Run:
-        """Return the run called JOB/ORDINAL, or the only run of the job JOB. Raises UnknownRunError."""
+        """Return the run of this name (JOB/N), or the only run of the job of this name. Raises UnknownRunError for
+        none, InvalidArgumentError for several."""
         runs = self._cluster.runs
         found = [runs[name]] if name in runs else [run for run in runs.values() if run.name.rpartition("/")[0] == name]
         if not found:
             raise UnknownRunError(
-                f"the coordinator has no run or job {name!r}: give JOB/ORDINAL or JOB, as in `penstock status --all`"
+                f"the coordinator has no run or job {name!r}: give a run (JOB/0) or a job (JOB) of `penstock status "
+                "--all`"
             )
         if len(found) > 1:
             names = ", ".join(run.name for run in found[:8])
-            raise InvalidArgumentError(f"the run must be one of {names}, got the job {name!r}, which has several")
+            raise InvalidArgumentError(
+                f"the run must be one of {names}, got the job {name!r}, which has several runs: name one of them"
+            )
         return found[0]
 
     def _attempt(self, run: Run, *, own: bool = False) -> Attempt:
-        """Return the run's open attempt if all of its boxes and slots are there. `own`: the fence is the caller's."""
+        """Return the run's open attempt. Raises an error unless all of its boxes are live, no slot has failed, and no
+        other change waits. `own`: whether the caller's own fence may stand."""
         attempt = run.current
         if attempt is None:
             raise UnknownRunError(
@@ -233,12 +241,15 @@ class MixtureOrders:
         missing = [number for number in range(attempt.num_boxes) if not _is_live(attempt, number)]
         if missing:
             raise StateUnavailableError(
-                f"all boxes of run {run.name} must be in its training job, but box {missing[0]} has not opened it, has "
-                "closed it, or does not report: order the change again once `penstock status` shows the box as live"
+                f"all boxes of run {run.name} must be live, but box {missing[0]} has not opened the run, has closed "
+                "it, or does not report: run `penstock mix` again once `penstock status` shows the box as live"
             )
         failed = [slot for box in attempt.boxes.values() for slot in box.slots if slot.phase == pb.FAILED]
         if failed:
-            raise StateUnavailableError(f"all slots of run {run.name} must be whole, but {failed[0]} has failed")
+            raise StateUnavailableError(
+                f"all slots of run {run.name} must work, but {failed[0]} has failed: see its error in `penstock "
+                "status`, and start the job again"
+            )
         if attempt.fence is not None and not own:
             raise OverloadedError(f"another change of the mixture of run {run.name} is being decided: retry after it")
         return attempt
@@ -251,7 +262,8 @@ class MixtureOrders:
 
 
 def _slot_of_each_worker(attempt: Attempt) -> list[tuple[int, int]]:
-    """Return the box and the number of one slot of each worker; all slots without a worker count as one."""
+    """Return for each worker the box and number of one of its slots. All slots without a worker count as one
+    worker's."""
     found: dict[str, tuple[int, int]] = {}
     for box in attempt.boxes.values():
         for slot in box.slots:
@@ -280,13 +292,15 @@ def _too_early(attempt: Attempt, step: int, lowest: int) -> InvalidArgumentError
 
 
 def _check(request: pb.ChangeMixtureRequest) -> None:
-    """Raise InvalidArgumentError for an order with invalid numbers, names or sizes."""
+    """Check the names, numbers and sizes of an order. Raises InvalidArgumentError."""
     check_name("run", request.run)
     check_name("change", request.key)
     check_measures(deadline_s=request.deadline_s)
     check_counts(from_step=request.from_step)
     if not request.key:
-        raise InvalidArgumentError("the key of a change must be a random text, got none: use `penstock mix`")
+        raise InvalidArgumentError(
+            'the key of a change must be a random text, got "": order the change by `penstock mix`'
+        )
     if not (request.weights or request.retired):
         raise InvalidArgumentError("a change needs --weights or --retire, got neither: give the new weights")
     texts = [text for asked in request.weights for text in (asked.source, asked.weight)]

@@ -36,16 +36,17 @@ from penstock.proto.v1 import records_pb2
 from penstock.runtime.telemetry.units import topology
 
 ASSIGNMENTS_MAX = 10 << 20
-"""Size of a worker's assignments above which it gets no more slots, in bytes. One heartbeat reply contains all
-assignments, and a worker whose reply exceeds REPLY_MAX is lost. 10 MiB are 1,024 slots of 10 KiB each; serialising them
-takes 35 ms."""
+"""Total size of a worker's assignments, in bytes, from which on the worker gets no more slots. An assignment is the
+message that tells a worker to run one slot. A heartbeat reply contains all assignments of the worker, and a worker
+whose reply exceeds REPLY_MAX is lost. 10 MiB are 1,024 slots of 10 KiB each; serialising them takes 35 ms."""
 
 ASSIGNMENT_BYTES = 256
-"""Size of an assignment's numbers, key and field names, in bytes."""
+"""Estimated size of the numbers, key and field names of an assignment, in bytes. The loader and the saved state, which
+an assignment also contains, are measured."""
 
 
 class SlotKey(NamedTuple):
-    """Name of a slot in the cluster."""
+    """Key of a slot, unique in the cluster: its run, attempt and box, and its number in the box."""
 
     run: str
     attempt: int
@@ -60,7 +61,7 @@ class AttemptState(Enum):
 
 
 class BoxPresence(Enum):
-    """Presence of a box's client in the attempt."""
+    """State of a box's client, the training process that opened the box."""
 
     LIVE = "live"
     GONE = "gone"  # the lease ran out; the same client may come back until the next attempt opens
@@ -69,15 +70,15 @@ class BoxPresence(Enum):
 
 @dataclass(frozen=True)
 class SlotLoss:
-    """Loss of a slot's runner."""
+    """Record of one death of a slot's runner."""
 
     at: float
-    """Monotonic time, in seconds."""
+    """Monotonic time of the death, in seconds."""
     worker: str
     note: str
     delivered: int
-    """Number of the slot's batches that were known to be delivered when its worker was lost. A higher number later
-    means that the slot has made progress since."""
+    """Number of the slot's batches that were known to be delivered at that time. If the number is higher later, the
+    slot has made progress since."""
     making: records_pb2.Skip | None = None
     """Position of the batch that the runner was making when it died; None if it was not making one."""
 
@@ -92,7 +93,7 @@ class MigrationTarget:
     why: str
     since: float
     ready_at: float = 0.0
-    """Monotonic time when the target became ready; 0 = not yet."""
+    """Monotonic time when the target became ready; 0 = not ready yet."""
     capabilities: records_pb2.LoaderCapabilities | None = None
 
 
@@ -105,7 +106,8 @@ class Slot:
     phase: pb.SlotPhase.ValueType = pb.WAITING
     worker: str = ""
     session: str = ""
-    """Session of the slot's worker, by which a restarted coordinator knows whether the worker is the same process."""
+    """Session of the slot's worker: a random name that each process of a worker daemon gives itself. By the session a
+    restarted coordinator knows whether the worker is still the same process."""
     ever_ready: bool = False
     recovery: bool = False
     restarts: int = 0
@@ -115,19 +117,21 @@ class Slot:
     losses: list[SlotLoss] = field(default_factory=list)
     target: MigrationTarget | None = None
     reserved: int = 0
-    """Highest generation reserved for a migration target, which is journaled so that no generation is used twice."""
+    """Highest generation reserved for a migration target. It is in the journal, so that no generation is used twice,
+    even after a restart of the coordinator."""
     moved_at: float = 0.0
     """Monotonic time when the slot got its present worker."""
     left_alone_until: float = 0.0
     """Monotonic time until which the slot stays on its worker after a failed migration."""
     unfit: dict[str, str] = field(default_factory=dict)
-    """Worker -> its session at that time, for workers that failed to prepare for a migration of the slot."""
+    """Workers that failed to get ready as the slot's migration target: name -> the worker's session at that time."""
     migrated: bool = False
     """True if the slot's last move was a migration."""
     remade: list[tuple[int, int]] = field(default_factory=list)
-    """For each change of the mixture: first generation that knows it, and the slot's last batch before it. A snapshot
-    of an older generation after this batch is not valid. Unknown after a restart of the coordinator; then the loader
-    refuses such a snapshot."""
+    """One entry (generation, total) for each change of the mixture: the first generation of the slot that knows the
+    change, and the number of the slot's last batch before the change. A snapshot that an older generation took after
+    this batch is not valid. The list is empty after a restart of the coordinator; then the loader refuses such a
+    snapshot."""
     was_slow_at: frozenset[str] = frozenset()
     """Names of the workers from which the slot was moved because it was a straggler there."""
     batches_per_s: float = 0.0
@@ -138,21 +142,23 @@ class Slot:
     batch_delay_s: float = 0.0
     """Seconds per batch, within `batch_s`, in which the runner waited for a processor."""
     doing: str = ""
-    """Activity of the slot's runner, if the activity takes unusually long; else ""."""
+    """What the slot's runner is doing, if that takes unusually long; else ""."""
     start_queue_position: tuple[int, int] = (0, 0)
-    """Position of the slot's runner in the worker's start queue, from 1, and the length of the queue; 0 = not in the
-    queue."""
+    """Position of the slot's runner in the worker's start queue, from 1, and the length of the queue; (0, 0) = not in
+    the queue."""
     start_stage: int = 0
     """Stage of the runner's start (StartStage). A newer worker may report an unknown stage."""
     stack: str = ""
-    """Stack of the slot's runner: the present one while `doing` is set, else the one at its last death."""
+    """Python stack of the slot's runner: the present one while `doing` is set, else the one at the runner's last
+    death."""
     outgrown: int = 0
-    """Generation whose runner was replaced for its memory use before its second batch; 0 = no such generation."""
+    """Generation of the slot whose runner was replaced for its memory use before its second batch; 0 = none was."""
     skips: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(epoch, total) -> number of batches skipped at this position, including those that were skipped before the state
-    from which the run resumed."""
+    """(epoch, total) -> number of batches to skip after the slot's batch number `total`, including those that were
+    skipped before the state from which the run resumed."""
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(epoch, total) -> number of batches skipped at this position in the present attempt alone."""
+    """(epoch, total) -> number of batches skipped after the slot's batch number `total` in the present attempt
+    alone."""
     gauge: SlotGauge = field(default_factory=SlotGauge)
 
     def unfit_at(self, workers: Mapping[str, Worker]) -> set[str]:
@@ -160,8 +166,8 @@ class Slot:
         return {name for name, session in self.unfit.items() if name in workers and workers[name].session == session}
 
     def is_outdated(self, generation: int, total: int) -> bool:
-        """Return whether a snapshot after batch `total`, by a runner of this generation, lacks a change of the mixture
-        that lies before it."""
+        """Return whether a snapshot after the slot's batch number `total`, taken by a runner of this generation, is not
+        valid because the runner did not know a change of the mixture that came before this batch."""
         return any(generation < first and total > last for first, last in self.remade)
 
     def is_migrating_to(self, worker: str, generation: int) -> bool:
@@ -184,7 +190,7 @@ class Box:
 
     number: int
     client: str
-    """Digest of the secret of the client that holds the box: see `client_of`."""
+    """Digest of the secret of the client (training process) that holds the box: see `client_of`."""
     opening: pb.OpenRunRequest
     """Request that opened the box, without its client_id."""
     start: Position
@@ -197,51 +203,55 @@ class Box:
     """Digest of the credential token that opened the box; "" after a restart of the coordinator."""
 
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
-    """Position in the client's newest report; empty before the first report."""
+    """Position of the box in its client's newest report; empty before the first report."""
     reported: bool = True
     """True if the client has reported since the coordinator's restart. Until then the box's position and abandoned
     epochs may be out of date."""
     restored: bool = False
-    """True if the box was restored from the journal. Its known positions then begin at the attempt's start again,
-    although its workers may have dropped the snapshots from before the retention window."""
+    """True if the box was restored from the journal. `history` then begins at the attempt's start again, although
+    workers may have dropped the snapshots of steps that are more than `retention` steps old."""
     earlier: tuple[records_pb2.BoxPosition, ...] = ()
-    """Positions that were known before the restart. Only `penstock replay` uses them."""
+    """Positions of the box that an earlier coordinator process recorded. Only `penstock replay` uses them."""
     settled: bool = False
-    """True if the box had closed before the restart. The last position of `earlier` is then its final one."""
+    """True if the box had closed before the coordinator restarted. The last position of `earlier` is then the box's
+    final one."""
     epoch_ended: bool = False
     abandoned: dict[int, int] = field(default_factory=dict)
     """Epoch -> its last step, for epochs that the loop abandoned by `break`."""
     ends: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(slot, epoch) -> the slot's total at the end of the epoch, as reported by workers."""
+    """(slot, epoch) -> number of the slot's last batch in the epoch, counted over the run, as reported by workers."""
     waiting_for: int = 0
     waited_s: float = 0.0
     steps_per_s: float = 0.0
     waited_share: float = 0.0
-    """Share of the time that the loop waited, over the same time as steps_per_s."""
+    """Share of the time in which the loop waited for data, measured over the same seconds as steps_per_s."""
     usual_steps_per_s: float = 0.0
-    """Mean of steps_per_s over time, with an exponential decay like that of `waits`, so that a single report has little
-    weight."""
+    """Mean of steps_per_s over time. Older measurements lose weight exponentially, as in `waits`, so that a single
+    report has little weight."""
     usual_span_s: float = 0.0
-    """Seconds over which usual_steps_per_s was measured, with the same decay."""
+    """Seconds over which usual_steps_per_s was measured; older seconds lose weight in the same way."""
     rate_from: float = 0.0
     rate_steps: int = 0
     rate_waited_s: float = 0.0
     waits: BoxWaits = field(default_factory=BoxWaits)
     reported_at: float = 0.0
     sources: dict[str, pb.SourceCount] = field(default_factory=dict)
-    """Source -> counts of its delivered samples, as last reported; empty if the loader does not count."""
+    """Name of a data source -> counts of its delivered samples, as last reported; empty if the loader does not
+    count."""
     fence: tuple[str, int] = ("", 0)
-    """Key of the fence that the box received last (see Attempt.fence), and the last step that it had taken then."""
+    """Key of the fence that the box received last (see Attempt.fence), and the last step that the box had taken by
+    then."""
     imbalance: float = 0.0
-    """Cost of a step's most expensive box divided by the mean of all boxes, as last reported; 0 = not measured."""
+    """Cost of the most expensive box's batch in a step, divided by the mean over all boxes, as last reported; 0 = not
+    measured."""
     unreachable: dict[str, float] = field(default_factory=dict)
     """Worker -> monotonic time when the box last reported that it cannot reach the worker: see box_progress.py."""
     lingers_until: float = 0.0
     """Monotonic time until which a closed box keeps its workers for the state queries of other boxes; 0 = the box keeps
     no workers."""
     history: deque[Position] = field(default_factory=deque)
-    """Positions that the box reported, oldest first. The first one is the newest position before the retention window,
-    or the start of the epoch."""
+    """Positions that the box reported, oldest first. The first one is the newest position that is at least `retention`
+    steps old, or the start of the attempt."""
 
     @cached_property
     def assignment_size(self) -> int:
@@ -251,15 +261,16 @@ class Box:
 
     @property
     def step(self) -> int:
-        """Number of steps delivered, according to the newest report."""
+        """Number of steps delivered over the run, according to the newest report."""
         return max(self.delivered.step, self.start.step)
 
     @property
     def retention(self) -> int:
+        """Number of latest steps whose states can be requested (`retention_steps`)."""
         return self.opening.loader.options.retention_steps
 
     def total(self, slot: int) -> int:
-        """Return the number of the slot's batches delivered, according to the newest report."""
+        """Return the number of the slot's batches delivered over the run, according to the newest report."""
         return self.delivered.slots[slot].total if self.delivered.slots else self.start.total[slot]
 
     def unreachable_since(self, since: float) -> set[str]:
@@ -267,7 +278,8 @@ class Box:
         return {worker for worker, at in self.unreachable.items() if at > since}
 
     def measure(self, now: float, steps: int) -> None:
-        """Update the rates of the box after `steps` more steps were delivered."""
+        """Update steps_per_s and the other rates of the box after `steps` more steps were delivered. `now`: monotonic
+        seconds."""
         if self.rate_from == 0.0:
             self.rate_from, self.rate_waited_s = now, self.waited_s
         elif now - self.rate_from >= 0.5:
@@ -284,27 +296,28 @@ class Box:
             self.rate_steps += steps
 
     def note_waits(self, now: float, by_slot_s: Sequence[float]) -> None:
-        """Record how long the client's loop has waited for each slot, in seconds. A client of an older release reports
-        nothing."""
+        """Record the seconds that the client's loop has waited for each slot, `by_slot_s`. The list of a client of an
+        older release is empty, and changes nothing."""
         if len(by_slot_s) == len(self.slots):
             begun = self.step > self.start.step
             self.waits.report(now, by_slot_s, [slot.gauge.queued for slot in self.slots], begun=begun)
 
     def position_before(self, step: int) -> Position | None:
         """Return the newest known position at or before `step` from which the record of `step` can be computed; None if
-        the step is older than all known positions.
+        all known positions are later. (The record is Penstock's part of a saved state.)
 
-        The record of a step is the position directly after the step, before an epoch end that follows. If the loop had
-        already passed the epoch's end when it reported this step, the reported position is the start of the next epoch.
-        A loader can resume from there, but this position is not the record of the step and is not returned for it.
+        The record of a step is the position directly after the step, even if an epoch ends there. But if the loop had
+        already passed the end of the epoch when it reported this step, the reported position is the start of the next
+        epoch. A loader can resume from there, but it is not the record of the step, so it is not returned for this
+        step.
         """
         fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
         return max(fits, key=lambda position: position.step, default=None)
 
     def is_refuted(self, position: Position) -> bool:
-        """Return whether a report of a later step shows that `position`, which a plan computed, is wrong: the later
-        report has fewer batches of a slot, or another start of the same epoch. A plan is wrong if it was made before
-        the end of an epoch was known."""
+        """Return whether a later report of the box contradicts `position`, which was computed from an earlier report.
+        It does if it has a smaller total of some slot, or another start of the same epoch. Such a position was computed
+        before the end of an epoch was known."""
         later = min((at for at in self._known() if at.step >= position.step), key=lambda at: at.step, default=None)
         if later is None:
             return False
@@ -317,7 +330,7 @@ class Box:
         )
 
     def chain(self, step: int) -> int | None:
-        """Return the stream digest at `step`, if a report of exactly that step contained it; else None."""
+        """Return the box's stream digest at `step`; None if no report of exactly this step contained the digest."""
         return next((at.chain for at in self._known() if at.step == step and at.chain is not None), None)
 
     def _known(self) -> list[Position]:
@@ -328,7 +341,8 @@ class Box:
         return known
 
     def is_fresh(self, position: Position) -> bool:
-        """Return whether the position is the start of an epoch that began during this attempt."""
+        """Return whether the position is the start of an epoch that began during this attempt, with no batch of it
+        taken."""
         return position.epoch > self.start.epoch and not any(position.delivered)
 
     def who(self) -> str:
@@ -343,35 +357,35 @@ class Attempt:
     number: int
     key: str
     opened_by: str
-    """Client that opened the attempt, and its host, for messages."""
+    """Client that opened the attempt, with its host, as text for messages."""
     num_boxes: int
     num_workers: int
     seed: int
     state: AttemptState = AttemptState.OPEN
     why: str = ""
-    """Reason why the attempt is over; "" while it is open."""
+    """Reason why the attempt is over, as text for messages; "" while the attempt is open."""
     boxes: dict[int, Box] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     """Numbers of the boxes whose `epoch_ended` is set."""
     live: set[int] = field(default_factory=set)
     """Numbers of the boxes whose presence is LIVE, kept so that closing a box need not look at all boxes."""
     left: dict[int, int] = field(default_factory=dict)
-    """Step after which boxes abandoned an epoch -> the first box that reported it."""
+    """Step after which some box abandoned an epoch -> number of the first box that reported it."""
     _left: list[int] = field(default_factory=list)
     """Keys of `left`, sorted."""
     fence: pb.MixtureFence | None = None
     """Step before which the boxes wait, while a change of the mixture is decided; see mixture_orders.py."""
     mixture_changes: list[records_pb2.MixtureChange] = field(default_factory=list)
-    """Changes of the mixture's weights in this run: the list of the run."""
+    """Changes of the mixture's weights in this run: the same list object as that of the run."""
     last_live: float = 0.0
     generation: int = 0
     """Highest generation that slots of the attempt use or have reserved."""
     clients: dict[int, str] = field(default_factory=dict)
-    """Box -> digest of its client's secret."""
+    """Box number -> digest of the secret of the box's client."""
     credentials: Counter[str] = field(default_factory=Counter)
-    """Number of boxes, by the digest of the credential token that opened them."""
+    """Digest of a credential token -> number of boxes that were opened with the token."""
     blobs: set[str] = field(default_factory=set)
-    """Names of the blobs that its boxes use: saved states and large arguments."""
+    """Names of the blobs that the attempt's boxes use. A blob holds a saved state or large arguments of input_fn."""
 
     def add_box(self, box: Box) -> None:
         self.boxes[box.number] = box
@@ -396,8 +410,8 @@ class Attempt:
         (self.ended.add if ended else self.ended.discard)(box.number)
 
     def note_abandoned(self, box: Box, epoch: int, step: int) -> bool:
-        """Record that the box abandoned an epoch after `step`. Return True if no other box abandoned one after this
-        step before."""
+        """Record that the box abandoned an epoch after `step`. Return True if no box had reported an epoch abandoned
+        after this step before."""
         box.abandoned[epoch] = step
         if step in self.left:
             return False
@@ -406,13 +420,13 @@ class Attempt:
         return True
 
     def left_between(self, first: int, last: int) -> list[int]:
-        """Return the steps in [first, last) after which a box abandoned an epoch."""
+        """Return the steps from `first` to `last` - 1 after which some box abandoned an epoch."""
         return self._left[bisect_left(self._left, first) : bisect_left(self._left, last)]
 
     def behind(self, box: Box, step: int) -> int | None:
-        """Return the first step before `step` after which another box abandoned an epoch, while this box has not
-        reported whether it did too; None if no such step exists. Until this box reports that, or a later step, its
-        position at `step` is unknown."""
+        """Return the first step before `step` after which another box abandoned an epoch and this box may have done the
+        same, because its reports do not reach that step yet; None if no such step exists. Until this box reports an
+        abandoned epoch, or a later step, its position at `step` is unknown."""
         if box.epoch_ended or box.presence is not BoxPresence.LIVE:
             return None
         ahead = self.left_between(box.step, step)
@@ -435,7 +449,7 @@ class ClosedAttempt:
     state: AttemptState
     why: str
     clients: dict[int, str]
-    """Box -> digest of its client's secret."""
+    """Box number -> digest of the secret of the box's client."""
 
 
 @dataclass
@@ -460,7 +474,7 @@ class Run:
 
 
 def known_run(runs: Mapping[str, Run], name: str) -> Run:
-    """Return the run of this name. Raises UnknownRunError."""
+    """Return the run of this name (JOB/N). Raises UnknownRunError."""
     run = runs.get(name)
     if run is None:
         raise UnknownRunError(
@@ -478,12 +492,12 @@ def attempt_over(past: ClosedAttempt) -> SupersededError:
 
 
 class AssignedSlots:
-    """Slots of a worker, and the size of their assignments in a heartbeat reply."""
+    """Keys of a worker's slots, and the size of the slots' assignments in a heartbeat reply."""
 
     def __init__(self) -> None:
         self._sizes: dict[SlotKey, int] = {}
         self.size = 0
-        """Size of all assignments, in bytes."""
+        """Size of the assignments of all the slots, in bytes."""
 
     def add(self, key: SlotKey, size: int = 0) -> None:
         self.discard(key)
@@ -509,7 +523,7 @@ class AssignedSlots:
 
 @dataclass
 class Worker:
-    """Worker daemon."""
+    """Worker daemon, as known to the coordinator."""
 
     name: str
     session: str
@@ -525,31 +539,31 @@ class Worker:
     version: int
     draining: bool = False
     allow: tuple[str, ...] = ()
-    """Prefixes of the modules that the worker may run."""
+    """Prefixes of the names of modules that the worker may run; empty = the worker did not report them."""
     release: str = ""
     """Release of Penstock that the worker runs; "" = not known."""
     cores: int = 0
     """Number of processors that the worker may use; 0 = not known."""
     slots: AssignedSlots = field(default_factory=AssignedSlots)
     more_requests: bool = False
-    """True if some state requests did not fit into the last heartbeat reply to the worker."""
+    """True if some requests for slots' states did not fit into the last heartbeat reply to the worker."""
     left: bool = False
     """True if the worker announced its shutdown, so that its silence does not count as a loss."""
 
     @property
     def load(self) -> float:
-        """Share of the worker's capacity that is in use."""
+        """Used share of the worker's capacity, from 0 to 1."""
         return len(self.slots) / self.capacity if self.capacity else 1.0
 
     def may_run(self, module: str) -> bool:
-        """Return whether the worker may run the module. Return True for a worker that reported no prefixes, because
-        such a worker checks the module itself."""
+        """Return whether the worker may run input_fn's module of this name. For a worker that reported no prefixes the
+        answer is True, because such a worker checks the module itself."""
         return not self.allow or under(module, self.allow)
 
     @property
     def free(self) -> int:
-        """Number of further slots that the worker can take; 0 if assignments with large arguments fill its heartbeat
-        reply."""
+        """Number of slots that the worker can take in addition to its present ones. It is 0 while the worker drains, is
+        not registered, or has assignments of ASSIGNMENTS_MAX bytes."""
         if self.draining or not self.registered or self.slots.size >= ASSIGNMENTS_MAX:
             return 0
         return self.capacity - len(self.slots)
@@ -560,15 +574,16 @@ _SHOWN = 8
 
 
 def client_of(client_id: str) -> str:
-    """Return the digest of a client's secret. Knowing the secret proves that a client holds the box. The digest proves
-    nothing, so it may be stored in memory, in the journal and in messages."""
+    """Return the digest of a client's secret. A client proves that it holds a box by the secret itself. The digest
+    proves nothing, so it may be stored in memory, in the journal and in messages."""
     return _DIGEST + hashlib.sha256(client_id.encode()).hexdigest()[:32]
 
 
 def client_in(row: str) -> str:
-    """Return the client's digest from a journal row. If an older release stored the secret, compute its digest."""
+    """Return the client's digest from a journal row. A row of an older release holds the secret itself, so return the
+    secret's digest."""
     if type(row) is not str:
-        raise TypeError(f"client_id must be a str, got {type(row).__name__}")
+        raise TypeError(f"client_id in a row of the journal must be a str, got {type(row).__name__}")
     return row if row.startswith(_DIGEST) else client_of(row)
 
 

@@ -23,7 +23,7 @@ may have taken it without the runner having noticed."""
 
 @dataclass
 class SlotGauge:
-    """Measurements of a slot."""
+    """Measurements of a slot: batches that are ready, snapshots, recovery."""
 
     queued: int = 0
     """Number of batches produced and not yet delivered, as of the last heartbeat. The number may be too high by one,
@@ -33,13 +33,14 @@ class SlotGauge:
     saved_at: float = 0.0
     """Monotonic time when the slot's newest durable snapshot was stored; 0 = none since the coordinator's start."""
     lost_at: float = 0.0
-    """Monotonic time when the slot lost its runner; 0 = no loss, or the replacement has caught up."""
+    """Monotonic time when the slot lost its runner; 0 = no loss, or the new runner has caught up with the loop."""
     behind: bool = False
-    """True if the slot's runner is a replacement that has not yet made the batch that the loop waits for next."""
+    """True if the slot's runner replaces an earlier one and has not yet made the batch that the loop needs next."""
     _at: float = 0.0
 
     def report(self, now: float, produced: int, delivered: int) -> None:
-        """Record a worker's report: totals of batches that the slot has produced and that the loop has received."""
+        """Record the newest totals of the slot: batches that its runners have produced, and batches that the loop has
+        got, both counted over the run. `now`: monotonic seconds."""
         self.behind = self.behind and produced <= delivered
         self.queued = max(0, produced - delivered)
         kept = 0.5 ** ((now - self._at) / QUEUE_HALF_S) if self._at else 0.0
@@ -47,17 +48,17 @@ class SlotGauge:
         self._at = now
 
     def restart(self, now: float) -> None:
-        """Record the loss of the slot's runner at the time `now`. `now` is 0 if no recovery is expected, for example
-        because the box was lost too."""
+        """Record at the time `now` that the slot lost its runner. `now` is 0 if no new runner is expected to catch up,
+        for example because the box was lost too."""
         self.queued, self.mean_queued, self._at, self.lost_at, self.behind = 0, 0.0, 0.0, now, True
 
 
 @dataclass
 class BoxWaits:
-    """Seconds that a box's loop waited for each of its slots, counted from the first batch on."""
+    """Waiting of a box's loop for each of its slots, measured in seconds and counted from the first batch on."""
 
     span_s: float = 0.0
-    """Seconds over which the waits were measured, with the same decay."""
+    """Seconds over which the waits were measured, where older seconds lose weight as the waits do."""
     _seconds: list[float] = field(default_factory=list)
     _late: list[float] = field(default_factory=list)
     _reported: list[float] = field(default_factory=list)
@@ -67,6 +68,7 @@ class BoxWaits:
         """Record a report of the box.
 
         Args:
+            now: monotonic seconds.
             waited: seconds that the loop has waited for each slot so far. A new executor counts from 0 again.
             queued: number of ready batches of each slot.
             begun: whether the loop has received its first batch.
@@ -86,14 +88,14 @@ class BoxWaits:
 
     @property
     def share(self) -> float:
-        """Share of the loop's time that it waited for any slot."""
+        """Share of its time that the loop waited for data, whatever the slot, from 0 to 1."""
         return min(1.0, sum(self._seconds) / self.span_s) if self.span_s else 0.0
 
     def of(self, slot: int) -> float:
-        """Return the share of its time that the loop waited for this slot."""
+        """Return the share of its time that the loop waited for this slot, from 0 to 1."""
         return min(1.0, self._seconds[slot] / self.span_s) if self.span_s else 0.0
 
     def late(self, slot: int) -> float:
-        """Return the share of the loop's waiting for this slot in which the slot had batches ready, which then arrived
-        late."""
+        """Return how much of the waiting for this slot happened while the slot had batches ready, as a share from 0 to
+        1. Such batches are made in time, but arrive late."""
         return self._late[slot] / self._seconds[slot] if self.span_s and self._seconds[slot] else 0.0

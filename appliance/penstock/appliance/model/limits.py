@@ -23,7 +23,7 @@ class RateLimits:
     all_per_s: float = 1_000.0
     all_burst: int = 24_000
     peers_max: int = 4096
-    """Largest number of addresses whose token buckets are kept in memory."""
+    """Largest number of addresses of callers whose rates are kept in memory."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Limits:
     seconds."""
     unreachable_per_s: float = 60.0
     hold_share: float = 1 / 3
-    """Longest time that a long poll is held, as a share of the lease: a peer may lose two polls in a row without
-    harm."""
+    """Longest time for which a long poll (a call that is answered at the next change) is held, as a share of the lease:
+    a peer may lose two polls in a row without harm."""
     heartbeat_s: float = 1.0
     """Heartbeat interval in a small fleet. The figures in `penstock status` are at most this old."""
     heartbeats_per_s: float = 2000.0
@@ -74,8 +74,8 @@ class Limits:
     and received no calls. A coordinator that is only late extends leases by its delay too, because a call may wait in
     the queue. An overloaded coordinator drops no peer before two leases of silence: see lease_policy.patience_s."""
     linger_s: float = 60.0
-    """Time that a closed box keeps its workers while other boxes are open. So a rank that saves after its last step
-    still gets the state of the boxes that closed before it."""
+    """Time that a closed box keeps its workers while other boxes of the run are open. A rank that saves after its last
+    step needs the states of the boxes that closed before it."""
     abandoned_s: float = 3600.0
     """Time after which an attempt without a live box is closed and its snapshots are dropped. Until then its boxes may
     come back."""
@@ -101,13 +101,13 @@ class Limits:
     budget: int = 4 * GIB
     """Largest number of bytes of snapshots and blobs on disk."""
     cadence_share: float = 0.9
-    """Share of the budget for snapshots that only shorten a replay. The rest is reserved for the first snapshot of each
-    slot and for states to resume from, without which no run can start."""
+    """Share of `budget` that is open to snapshots whose only use is a shorter replay. The rest is reserved for the
+    first snapshot of each slot and for saved states, without which no run can start."""
     value_max: int = VALUE_MAX
     """Largest snapshot, blob or state. SQLite's own limit on a value is 1,000,000,000."""
     transfers_max: int = 64 * MIB
-    """Largest number of bytes of snapshots in memory that wait to be written, and the same for blobs. Half of it is
-    reserved for small values."""
+    """Largest number of bytes in memory of received snapshots that wait to be written. The same limit holds for blobs.
+    Half of it is reserved for small values."""
     part_s: float = 30.0
     """Longest time between two parts of a snapshot or blob in transfer. A part has at most 512 KiB."""
     least_bytes_per_s: int = MIB
@@ -126,21 +126,21 @@ class Limits:
     """Largest rate of snapshots of the whole fleet, not counting the first one of each slot. 10,000 snapshots of 76 kB
     take 23 s."""
     snapshots_per_s: float = 400.0
-    """Largest number of snapshots per second of the whole fleet. For small snapshots the cost is that of the calls, not
-    that of the bytes."""
+    """Largest number of snapshots per second of the whole fleet. Small snapshots cost the coordinator one call each,
+    however few bytes they have."""
     snapshots_least_per_s: float = 50.0
-    """Number of snapshots per second that is always allowed, however many heartbeats there are."""
+    """Number of snapshots per second that is always allowed, however many heartbeats the coordinator receives."""
     calls_per_s: float = 2600.0
     """Number of calls per second that a coordinator can answer promptly on one core: see docs/benchmarks.md."""
     snapshot_slot_bytes_per_s: float = 4 * MIB
     snapshot_every_s: float = 1.0
     """Shortest interval between snapshots of one slot, however small the fleet."""
     answers_max: int = 256 * MIB
-    """Largest number of bytes of answers to state queries in memory: answers to be sent, and answers kept for other
-    ranks that request the same step. Above it, each query may still take the records of one more box."""
+    """Largest number of bytes in memory of answers to state queries: answers to be sent, and answers kept for other
+    ranks that request the same step. When it is reached, each query may still take the records of one more box."""
     asked_at_once: int = 1024
-    """Number of slots whose states a query requests at the same time, or one box if the box has more. gRPC itself may
-    buffer 64 KiB of each incoming answer, and 10,000 answers at once would delay heartbeats."""
+    """Number of slots whose states a query requests at the same time, or one box if the box has more slots. gRPC itself
+    may buffer 64 KiB of each incoming answer, and 10,000 answers at once would delay heartbeats."""
 
     closed_s: float = 7 * 86400.0
     """Time for which the last state of an ended run is kept: a week, so that it is still there after a weekend."""
@@ -153,14 +153,14 @@ class Limits:
     """Largest state of one worker that is sent as JSON. Encoding it takes some 50 ms, in which heartbeats wait."""
 
     past_attempts: int = 16
-    """Number of earlier attempts of a run that are kept (number, key and clients), so that their late calls are
+    """Number of earlier attempts of a run that are remembered by number, key and clients, so that their late calls are
     refused."""
     registration_max: int = 16 * KIB
     """Largest registration of a worker, which is kept in memory and is part of every status."""
     capabilities_max: int = 16 * KIB
     """Largest capabilities of a slot's loader, which are kept in memory and in the journal."""
     past_sessions: int = 64
-    """Number of sessions of replaced workers that are kept, so that their late calls are refused."""
+    """Number of sessions of replaced worker processes that are remembered, so that late calls of these are refused."""
     runs_max: int = 100_000
     """Largest number of runs in the journal, open or not. Each is kept for its seed and takes about 1 KB."""
     workers_max: int = 100_000
@@ -185,27 +185,31 @@ class Limits:
     work takes some 20 ms."""
     opening_max: int = 256 * KIB
     """Largest request to open a run, in bytes. The request is kept in memory and in the journal. Larger arguments are
-    uploaded before the request as a blob, and count in `budget`."""
+    uploaded before the request as a blob, and then count in `budget`."""
     watches_max: int = 4
-    """Largest number of long polls held for one box or one worker. At a further poll the oldest one is answered at
-    once, because a peer that calls again has lost the connection of its earlier call."""
+    """Largest number of long polls held for one box or one worker. A further poll makes the coordinator answer the
+    oldest one at once: a peer that calls again has lost the connection of its earlier call."""
     queries_of_token_max: int = 1024
     """Largest number of state queries that one credential token may have open at a time, over all runs."""
     queries_max: int = 64
-    """Largest number of open state queries of a run, to which two for each of its boxes are added. Each query makes a
+    """Largest number of open state queries of a run, to which two for each of its boxes are added. Each query sends a
     request to all workers of the run."""
     abandoned_max: int = 1 << 19
     """Largest number of epochs that a box may abandon by `break` in one attempt."""
     abandoned_at_once: int = 4096
-    """Largest number of abandoned epochs in one report. Writing this many to the journal takes 15 ms. A box repeats
-    the epochs that the coordinator has not confirmed."""
+    """Largest number of abandoned epochs in one report. Writing this many to the journal takes 15 ms. A box reports an
+    epoch again until the coordinator has confirmed it."""
+    epoch_starts_at_once: int = 256
+    """Largest number of epoch starts in one report. A box reports each once, and all again after a restart of the
+    coordinator."""
     ends_max: int = 1 << 20
-    """Largest number of epoch ends kept for a box. An end is dropped when it leaves the retention window, so this limit
-    matters only for an unlimited window."""
+    """Largest number of ends of epochs kept for a box. An end that is older than the retained steps is dropped, so this
+    limit matters only if `retention_steps` is unlimited."""
     answer_ends_max: int = 4096
-    """Largest number of epoch ends in a worker's answer to a state request. A worker keeps 1,024."""
+    """Largest number of ends of epochs in a worker's answer to a state request. A worker remembers 1,024."""
     history_entries: int = 64
-    """Number of reported positions kept per box, from which the position one retention window back is found."""
+    """Number of reported positions kept per box. From them the coordinator finds the oldest step whose state it must be
+    able to give."""
 
     @property
     def tick_s(self) -> float:

@@ -16,7 +16,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 MOST = 256
 """Number of events that are kept."""
 TOGETHER_S = 5.0
-"""Seconds within which repetitions of an event are counted instead of added."""
+"""Seconds within which a repetition of an event raises the event's count, instead of adding an event."""
 _LOOK_BACK = 8
 _TEXT = 400
 """Largest number of characters of an event's text or of a name in the event. Peers choose parts of both, so both are
@@ -42,7 +42,8 @@ class Event:
     run: str = ""
     worker: str = ""
     place: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of the attempt, box, slot and generation that the event is about, as far as they apply."""
+    """Numbers of the attempt, box, slot and generation that the event is about; those that do not apply are left
+    out."""
     count: int = 1
 
 
@@ -71,8 +72,8 @@ class RecentEvents:
         return self._clock()
 
     def add(self, kind: str, text: str, *, run: str = "", worker: str = "", **place: int) -> None:
-        """Add an event. `place`: numbers of the attempt, box, slot and generation that the event is about, as far as
-        they apply."""
+        """Add an event, or count a repetition of a recent one. `place`: numbers of the attempt, box, slot and
+        generation that the event is about, as far as they apply."""
         now = self._clock()
         text, run, worker = text[:_TEXT], run[:_TEXT], worker[:_TEXT]
         for back in range(1, min(_LOOK_BACK, len(self._events)) + 1):
@@ -86,7 +87,7 @@ class RecentEvents:
         self._listener(event)
 
     def messages(self) -> list[pb.Event]:
-        """Return the events, oldest first."""
+        """Return the events as messages for a status reply, oldest first."""
         now = self._clock()
         return [
             pb.Event(

@@ -21,21 +21,23 @@ REPORTS_PER_SLOT = 2
 """Largest number of slot reports in a heartbeat, as a multiple of the worker's slots: a worker reports the slots that
 it runs, and those that it could not start."""
 _REMEDY = f". {SAME_RELEASE}"
-"""End of errors about requests that Penstock's own programs never send."""
+"""End of the errors about requests that no program of Penstock sends: the remedy."""
 LONGEST_NAME = 200
-"""Longest name of a job or worker, in characters, because names appear in logs, metrics and messages."""
+"""Longest name of a job or worker, in characters. Names appear in logs, metrics and messages, which must stay short."""
 
 
 def check_measures(**values: float) -> None:
-    """Raise InvalidArgumentError if a duration or another measurement is outside the limits, or NaN."""
+    """Raise InvalidArgumentError if a measurement, given by its name in the request, is not between 0 and LONGEST_S."""
     for name, value in values.items():
         if not 0.0 <= value <= LONGEST_S:  # also false for NaN
-            raise InvalidArgumentError(f"{name} must be between 0 and {LONGEST_S:g}, got {value}{_REMEDY}")
+            raise InvalidArgumentError(
+                f"{name} in a request to the coordinator must be between 0 and {LONGEST_S:g}, got {value}{_REMEDY}"
+            )
 
 
 def check_reports(reports: Sequence[pb.SlotReport], capacity: int, limits: Limits) -> None:
-    """Raise InvalidArgumentError for a worker's reports if a measurement is invalid, if the capabilities of a loader
-    are too large, or if there are more reports than `capacity` slots need."""
+    """Raise InvalidArgumentError if a worker's reports about its slots have an invalid measurement, too large
+    capabilities of a loader, or more entries than `capacity` slots need."""
     check_number("slots in a heartbeat", len(reports), REPORTS_PER_SLOT * capacity)
     for report in reports:
         check_capabilities(report, limits.capabilities_max)
@@ -48,7 +50,8 @@ def check_reports(reports: Sequence[pb.SlotReport], capacity: int, limits: Limit
 
 
 def check_capabilities(report: pb.SlotReport | pb.StateAnswer, most: int) -> None:
-    """Raise InvalidArgumentError if the loader's capabilities have more than `most` bytes."""
+    """Raise InvalidArgumentError if the description of what a loader can do (its capabilities) has more than `most`
+    bytes."""
     if report.HasField("capabilities") and (size := report.capabilities.ByteSize()) > most:
         raise InvalidArgumentError(
             f"the loader's capabilities in a worker's report must have at most {most} bytes, got {size}{_REMEDY}"
@@ -90,11 +93,12 @@ def check_progress(request: pb.WatchRunRequest, num_workers: int, limits: Limits
     check_number("abandoned epochs in a report", len(request.abandoned), limits.abandoned_at_once)
     for abandoned_epoch in request.abandoned:
         check_counts(epoch=abandoned_epoch.epoch, step=abandoned_epoch.step)
-    entries = len(request.delivered.slots)
-    if entries not in (0, num_workers):
+    check_number("epoch starts in a report", len(request.epoch_starts), limits.epoch_starts_at_once)
+    entries = {len(start.slots) for start in request.epoch_starts} | ({len(request.delivered.slots)} - {0})
+    if entries - {num_workers}:
         raise InvalidArgumentError(
-            f"a reported position must have one entry for each of the box's {num_workers} workers, got {entries}"
-            f"{_REMEDY}"
+            f"a reported position must have one entry for each of the box's {num_workers} workers, got "
+            f"{min(entries - {num_workers})}{_REMEDY}"
         )
 
 
@@ -125,15 +129,17 @@ def check_answer(answer: pb.StateAnswer, limits: Limits) -> None:
 
 
 def check_counts(**values: int) -> None:
-    """Raise InvalidArgumentError if a count of steps, epochs or batches is outside the limits."""
+    """Raise InvalidArgumentError if a count, given by its name in the request, is not between 0 and MOST."""
     for name, value in values.items():
         if not 0 <= value <= MOST:
-            raise InvalidArgumentError(f"{name} must be between 0 and {MOST}, got {value}{_REMEDY}")
+            raise InvalidArgumentError(
+                f"{name} in a request to the coordinator must be between 0 and {MOST}, got {value}{_REMEDY}"
+            )
 
 
 def check_number(what: str, number: int, most: int) -> None:
-    """Raise InvalidArgumentError if a request has more than `most` elements, because handling each one takes time.
-    `what`: name of the elements, in the plural."""
+    """Raise InvalidArgumentError if a request has more than `most` elements of one kind, because handling each element
+    takes time. `what`: name of the elements, in the plural."""
     if number > most:
         raise InvalidArgumentError(f"the number of {what} must be at most {most}, got {number}{_REMEDY}")
 

@@ -34,18 +34,19 @@ STRAGGLER_FACTOR = 1.5
 
 @dataclass(frozen=True)
 class SlotFacts:
-    """Measurements of a slot."""
+    """Measurements of a slot, from which `find` decides."""
 
     slot: int
     worker: str
     """Name of the slot's worker; "" = no worker."""
     phase: str
-    """Name of the slot's SlotPhase."""
+    """Name of the slot's SlotPhase: WAITING, STARTING, READY or FAILED."""
     wait_share: float
-    """Share of the box's time that it waited for this slot."""
+    """Share of its time that the box's loop waited for this slot, from 0 to 1."""
     mean_queued: float
+    """Mean number of batches that are ready."""
     late: float = 0.0
-    """Share of the waiting for this slot in which the slot had batches ready, which then arrived late."""
+    """Share of the waiting for this slot that happened while the slot had batches ready, which then arrived late."""
     remote: bool = False
     """True if the slot's batches are sent over a network."""
     restarts: int = 0
@@ -57,28 +58,28 @@ class SlotFacts:
 
 @dataclass(frozen=True)
 class BoxFacts:
-    """Measurements of a box."""
+    """Measurements of a box, from which `find` decides."""
 
     box: int
     span_s: float
-    """Seconds over which the shares were measured."""
+    """Seconds over which all shares of the box and its slots were measured."""
     wait_share: float
     slots: Sequence[SlotFacts]
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Finding about what limits the speed of a run."""
+    """Answer to the question what limits the speed of a run."""
 
     kind: str
-    """Kind of bottleneck: starting, loop, straggler, workers, network, unplaced or recovering."""
+    """Kind of limit: starting, loop, straggler, workers, network, unplaced or recovering."""
     text: str
     wait_share: float = 0.0
     box: int | None = None
     slot: int | None = None
     worker: str = ""
     blame: float = 0.0
-    """Share of the box's waiting that the slot or worker causes."""
+    """Share of the box's waiting that the slot or worker causes, from 0 to 1."""
 
     @property
     def input_bound(self) -> bool:
@@ -112,7 +113,7 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
 
 
 def _unplaced(box: BoxFacts) -> Bottleneck | None:
-    """Return a bottleneck if the box's loop has received no batch yet because one of its slots has no worker; else
+    """Return a bottleneck if a slot of the box has no worker, so that the box's loop still lacks its first batch; else
     None."""
     slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
     if slot is None or box.span_s >= LEAST_S:
@@ -132,8 +133,8 @@ def _beginning(boxes: Sequence[BoxFacts]) -> str:
 
 
 def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """Return a bottleneck if slot `top`, for which the loop waits most, has no ready runner, or a replacement runner
-    that has not caught up; else None. `waits`: beginning of the bottleneck's text."""
+    """Return a bottleneck if slot `top`, for which the loop waits most, has no ready runner, or a new runner that has
+    not caught up with the loop; else None. `waits`: beginning of the bottleneck's text."""
     if top.phase == "READY" and not top.behind:
         return None
     blame = _share(top.wait_share, box)
@@ -163,8 +164,8 @@ def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 
 
 def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """Return a bottleneck if the others have batches ready while the loop waits for one slot or for the slots of one
-    worker; else None."""
+    """Return a bottleneck if the loop waits mainly for one slot, or for the slots of one worker, while the other slots
+    have batches ready; else None."""
     by_worker = Counter[str]()
     for slot in box.slots:
         by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]
@@ -192,8 +193,8 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 
 
 def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
-    """Return whether `group` takes at least STRAGGLER_FACTOR times as long for a batch as `others`. If these times are
-    not known, return True, and the numbers of ready batches decide alone."""
+    """Return whether the slots of `group` take at least STRAGGLER_FACTOR times as long for a batch as `others`. If
+    these times are not known, return True: then the numbers of ready batches decide alone."""
     own, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
     return not own or not usual or max(own) >= STRAGGLER_FACTOR * median(usual)
 

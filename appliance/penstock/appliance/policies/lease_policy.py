@@ -37,17 +37,18 @@ class LeasePolicy:
     """Heartbeat interval and lease of one kind of peer."""
 
     heartbeat_s: float
-    """Seconds between two calls of a peer that has nothing to report."""
+    """Longest time between two calls of a peer, in seconds: it calls this often if it has nothing to report."""
     lease_s: float
     """Seconds of silence after which a peer counts as dead."""
 
     def promised(self, known_s: float, longest_s: float) -> float:
-        """Return the lease in seconds to promise to a peer now. `known_s`: lease that the peer was promised before;
-        `longest_s`: longest such lease that is believed."""
+        """Return the length of the lease, in seconds, to promise to a peer now: at least that of this policy.
+        `known_s`: length that the peer was promised before; `longest_s`: upper limit for `known_s`."""
         return max(self.lease_s, min(known_s, longest_s))
 
     def left(self, now: float, name: str) -> float:
-        """Return the seconds until the peer's own moment in the interval; always above 0."""
+        """Return the seconds until the moment in the interval at which the long poll of the peer `name` is answered;
+        always above 0."""
         digest = blake2b(name.encode(), digest_size=4).digest()
         moment = int.from_bytes(digest) / (1 << 32) * self.heartbeat_s
         return self.heartbeat_s - (now - moment) % self.heartbeat_s
@@ -55,8 +56,8 @@ class LeasePolicy:
 
 @dataclass(frozen=True)
 class SnapshotShare:
-    """Quota of durable snapshots of one slot. The first snapshot of a slot is exempt, because the slot needs it to
-    start."""
+    """Quota of durable snapshots of one slot: the shortest time between two of them in seconds, and the largest rate in
+    bytes per second. The first snapshot of a slot is exempt, because the slot needs it to start."""
 
     every_s: float
     bytes_per_s: float
@@ -76,7 +77,7 @@ def of_boxes(boxes: int, load_factor: float, limits: Limits) -> LeasePolicy:
 
 
 MOST_LOAD_FACTOR = 8.0
-"""Largest load factor."""
+"""Largest load factor: peers are then asked for an eighth of the usual number of calls."""
 
 
 def updated_load_factor(load_factor: float, gap_s: float, tick_s: float) -> float:
@@ -92,18 +93,18 @@ def updated_load_factor(load_factor: float, gap_s: float, tick_s: float) -> floa
 
 
 def patience_s(load_factor: float, lease_s: float, unreceived_s: float = 0.0) -> float:
-    """Return the seconds by which the lease of a silent peer is extended: up to the length of a lease, or the age of
-    calls that are still queued.
+    """Return the seconds by which the lease of a silent peer is extended while the coordinator is overloaded: up to the
+    length of a lease, or the age of calls that are still queued.
 
-    While the coordinator is late (load factor above 1), it cannot distinguish a silent peer from its own delay. The
-    peer's call may be queued, or the peer may be on the same machine and as late as the coordinator.
+    A load factor above 1 says that the coordinator is late. Then it cannot distinguish a silent peer from its own
+    delay: the peer's call may be queued, or the peer may be on the same machine and as late as the coordinator.
     """
     return max(lease_s * min(1.0, load_factor - 1.0), unreceived_s if load_factor > 1.0 else 0.0)
 
 
 class PromisedLease:
-    """Longest lease that any worker, or any client, may still have been promised, recorded in the journal for the next
-    coordinator.
+    """Longest lease that may still have been promised to a peer of one kind (worker or client). The journal keeps it
+    for the next process of the coordinator.
 
     The recorded value has a margin, so that a growing fleet seldom causes a write. The value is lowered when it is
     older than the lease itself. By then every peer that was promised this lease has a newer promise, or has lost its
@@ -121,8 +122,8 @@ class PromisedLease:
             self.lease_s = max(shortest_s, float(noted))
         except ValueError as error:
             raise JournalError(
-                f"{journal.name} is damaged: its value {name} must be a number, got {noted!r}. Restore a copy of the "
-                "file, or move the file away to start anew"
+                f"{journal.name} is damaged: its value {name} must be a number, got {noted!r}. Restore a copy of "
+                "the file, or move the file away to start anew"
             ) from error
         self._since = now
 
@@ -134,7 +135,8 @@ class PromisedLease:
             self._since = now
 
     def shorten(self, lease_s: float, now: float) -> None:
-        """Lower the recorded lease when no peer can have it any more. `lease_s`: lease that is promised at present."""
+        """Lower the recorded lease once no peer can hold a longer one. `lease_s`: lease that is promised at present, in
+        seconds."""
         if lease_s * self.MARGIN < self.lease_s and now - self._since > self.lease_s:
             self._note(max(lease_s, self._shortest_s), now)
 
@@ -144,12 +146,14 @@ class PromisedLease:
 
 
 SNAPSHOT_CALLS = 3.0
-"""Cost of a snapshot, counted in heartbeats: a snapshot takes a stream, a share of a commit, and the writing thread."""
+"""Cost of storing a snapshot, as a number of heartbeats: it takes a gRPC stream, a part of a commit, and time of the
+writing thread."""
 
 
 def share(slots: int, calls_per_s: float, limits: Limits) -> SnapshotShare:
     """Return the quota of durable snapshots of each slot. Snapshots get the calls per second that heartbeats and
-    WatchRun calls leave. So a busy fleet has more to replay after a fault, but its heartbeats are not received late.
+    WatchRun calls leave. So a busy fleet has more batches to make again after a fault, but its heartbeats are not
+    received late.
 
     Args:
         slots: number of slots that workers have.

@@ -27,11 +27,11 @@ from penstock.appliance.model.entities import Slot, Worker
 from penstock.proto.state.allowed_modules import module_of, under
 
 _Entry = tuple[float, str]
-"""Load and name of a worker."""
+"""Load (used share of the capacity) and name of a worker."""
 
 
 def cost(slot: Slot, host_id: str, worker: Worker) -> tuple[int, bool, float, str]:
-    """Return the sort key of a worker for the slot. The best worker has the smallest key."""
+    """Return the sort key of a worker for the slot, whose box is on `host_id`. The best worker has the smallest key."""
     return (max(0, _lost_at(slot, worker.name) - 1), worker.host_id != host_id, worker.load, worker.name)
 
 
@@ -40,7 +40,8 @@ def _lost_at(slot: Slot, worker: str) -> int:
 
 
 def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
-    """Return the reason why no registered worker may run the input_fn; "" if one may, or if no worker is registered."""
+    """Return why no registered worker may run the input_fn ("module:function"), with the remedy; "" if some worker may,
+    or if no worker is registered."""
     module = module_of(input_fn)
     present = [worker for worker in workers if worker.registered and not worker.draining]
     if not present or any(worker.may_run(module) for worker in present):
@@ -54,7 +55,7 @@ def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
 
 
 class _Heaps:
-    """Heaps of the workers that have the same set of allowed modules."""
+    """Heaps of the workers that allow the same set of modules. Each heap is in the order of load and name."""
 
     def __init__(self) -> None:
         self.everywhere: list[_Entry] = []
@@ -120,7 +121,8 @@ class FreeCapacity:
     def _best(
         self, heap: list[_Entry], allow: tuple[str, ...], host_id: str | None, avoided: Set[str]
     ) -> Worker | None:
-        """Return the first worker of the heap that is not in `avoided`. Stale entries before it are removed."""
+        """Return the first worker of the heap that is not in `avoided`, None if no worker is left. Entries before it
+        that do not match their worker any more are removed."""
         passed: list[_Entry] = []
         found = None
         while heap and found is None:

@@ -24,14 +24,14 @@ invalid."""
 
 
 def is_valid_position(making: records_pb2.Skip) -> bool:
-    """Return whether `making` can be the position of a batch. User code can overwrite the memory in which its runner
-    records the position, and the journal could not store any such value."""
+    """Return whether `making` can be the position of a batch. A runner records this position in memory that user code
+    can overwrite, and not every number fits into the journal."""
     return max(making.epoch, making.total, making.count) <= MOST
 
 
 def relevant_losses(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float) -> list[SlotLoss]:
-    """Return the losses of the slot that count together with the latest loss: losses with the same number of delivered
-    batches, which are newer than `horizon` (monotonic seconds) or happened at the same batch."""
+    """Return those of the slot's earlier losses that count together with the latest one: no batch was delivered in
+    between, and the loss is newer than `horizon` (monotonic seconds) or happened at the same batch."""
     return [
         loss
         for loss in losses
@@ -41,14 +41,14 @@ def relevant_losses(losses: Sequence[SlotLoss], latest: SlotLoss, horizon: float
 
 
 def common_position(losses: Sequence[SlotLoss]) -> records_pb2.Skip | None:
-    """Return the position of the batch that was being made at every loss; None if the positions differ or are not
-    known."""
+    """Return the position of the batch that the runner was making at every loss; None if the positions differ, or if
+    one is not known."""
     making = losses[-1].making
     return making if making is not None and all(loss.making == making for loss in losses) else None
 
 
 def skip_batch(slot: Slot, position: records_pb2.Skip) -> None:
-    """Skip one more batch of the slot at this position from now on."""
+    """Record that the slot skips one more batch at this position from now on, and forget the slot's losses."""
     key = (position.epoch, position.total)
     slot.skips[key] = position.count + 1
     slot.skipped[key] = slot.skipped.get(key, 0) + 1
@@ -56,7 +56,7 @@ def skip_batch(slot: Slot, position: records_pb2.Skip) -> None:
 
 
 def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
-    """Return a name for messages, such as "batch 17 of box 0 slot 1 (step 34)"."""
+    """Return a name of the batch at position `place`, for messages, such as "batch 17 of box 0 slot 1 (step 34)"."""
     position = Position.from_proto(box.delivered) if box.delivered.slots else box.start.copy()
     number, number_of_slot = place.total + 1, slot.key.slot
     step = ""
@@ -70,8 +70,8 @@ def name_of(box: Box, slot: Slot, place: records_pb2.Skip) -> str:
 
 
 def loss_error(box: Box, slot: Slot, place: records_pb2.Skip | None, window_s: float) -> WorkerLostError:
-    """Return the error of a slot that fails because of its losses. `place`: position of the poison batch; None if the
-    losses were at different batches."""
+    """Return the error of a slot that fails because it lost its runner too often within `window_s` seconds. `place`:
+    position of the poison batch; None if the losses were at different batches."""
     losses = slot.losses
     each = "; ".join(dict.fromkeys(loss.note for loss in losses))
     if place is None:

@@ -21,7 +21,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 @dataclass(frozen=True)
 class AggregationTask(SlotStateRequest):
-    """Request to one worker to aggregate the states in a blob."""
+    """Request to one worker to aggregate the states in a blob (uploaded data)."""
 
     blob: str = ""
 
@@ -37,8 +37,8 @@ class AggregationTask(SlotStateRequest):
 
 @dataclass(eq=False)
 class Aggregation(StateQuery):
-    """State query for an aggregation: makes one request, to the first ready slot of the box, and is planned like a
-    query of one box."""
+    """State query for an aggregation. It sends one request, to the first ready slot of the box `box`, and is planned
+    like a query of a run with one box."""
 
     box: int = 0
     blob: str = ""
@@ -48,11 +48,11 @@ class Aggregation(StateQuery):
         return (self.run, self.attempt, self.step, self.blob)
 
     def task(self, *given: Any) -> AggregationTask:
-        """Return the request to a worker. `given`: arguments of AggregationTask."""
+        """Return the request to a worker. `given`: arguments of the request's class."""
         return AggregationTask(*given)
 
     def able(self, box: Box) -> list[Slot]:
-        """Return the slots that may do the task."""
+        """Return the slots of which one may do the task."""
         return box.slots
 
     def is_next(self, slot_request: SlotStateRequest) -> bool:

@@ -23,7 +23,7 @@ __all__ = ["ClosedRun", "ClosedRuns", "boxes_of", "parts_of"]
 
 @dataclass(frozen=True)
 class ClosedRun:
-    """Record of the last state of a run, without the state itself."""
+    """Description of the kept last state of a run, without the state itself."""
 
     run: str
     attempt: int
@@ -31,14 +31,14 @@ class ClosedRun:
     wall_s: float
     """End of the run, in seconds since the Unix epoch."""
     size: int
-    """Size of the state's messages, in bytes."""
+    """Size of the state in serialised messages, in bytes."""
 
 
 class ClosedRuns:
-    """Index of the kept states.
+    """Index of the kept last states of ended runs.
 
     Args:
-        found: records in the database at the start.
+        found: descriptions that the database holds at the coordinator's start.
         wall: returns seconds since the Unix epoch.
     """
 
@@ -48,14 +48,14 @@ class ClosedRuns:
         self._wall = wall
 
     def of(self, query: StateQuery, parts: list[bytes]) -> ClosedRun:
-        """Return the record of a run's last state, for a run that ends now. `parts`: the state as serialised
+        """Return the description of the last state of a run that ends now. `parts`: the state as serialised
         messages."""
         size = sum(map(len, parts))
         return ClosedRun(query.run, query.attempt, query.step, self._wall(), size)
 
     def superfluous(self, new: ClosedRun) -> list[str] | None:
-        """Return the names of the runs whose states are dropped to make room for `new`; None if `new` is too large to
-        be kept."""
+        """Return the names of the runs whose kept states must be dropped to make room for `new`; None if `new` alone is
+        too large to be kept."""
         limits = self._limits
         if new.size > limits.closed_bytes:
             return None
@@ -69,7 +69,7 @@ class ClosedRuns:
         return dropped
 
     def add(self, new: ClosedRun, gone: Iterable[str]) -> None:
-        """Add a state that is on disk, and remove the states of the runs `gone`, which were removed from disk."""
+        """Add a state that has been written to disk. `gone`: names of the runs whose states were removed from disk."""
         for run in gone:
             self._kept.pop(run, None)
         self._kept[new.run] = new
@@ -79,7 +79,7 @@ class ClosedRuns:
         return one if one is not None and self._is_fresh(one) else None
 
     def find(self, request: pb.FetchStateRequest) -> ClosedRun | None:
-        """Return the record of the kept state that answers the request; None if no state of the run and attempt is
+        """Return the description of the kept state that answers the request; None if no state of the run and attempt is
         kept. Raises StateUnavailableError if the kept state is of another step."""
         one = self.get(request.run)
         if one is None or request.attempt not in (0, one.attempt):
@@ -96,7 +96,7 @@ class ClosedRuns:
 
 
 def parts_of(query: StateQuery) -> list[bytes]:
-    """Return a complete state as serialised messages. Each message has one record with all its data."""
+    """Return a complete state as serialised messages, for the database. Each message holds the state of one slot."""
     return [
         pb.StatePart(record=record, data=data, position=None if index else state.position).SerializeToString()
         for _, state in sorted(query.boxes.items())
@@ -105,7 +105,7 @@ def parts_of(query: StateQuery) -> list[bytes]:
 
 
 def boxes_of(parts: Iterable[bytes]) -> list[BoxState]:
-    """Return the boxes of a state from the messages that `parts_of` made."""
+    """Return the states of a run's boxes from the messages that `parts_of` made."""
     boxes: list[BoxState] = []
     for data in parts:
         part = pb.StatePart.FromString(data)

@@ -17,7 +17,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 @dataclass(frozen=True)
 class MixtureTask(AggregationTask):
-    """Request to one worker to try a change. `blob`: key of the change."""
+    """Request to one worker to try a change of a mixture. `blob`: key of the change."""
 
     trial: pb.MixtureTrial = field(default_factory=pb.MixtureTrial, compare=False)
 
@@ -30,15 +30,15 @@ class MixtureTask(AggregationTask):
 
 @dataclass(eq=False)
 class MixtureTrial(Aggregation):
-    """Query for a trial: makes one request, to one slot of the box. `blob`: key of the trial."""
+    """Query for the trial of a change. It sends one request, to one slot of a box. `blob`: key of the change."""
 
     trial: pb.MixtureTrial = field(default_factory=pb.MixtureTrial)
     slot: int | None = None
-    """Number of the slot; None: the first one that is ready."""
+    """Number of the slot that is asked; None: the first slot that is ready."""
     epoch: int = 0
-    """Epoch of the boxes in which the change's step was expected."""
+    """Epoch of the boxes that was expected at the step of the change."""
     changes: int = 0
-    """Number of changes that the run had."""
+    """Number of earlier changes of the run's mixture."""
 
     @property
     def title(self) -> str:

@@ -22,12 +22,12 @@ _ERROR = 400
 
 
 OPERATOR = "operator"
-"""Caller of a request that did not come from a training job."""
+"""Name of the caller of a request that does not come from a training job."""
 
 
 @dataclass
 class StateFetch:
-    """Record of a fetched state."""
+    """Description of one request for a state, or of several requests for the same step."""
 
     run: str
     attempt: int
@@ -41,11 +41,11 @@ class StateFetch:
     callers: int = 1
 
     def of(self, query: StateQuery) -> None:
-        """Set attempt and step from the query, because the request may have asked for the newest step."""
+        """Set attempt and step to those of the query, because the request may have asked for the newest step."""
         self.attempt, self.step = query.attempt, query.step
 
     def is_with(self, other: StateFetch) -> bool:
-        """Return whether this fetch and `other` belong to the same checkpoint."""
+        """Return whether this request and `other` belong to the same checkpoint."""
         same = (self.run, self.attempt, self.step) == (other.run, other.attempt, other.step)
         return (
             same and (self.caller == OPERATOR) == (other.caller == OPERATOR) and bool(self.error) == bool(other.error)
@@ -53,8 +53,12 @@ class StateFetch:
 
 
 class RecentQueries:
-    """List of the latest state queries. `clock`: returns monotonic seconds. `wall`: returns seconds since the Unix
-    epoch."""
+    """List of the latest requests for states.
+
+    Args:
+        clock: returns monotonic seconds.
+        wall: returns seconds since the Unix epoch.
+    """
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock, self._wall = clock, wall
@@ -62,8 +66,8 @@ class RecentQueries:
 
     @contextmanager
     def noted(self, request: pb.FetchStateRequest) -> Iterator[StateFetch]:
-        """Return a context that records a query while it is answered, and the error that ends it. The caller's
-        disconnection counts as an error."""
+        """Return a context that adds a request to the list when it has been answered, with the error that ended it. An
+        end of the caller's connection counts as an error."""
         caller = f"box {request.progress.box}" if request.HasField("progress") else OPERATOR
         fetch = StateFetch(request.run, request.attempt, caller, self._clock(), self._wall(), request.step)
         try:
@@ -88,7 +92,7 @@ class RecentQueries:
         self._done.append(fetch)
 
     def messages(self) -> dict[str, list[pb.StateFetch]]:
-        """Return the entries by run, oldest first."""
+        """Return run -> its requests as messages for a status reply, oldest first."""
         by_run: defaultdict[str, list[pb.StateFetch]] = defaultdict(list)
         for fetch in self._done:
             message = pb.StateFetch(

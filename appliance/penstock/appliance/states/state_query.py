@@ -56,7 +56,7 @@ snapshot. A state that would need more is refused."""
 
 @dataclass(frozen=True)
 class SlotStateRequest:
-    """Request for one slot's state, sent to its present worker."""
+    """Request to a worker for the state of one of its slots at a position (epoch, delivered in it, total)."""
 
     key: SlotKey
     generation: int
@@ -66,20 +66,20 @@ class SlotStateRequest:
     delivered: int
     total: int
     digests_after: int = field(compare=False)
-    """Total of the slot at the nearest position that the box reported. The worker returns the digests of the slot's
-    later batches, from which the box's stream digest is continued."""
+    """Total of the slot at the box's nearest reported position. The worker returns the digests of the slot's batches
+    after it, with which the box's stream digest is continued."""
     round: int
-    """Number of epoch ends that the slot has answered so far, so that a repeated request has a new id."""
+    """Number of ends of epochs that the slot has answered so far, so that a repeated request has a new id."""
     serial: int
-    """Serial number of the query."""
+    """Serial number of the query that sends the request."""
     abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
-    """Abandoned epochs, as (epoch, the slot's total there), from epoch `abandoned_from` on."""
+    """Epochs that the loop abandoned, as (epoch, the slot's total there), complete from epoch `abandoned_from` on."""
     abandoned_from: int = field(default=0, compare=False, kw_only=True)
 
     @property
     def id(self) -> str:
-        """Id of the request, derived from its content, so that a repeated or late answer is never assigned to another
-        request."""
+        """Id of the request. It is made of the request's content, so that a repeated or late answer is never taken for
+        the answer to another request."""
         where = f"{self.key.run}@{self.key.attempt}/{self.key.box}.{self.key.slot}#{self.generation}"
         return f"{where}:{self.step}:{self.epoch}.{self.delivered}.{self.total}:{self.round}:{self.serial}"
 
@@ -99,8 +99,8 @@ class SlotStateRequest:
 
 
 def _abandoned_before(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
-    """Return the epochs that the loop abandoned before this position, and the epoch from which on that list is
-    complete. Each abandoned epoch is a pair: the epoch, and slot -> its total there for the slots that had not
+    """Return the epochs that the box's loop abandoned before this position, at most EPOCHS_SENT, and the epoch from
+    which on the list is complete. An entry is (epoch, {slot: the slot's total there}), with the slots that had not
     ended."""
     left: list[tuple[int, dict[int, int]]] = []
     for epoch in reversed(box.abandoned):
@@ -123,13 +123,14 @@ class _Answer:
 
 @dataclass
 class BoxState:
-    """Records of one box's slots, in order, and its position."""
+    """States of one box's slots at a step, in order of the slots, and the box's position there. A state is a
+    WorkerRecord, with what Penstock knows of the slot, and the bytes of the loader's state."""
 
     records: list[tuple[pb.WorkerRecord, bytes]]
     position: records_pb2.BoxPosition | None = None
     final: int | None = None
-    """Last step of the box if its epoch was over. The state is then valid while the box stays at this step. None
-    otherwise."""
+    """Last step of the box if its epoch was over: the states are then those of this step, and valid while the box stays
+    there. None otherwise."""
 
     @property
     def size(self) -> int:
@@ -137,7 +138,7 @@ class BoxState:
 
     @cached_property
     def heads(self) -> list[bytes]:
-        """Serialised StatePart of each record, without the record's data. The first one contains the box's position."""
+        """Serialised StatePart of each slot, without the loader's state. The first one contains the box's position."""
         return [
             pb.StatePart(record=record, position=None if index else self.position).SerializeToString()
             for index, (record, _) in enumerate(self.records)
@@ -145,79 +146,80 @@ class BoxState:
 
     @property
     def message_size(self) -> int:
-        """Size of the box's parts if each of them is one message, in bytes; an upper bound."""
+        """Size in bytes of a message with all states of the box; an upper bound."""
         return self.size + sum(len(head) + 8 for head in self.heads)
 
 
 @dataclass
 class GatheredState:
-    """Result of a query that is complete."""
+    """Complete result of a state query."""
 
     records: list[tuple[pb.WorkerRecord, bytes]]
     positions: dict[int, records_pb2.BoxPosition]
     finals: dict[int, int]
-    """Box -> its last step, for boxes whose epoch was over. The result is valid while they stay at these steps."""
+    """Box -> its last step, for boxes whose epoch was over. The result is valid while these boxes stay at these
+    steps."""
 
 
 @dataclass(eq=False)
 class StateQuery:
-    """Query for the state of a run at a step, shared by all callers that request the same step."""
+    """Query for the states of all slots of a run at one step, shared by all callers that request this step."""
 
     run: str
     attempt: int
     step: int
     serial: int = 0
-    """Unique serial number of the query, also across restarts. The number is part of each request's id, so that a
-    repeated query makes new requests."""
+    """Serial number of the query, unique also across restarts. It is part of each request's id, so that a repeated
+    query sends new requests."""
     num_boxes: int = 1
     at_once: int = 1 << 30
-    """Largest number of slots that may be asked at the same time."""
+    """Largest number of slots with an open request at the same time."""
     callers: int = 0
     deadline: float = 0.0
-    """Latest deadline of the query's callers."""
+    """Latest deadline of the query's callers, in monotonic seconds."""
     requests: dict[str, SlotStateRequest] = field(default_factory=dict)
     by_worker: dict[str, dict[str, SlotStateRequest]] = field(default_factory=dict)
-    """Worker -> its open requests, by request id: the requests of `requests`."""
+    """Worker -> its open requests, by request id."""
     boxes: dict[int, BoxState] = field(default_factory=dict)
-    """Complete boxes whose records are still in memory."""
+    """Complete boxes whose states are still in memory, by number."""
     complete: int = 0
-    """Number of complete boxes."""
+    """Number of boxes whose slots have all answered."""
     released: bool = False
-    """True if the records of a box were dropped after they were sent, so that no further caller can join the query."""
+    """True if states were dropped from memory after they were sent, so that no further caller can join the query."""
     sent: dict[int, int] = field(default_factory=dict)
-    """Complete box -> number of present callers to which its records were sent."""
+    """Complete box -> number of the present callers to which its states were sent."""
     coming: dict[str, int] = field(default_factory=dict)
-    """Request id -> size in bytes of its answer, for answers in transfer."""
+    """Request id -> size of its answer in bytes, for answers that are being received."""
     held: int = 0
-    """Number of bytes of answers in memory and in transfer."""
+    """Number of bytes of answers that are in memory or being received."""
     changed: list[SlotStateRequest] = field(default_factory=list)
-    """Requests to workers that were opened or withdrawn since the last announcement."""
+    """Requests to workers that were opened or withdrawn since the workers were last told."""
     completed: list[int] = field(default_factory=list)
-    """Boxes that became complete since the last announcement."""
+    """Boxes that became complete since the callers were last told."""
     failure: PenstockError | None = None
     _asked_boxes: int = 0
-    """Number of boxes whose slots have been asked so far. Boxes are begun in order."""
+    """Number of boxes whose slots have been asked so far. Boxes are begun in the order of their numbers."""
     _open_requests: dict[int, dict[str, SlotStateRequest]] = field(default_factory=dict)
-    """Open requests of each box that was begun and is not yet complete."""
+    """Open requests, by id, of each box that was begun and is not yet complete."""
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
     _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
-    """Slot -> position and known epoch ends at the time when it answered with an end that was already known. The plan
-    was then wrong because of another slot. So the slot gets no new request until more ends are known."""
+    """(box, slot) -> the slot's position and the known ends of epochs when it answered with an end that was already
+    known. Another slot then made the plan wrong. So the slot gets no new request until more ends are known."""
     _starts: dict[int, Position] = field(default_factory=dict)
-    """Newest position of each box after which digests were requested. The position stays valid when the cluster state
-    already has a later one."""
+    """Box -> the newest reported position after which digests were requested. It is used even after the cluster state
+    has got a later one."""
     _missing: dict[int, list[str]] = field(default_factory=dict)
-    """Box -> reasons why the box is not complete, other than missing answers."""
+    """Box -> what is missing for its completion, apart from answers of workers; as text."""
 
     def topic(self, box: int) -> tuple[str | int, ...]:
-        """Return the topic that is announced when the box is complete. A query that fails announces the topics of all
-        boxes."""
+        """Return the topic that is announced when the box is complete. If the query fails, the topics of all boxes are
+        announced."""
         return ("state", self.serial, box)
 
     @property
     def key(self) -> tuple[str, int, int, str]:
-        """Key of the requested state. Callers with the same key share the query."""
+        """Key of the requested state. Callers that request the same key share the query."""
         return (self.run, self.attempt, self.step, "")
 
     @property
@@ -226,7 +228,7 @@ class StateQuery:
 
     @property
     def result(self) -> GatheredState | None:
-        """Result with all records; None if the query is not complete, or after records of a box were dropped."""
+        """Result with the states of all boxes; None while the query is not complete, and after states were dropped."""
         if self.failure is not None or len(self.boxes) < self.num_boxes:
             return None
         states = sorted(self.boxes.items())
@@ -241,14 +243,14 @@ class StateQuery:
         return {number: state.final for number, state in self.boxes.items() if state.final is not None}
 
     def waits_for(self) -> str:
-        """Return a text with the slots and boxes for which the query still waits."""
+        """Return a text that names the slots and boxes for which the query still waits."""
         asked = [f"box {w.key.box} slot {w.key.slot} on worker {w.worker}" for w in self.requests.values()]
         missing = [what for _, box in sorted(self._missing.items()) for what in box]
         later = self.num_boxes - self._asked_boxes
         return ", ".join([*missing, *asked, *([f"{later} boxes after these"] if later > 0 else [])])
 
     def is_next(self, slot_request: SlotStateRequest) -> bool:
-        """Return whether the request belongs to the first incomplete box, for which the callers wait."""
+        """Return whether the request is for the first incomplete box, whose states the callers need next."""
         return slot_request.key.box == min(self._open_requests, default=self._asked_boxes)
 
     def fail(self, error: PenstockError) -> None:
@@ -266,7 +268,7 @@ class StateQuery:
         self.coming.clear()
 
     def refresh(self, attempt: Attempt, box: int | None = None) -> None:
-        """Plan the query again from the present cluster state: for one box, if it has been begun, or for all."""
+        """Plan the requests again from the present cluster state. `box`: the box that changed; None: all boxes."""
         if self.done:
             return
         try:
@@ -279,7 +281,7 @@ class StateQuery:
             self.fail(error)
 
     def _begin_boxes(self, attempt: Attempt) -> None:
-        """Begin further boxes, as long as the limit on open requests allows it."""
+        """Begin with further boxes, as long as the limit on open requests allows it."""
         while self._asked_boxes < self.num_boxes:
             if self._open_requests and len(self.requests) + attempt.num_workers > self.at_once:
                 return
@@ -289,7 +291,7 @@ class StateQuery:
             self._refresh(attempt, number)
 
     def _ask(self, number: int, slot_requests: dict[str, SlotStateRequest]) -> None:
-        """Replace the open requests of box `number` by `slot_requests`."""
+        """Replace the open requests of box `number` by `slot_requests` (request id -> request)."""
         before = self._open_requests.get(number, {})
         for request, slot_request in before.items():
             if request not in slot_requests:
@@ -401,8 +403,9 @@ class StateQuery:
         self.completed.append(number)
 
     def _position(self, box: Box, state: BoxState, doubtful: list[str]) -> tuple[Position, Position]:
-        """Return two positions of the box: the known one from which the plan starts, and the planned one at the query's
-        step. `doubtful`: list to which the box's name is added if the planned position may still change."""
+        """Return two positions of the box: the reported one from which the plan starts, and the computed one at the
+        query's step. `doubtful`: list to which the box's name is added if the computed position is still uncertain.
+        Raises StateUnavailableError."""
         where = f"step {self.step} of run {self.run}: box {box.number}"
         if box.presence is BoxPresence.CLOSED and not any(slot.worker for slot in box.slots):
             raise StateUnavailableError(
@@ -432,7 +435,7 @@ class StateQuery:
             )
         position = advance(start, at, box.ends, box.abandoned)
         if sum(position.total) - sum(start.total) != at - start.step or box.is_refuted(position):
-            # Some ends are known and others, of earlier epochs, are not: enough to send requests, not to answer.
+            # Some ends of epochs are not known yet. Requests can be sent, and their answers will tell the ends.
             doubtful.append(f"box {box.number}")
         return start, position
 
@@ -447,7 +450,7 @@ class StateQuery:
         return error_named(type(error).__name__, message, error.remote_traceback)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
-        """Record a worker's answer. Ignore an answer to a request that was withdrawn."""
+        """Record a worker's answer to a request. An answer to a request that was withdrawn changes nothing."""
         slot_request = self.requests.get(answer.request)
         if slot_request is None or answer.worker != slot_request.worker:
             return
@@ -493,7 +496,7 @@ class StateQuery:
 
     def _record_digest(self, box: Box, start: Position, position: Position) -> None:
         """Compute the box's stream digest at `position`, from the digest at the reported position `start` and the
-        workers' digests of the batches since."""
+        digests of the batches since, which the workers sent."""
         position.chain = box.chain(position.step)
         if position.chain is None:
             digests: dict[tuple[int, int], int] = {}

@@ -1,7 +1,7 @@
 """Messages in which states are sent to callers, and the order of sending.
 
-When hundreds of boxes save at one step, they request each other's records at the same time. Two measures keep the
-coordinator able to receive heartbeats. First, records are serialised once for all callers, and each caller's messages
+When hundreds of boxes save at one step, they request each other's states at the same time. Two measures keep the
+coordinator able to receive heartbeats. First, states are serialised once for all callers, and each caller's messages
 are joined from these bytes. Second, each turn of the event loop sends only one large message. A heartbeat needs some
 turns to be received and answered, so it never waits for hundreds of messages.
 """
@@ -24,8 +24,8 @@ __all__ = ["LoopTurns", "in_json", "packed", "parts"]
 
 
 class LoopTurns:
-    """Queue of callers that wait for a turn of the event loop. Each turn goes to one caller, in the order of
-    arrival."""
+    """Queue of callers that wait for a turn (an iteration) of the event loop. Each turn goes to one caller, in the
+    order of arrival."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -50,7 +50,7 @@ class LoopTurns:
 
 
 def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
-    """Yield the parts of the states, one message for each record, or several for a record with much data."""
+    """Yield the states as messages: one for each slot, or several if the state of a slot is large."""
     for state in states:
         for index, (record, data) in enumerate(state.records):
             first, *more = pieces(data) if data else [b""]
@@ -60,8 +60,8 @@ def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
 
 
 def in_json(state: BoxState, limit: int) -> BoxState:
-    """Return the same records, with the loaders' states as JSON. `limit`: largest size of one state in binary form, in
-    bytes. Raises InvalidArgumentError above the limit."""
+    """Return the same states as JSON. `limit`: largest size of one slot's state in binary form, in bytes. Raises
+    InvalidArgumentError above it."""
     records = []
     for record, data in state.records:
         if len(data) > limit:
@@ -77,8 +77,8 @@ def in_json(state: BoxState, limit: int) -> BoxState:
 
 
 def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
-    """Yield serialised messages, each with several small parts, for a caller that accepts packed parts
-    (StatePart.parts)."""
+    """Yield the states as serialised messages, each with the states of several slots (StatePart.parts), for a caller
+    that accepts them."""
     pack: list[bytes] = []
     size = 0
     for part in _serialised(states):
@@ -96,8 +96,8 @@ def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
 
 
 def _serialised(states: Iterable[BoxState]) -> Iterator[list[bytes]]:
-    """Yield each part serialised, as a list of pieces to concatenate, so that no data is copied here. The bytes differ
-    from those of SerializeToString only in the order of fields."""
+    """Yield each message serialised, as a list of pieces to concatenate, so that no data is copied here. The bytes
+    differ from those of SerializeToString only in the order of fields."""
     number = pb.StatePart.DATA_FIELD_NUMBER
     for state in states:
         for head, (_, data) in zip(state.heads, state.records, strict=True):
@@ -108,8 +108,8 @@ def _serialised(states: Iterable[BoxState]) -> Iterator[list[bytes]]:
 
 
 def _head(number: int, size: int) -> bytes:
-    """Return the bytes that precede the content of a protobuf field of type bytes or message: its tag and its
-    length."""
+    """Return the bytes that precede the content of a protobuf field of type bytes or message: the field's tag, and the
+    content's length in bytes."""
     return _varint(number << 3 | 2) + _varint(size)
 
 

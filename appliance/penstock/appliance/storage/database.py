@@ -1,4 +1,4 @@
-"""Database of the coordinator: opening, and a check by the number of the last commit that no commits were lost.
+"""Databases of the coordinator (SQLite): how they are opened, and how lost commits are detected.
 
 SQLite's write-ahead log ends at the first frame whose checksum does not match. If a bit in the middle of the log flips,
 SQLite takes that place for the log's end, and the last commits are silently lost. Therefore each commit has a number,
@@ -42,17 +42,19 @@ __all__ = [
 SCHEMA = 2
 
 META = "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
-"""SQL statement that creates the table of the commit number and of other small values."""
+"""SQL statement that creates the table of the last commit's number and of other small values."""
 
 log = logging.getLogger("penstock.appliance")
 
 
 def damaged(name: str, why: object) -> JournalError:
+    """Return the error for a damaged database. `name`: its path; `why`: what is wrong."""
     return JournalError(f"{name} is damaged ({why}): restore a copy of the file, or move the file away to start anew")
 
 
 def check_schema(path: Path | None, found: int) -> None:
-    """Raise JournalError if another version of Penstock wrote the database. `found`: format of the database."""
+    """Raise JournalError if another version of Penstock, with another format, wrote the database. `found`: number of
+    the database's format."""
     if found != SCHEMA:
         raise JournalError(
             f"the format of database {path or ':memory:'} must be {SCHEMA}, got {found}, from another version of "
@@ -61,8 +63,8 @@ def check_schema(path: Path | None, found: int) -> None:
 
 
 def open_database(path: Path | None, script: str) -> sqlite3.Connection:
-    """Open a database of the coordinator, and create a missing one. `path` None: in memory. Raises JournalError for a
-    database that cannot be read or written."""
+    """Open a database of the coordinator, or create it if it is missing. `path`: None = in memory; `script`: SQL that
+    creates the tables of a new database. Raises JournalError for a database that cannot be read or written."""
     name = path or ":memory:"
     try:
         # check_same_thread: snapshot_store.py is used from one thread at a time, which is not the one that opened it.
@@ -106,8 +108,8 @@ def _unreadable(name: object, error: Exception) -> JournalError:
 
 @contextmanager
 def read_only(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
-    """Open an existing database without changing it or its log. No file is created beside a database that is not in use
-    and has no log. Raises sqlite3.Error."""
+    """Open an existing database for reading, without changing it or its log. If the database is not in use and has no
+    log, no file is created beside it. `in_use`: whether a coordinator has it open. Raises sqlite3.Error."""
     wal = path.with_name(f"{path.name}-wal")
     immutable = "" if in_use or (wal.exists() and wal.stat().st_size) else "&immutable=1"
     address = f"{path.absolute().as_uri()}?mode=ro{immutable}"
@@ -118,8 +120,8 @@ def read_only(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connectio
 
 @contextmanager
 def transaction(db: sqlite3.Connection, commits: CommitNumber) -> Iterator[None]:
-    """Return a context in which the changes of the database are one commit with the next number. If the commit fails,
-    no change is made. Raises sqlite3.Error, JournalError."""
+    """Return a context whose changes of the database become one commit, with the next number. If the commit fails, no
+    change is made. Raises sqlite3.Error, JournalError."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -134,7 +136,7 @@ def transaction(db: sqlite3.Connection, commits: CommitNumber) -> Iterator[None]
 
 
 def _number_in(db: sqlite3.Connection) -> int:
-    """Return the number of the last commit; 0 if an older release, which did not number commits, wrote the database."""
+    """Return the number of the database's last commit; 0 if an older release wrote it, which did not number commits."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
         return 0
     found = db.execute("SELECT value FROM meta WHERE name='commits'").fetchone()
@@ -142,10 +144,10 @@ def _number_in(db: sqlite3.Connection) -> int:
 
 
 class CommitNumber:
-    """Number of the last commit of the database at `path` (None: in memory), and the file beside the database that
-    records it.
+    """Number of a database's last commit, and the file beside the database that records it.
 
-    Raises JournalError if the database ends before the recorded number, and then changes nothing.
+    `path`: path of the database; None = in memory. Raises JournalError if the database ends before the recorded number,
+    and then changes nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -177,7 +179,7 @@ class CommitNumber:
         os.pwrite(self._fd, _line(number), 0)
 
     def made(self) -> None:
-        """Record that one more commit is on disk."""
+        """Record that one more commit is on disk. Raises JournalError if the file cannot be written."""
         if self._fd >= 0:
             try:
                 self._record(self.number + 1)
@@ -186,7 +188,8 @@ class CommitNumber:
         self.number += 1
 
     def expect(self, number: int) -> None:
-        """Record that commit `number` was made. Later starts then refuse this database if it lacks the commit."""
+        """Write `number` to the file, without such a commit. Later starts then refuse this database, because it lacks
+        the commit."""
         if self._fd >= 0:
             self._record(number)
 
@@ -197,13 +200,13 @@ class CommitNumber:
 
 
 def beside(path: Path) -> Path:
-    """Return the path of the file that records the number of the last commit of the database at `path`."""
+    """Return the path of the file that records the number of the last commit. `path`: path of the database."""
     return path.with_suffix(".commits")
 
 
 def check_commits(path: Path) -> int:
-    """Return the number of the last commit, without changing a file. Raises JournalError if the recorded number is
-    higher."""
+    """Return the number of the database's last commit, without changing a file. Raises JournalError if the recorded
+    number is higher, or if a file cannot be read."""
     file = beside(path)
     try:
         expected = recorded(file)
@@ -224,7 +227,8 @@ def check_commits(path: Path) -> int:
 
 
 def behind(path: Path | str, found: int, expected: int, witness: str) -> JournalError:
-    """Return the error for a database that lacks commits. `witness`: text that names the proof of commit `expected`."""
+    """Return the error for a database that ends at commit `found` and lacks commit `expected`. `witness`: text that
+    names the proof that `expected` was made."""
     return JournalError(
         f"{path} ends at commit {found}, but commit {expected} was made, {witness}: the log {path}-wal is damaged or "
         "missing, or the database is an older copy. Restore a current copy of the whole directory; or move the "
@@ -233,14 +237,15 @@ def behind(path: Path | str, found: int, expected: int, witness: str) -> Journal
 
 
 def _line(number: int) -> bytes:
-    """Return the line that records a number. The line always has the same length and fits into one sector of a disk, so
-    a disk writes all of it or nothing."""
+    """Return the content of the file that records a number. It always has the same length and fits into one sector of a
+    disk, so a disk writes all of it or nothing."""
     text = f"{number:020d}"
     return f"{text} {zlib.crc32(text.encode()):08x}\n".encode()
 
 
 def recorded(file: Path) -> int | None:
-    """Return the number in the file; None if the file is missing or empty."""
+    """Return the commit number in the file; None if the file is missing or empty. Raises JournalError if it is
+    damaged."""
     try:
         line = file.read_bytes()
     except FileNotFoundError:
@@ -257,25 +262,25 @@ def recorded(file: Path) -> int | None:
 
 
 class CommitMarks:
-    """Signed commit numbers that peers keep for the coordinator. A peer cannot forge one, and a number of another
-    journal is ignored."""
+    """Commit marks: signed commit numbers, which peers keep for the coordinator and send back. A peer cannot forge a
+    mark, and a mark of another journal is ignored."""
 
     def __init__(self, secret: bytes, process: bytes, found: int) -> None:
         self._secret = secret
         self._process = process
-        """Random id of this coordinator process, 8 bytes. The id marks the commits of this process, which may have the
-        same numbers as commits that were lost."""
+        """Random id of this coordinator process, 8 bytes. Commits of this process may have the same numbers as lost
+        commits of an earlier process; the id tells them apart."""
         self._found = found
         """Number of the last commit that was on disk when this process started."""
 
     def make(self, number: int) -> bytes:
+        """Return the mark of a commit of this process: the process's id, the number, and the signature; 32 bytes."""
         what = self._process + number.to_bytes(8, "big")
         return what + self._signed(what)
 
     def missing(self, mark: bytes) -> int | None:
-        """Return the number of the commit in `mark` if that commit is lost: an earlier process made the commit, and
-        this process did not find the commit on disk at its start. Return None otherwise, also for an invalid
-        signature."""
+        """Return the number of the commit in `mark` if that commit is lost: an earlier process made it, and this
+        process did not find it on disk at its start. Return None otherwise, also for an invalid signature."""
         what, number = mark[:16], int.from_bytes(mark[8:16], "big")
         if mark[:8] == self._process or number <= self._found:
             return None

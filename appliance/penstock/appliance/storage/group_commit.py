@@ -2,8 +2,8 @@
 
 A commit takes as long as the disk needs to flush: a tenth of a millisecond on an idle local disk, several milliseconds
 on a cloud or shared disk. When a job of 10,000 slots starts, each of 30,000 calls has something to write. A coordinator
-that waited for each commit would receive no heartbeats meanwhile and take every peer for dead. So the registry goes on
-with the next call, and each reply waits until all rows that were put before it are on disk.
+that waited for each commit would receive no heartbeats meanwhile and take every peer for dead. So the state machine
+goes on with the next call, and each reply waits until all rows that were put before it are on disk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMIT_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0
 
 
 class GroupCommit:
-    """Writer of the journal. Once it exists, nothing else writes the journal.
+    """Writer of the journal, in a thread of its own. Once it exists, nothing else writes the journal.
 
     Args:
         journal: journal to write. Its `commit` does nothing from now on.
@@ -43,8 +43,8 @@ class GroupCommit:
 
     @asynccontextmanager
     async def synced(self) -> AsyncIterator[None]:
-        """Return a context in which a reply or an error is made. Its exit waits until all changes so far are on disk.
-        If the call is cancelled, it does not wait; its rows are written with the next call or tick."""
+        """Return a context in which a reply or an error is made. At its end it waits until all changes so far are on
+        disk. A call that is cancelled does not wait: its rows are written with the next call or tick."""
         try:
             yield
         except Exception:
@@ -53,7 +53,7 @@ class GroupCommit:
         await self.sync()
 
     async def sync(self) -> None:
-        """Wait until everything put so far is on disk.
+        """Wait until all rows put so far are on disk.
 
         Raises JournalError if the write failed, or if earlier commits are missing. The next call tries a failed write
         again. If commits are missing (`Journal.lost`), the coordinator answers no call from then on.

@@ -29,8 +29,8 @@ from penstock.proto.errors import JournalError
 from penstock.runtime.files import filesystems
 
 Rows = dict[tuple[Any, ...], tuple[str, Any]]
-"""Rows to write: a key -> SQL statement and values. A later write with the same key replaces an earlier one. For
-`put_all` the values are a function that makes the values of many rows."""
+"""Rows to write: key -> (SQL statement, values). A later write with the same key replaces an earlier one. For `put_all`
+the values are a function that makes the values of many rows."""
 
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # table: key columns, other columns. A seed is text: SQLite's integers are signed, seeds are unsigned 64-bit.
@@ -71,8 +71,8 @@ _INSERT = {
 
 
 def make_private(path: Path) -> None:
-    """Create a state directory if it is missing. Raises JournalError for a directory that another user could have
-    written or can read, and OSError for a directory that cannot be created."""
+    """Create a state directory if it is missing. Raises JournalError for a directory that belongs to another user or
+    that others can read, and OSError for one that cannot be created."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
@@ -89,8 +89,8 @@ def make_private(path: Path) -> None:
 
 
 class StateDir:
-    """State directory, locked by this coordinator, and private to the coordinator's user because the journal holds the
-    secret from which tickets are derived."""
+    """State directory, locked by this coordinator until `close`. Only the coordinator's user may read it, because the
+    journal holds the secret from which tickets are derived. Raises JournalError."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -105,8 +105,8 @@ class StateDir:
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise JournalError(
-                f"the state directory {self.path} cannot be used: {error.strerror}; choose a folder that this user "
-                "can create and write to (--state-dir)"
+                f"the state directory {self.path} cannot be used: {error.strerror}; choose a folder that the "
+                "coordinator's user can create and write to (--state-dir)"
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,7 +135,7 @@ def _table(name: str) -> str:
 
 
 class Journal:
-    """Journal of the coordinator: takes rows to write, and returns whole tables at the start."""
+    """Journal of the coordinator: collects rows, writes them at a commit, and returns whole tables at the start."""
 
     def __init__(self, directory: StateDir | None) -> None:
         self._path = directory.path / "journal.db" if directory else None
@@ -147,25 +147,26 @@ class Journal:
             )
         self._commits = CommitNumber(self._path)
         self.found = self._commits.number
-        """Number of the last commit found on disk at the start."""
+        """Number of the last commit that was on disk at the start."""
         self._db = open_database(self._path, "\n".join(f"{_table(table)};" for table in TABLES))
         self._db.row_factory = sqlite3.Row
         self.pending: Rows = {}
         self.deferred = False
         """True if `commit` does nothing, because group_commit.py writes the rows."""
         self.lost: JournalError | None = None
-        """Error that is set when a peer has shown that commits are missing in this journal. No call is answered after
-        that, and the process ends."""
+        """Error that is set when a peer's commit mark shows that commits are missing in this journal. No call is
+        answered after that, and the process ends."""
         try:
             (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(" ".join(str(verdict).split()))
             self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
-            """Secret from which tickets are derived, stored so that tickets stay valid after a restart."""
+            """Secret from which tickets are derived. It is stored so that tickets stay valid after a restart."""
             self.marks = CommitMarks(self.secret, secrets.token_bytes(8), self.found)
             self.boots = int(self._meta("boots", "0")) + 1
-            """Number of coordinator processes that have opened this journal. Version numbers of this process start
-            above those of the last one, so that no peer takes a new view for one that it has already seen."""
+            """Number of coordinator processes that have opened this journal, with this one. Version numbers of this
+            process start above those of the last one, so that no peer takes a new view for one that it has already
+            seen."""
             with transaction(self._db, self._commits):
                 for table in TABLES:  # an older release that wrote this journal may not have made all tables
                     self._db.execute(_table(table))
@@ -186,7 +187,7 @@ class Journal:
 
     @property
     def name(self) -> str:
-        """Name of the journal for messages."""
+        """Name of the journal in messages: its path, if it has one."""
         return str(self._path or "the journal in memory")
 
     def note(self, name: str, value: str) -> None:
@@ -210,13 +211,14 @@ class Journal:
             raise damaged(self.name, error) from error
 
     def put(self, table: str, row: Mapping[str, Any]) -> None:
-        """Write a whole row with the next commit. A value that is a callable is called when the row is written."""
+        """Write a whole row of the table with the next commit. A value that is a callable is called when the row is
+        written."""
         key = (table, *(row[key] for key in TABLES[table][0]))
         self._add(key, _INSERT[table], (*(row[column] for column in _COLUMNS[table]), _SUM))
 
     def put_all(self, table: str, rows: Callable[[], Iterable[Mapping[str, Any]]], **which: str | int) -> None:
-        """Write many rows with the next commit: all rows of the table with the column values `which`. `rows` is called
-        at the commit, possibly in another thread and more than once, so the objects that it reads must not change any
+        """Write many rows of the table with the next commit, all with the column values `which`. `rows` is called at
+        the commit, possibly in another thread and more than once, so the objects that it reads must not change any
         more."""
 
         def values() -> Iterator[tuple[Any, ...]]:
@@ -225,7 +227,7 @@ class Journal:
         self._add(("all", table, *which.items()), _INSERT[table], values)
 
     def drop(self, table: str, **where: str | int) -> None:
-        """Remove the rows with the column values `where`, with the next commit."""
+        """Remove the table's rows that have the column values `where`, with the next commit."""
         condition = " AND ".join(f"{column}=?" for column in where)
         self._add(("drop", table, *where.items()), f"DELETE FROM {table} WHERE {condition}", tuple(where.values()))
 
@@ -245,7 +247,7 @@ class Journal:
             raise
 
     def take(self) -> Rows:
-        """Remove and return all rows that wait to be written; the caller must write them or put them back."""
+        """Remove all waiting rows from `pending` and return them. The caller must write them or put them back."""
         rows, self.pending = self.pending, {}
         return rows
 
@@ -256,7 +258,8 @@ class Journal:
             self._add(key, sql, values)
 
     def write(self, rows: Rows) -> None:
-        """Write the rows to disk. Any thread may call it, but only one at a time."""
+        """Write the rows to disk in one commit. Any thread may call this, but only one at a time. Raises
+        JournalError."""
         if self.lost is not None:
             raise JournalError(self.lost.message)
         try:
@@ -275,7 +278,7 @@ class Journal:
     # ---- commit marks that peers keep
 
     def mark(self) -> bytes:
-        """Return the signed number of the last commit, which a peer keeps and sends to the next coordinator."""
+        """Return the commit mark of the last commit. A peer keeps it and sends it to the next coordinator process."""
         return self.marks.make(self.committed)
 
     @property
@@ -284,8 +287,8 @@ class Journal:
         return self._commits.number
 
     def confirm(self, mark: bytes, witness: str) -> None:
-        """Check the commit mark that a peer has kept. If commits are missing in this journal, raise JournalError in
-        this call and in each later one. `witness`: name of the peer."""
+        """Check a commit mark that a peer has kept. If it shows that commits are missing in this journal, raise
+        JournalError in this call and in each later one. `witness`: name of the peer, for the message."""
         number = self.marks.missing(mark)
         if number is not None and self.lost is None:
             self.lost = self._missing(number, witness)
@@ -306,7 +309,7 @@ _SUM = object()
 
 
 def _made(values: tuple[Any, ...]) -> list[Any]:
-    """Return the values to write: callables are called, and the checksum takes the place of its placeholder."""
+    """Return the values to write. Callables are called, and the row's checksum takes the place of its placeholder."""
     made = [value() if callable(value) else value for value in values]
     return [*made[:-1], _sum(made[:-1])] if made and made[-1] is _SUM else made
 
@@ -316,9 +319,9 @@ def _sum(values: list[Any]) -> int:
 
 
 def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
-    """Return the row without its checksum, which must match. SQLite has checksums in its log and none in its pages, so
-    a flipped bit in a page may change a number without an error. Rows of older releases have no checksum and are not
-    checked. Raises JournalError."""
+    """Return the row without its checksum. Raises JournalError if the checksum does not match. SQLite has checksums in
+    its log and none in its pages, so a flipped bit in a page may change a number without an error. Rows of older
+    releases have no checksum and are not checked. `name`: name of the database in messages."""
     keys, values = TABLES[table]
     found = {name: row[name] for name in (*keys, *values)}
     if "sum" in row.keys() and row["sum"] not in (None, _sum(list(found.values()))):  # noqa: SIM118 (no mapping)
@@ -328,7 +331,7 @@ def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
 
 
 def _bytes_of(rows: Rows) -> int:
-    """Return the size of the rows' values. SQLite writes more, because it writes whole pages."""
+    """Return the size of the rows' values in bytes. SQLite writes more, because it writes whole pages."""
     put = (values for _, values in rows.values() if not callable(values))
     made = (value for values in put for value in values if value is not _SUM)
     return sum(len(value) if isinstance(value, str | bytes) else 8 for value in made)

@@ -1,5 +1,4 @@
-"""Rows of the journal, made by pure functions from the entities. recovery.py makes the cluster state from the rows
-again."""
+"""Rows of the journal, made from the entities by pure functions. recovery.py makes the entities from the rows again."""
 
 from __future__ import annotations
 

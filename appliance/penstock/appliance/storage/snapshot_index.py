@@ -1,12 +1,12 @@
-"""Index of snapshots.db: the kept snapshots and blobs, without their data, and the values that may be dropped.
+"""Index of snapshots.db: the kept snapshots and blobs, without their data, and those that may be removed from disk.
 
-A slot may have to restart strictly before its last delivered batch, and a state may be requested for any step in the
-retention window. So the newest snapshot before the window is kept, and all newer ones. Older snapshots are not needed
-any more. The start of the window, as a slot's position, is taken from positions that the box reported. It does not
-follow from the step alone: near the end of an epoch, the slots that still have batches take the steps of those that
-have ended.
+A slot may have to restart strictly before its last delivered batch, and the state of each of the last `retention_steps`
+steps (the retention window) may be requested. So the newest snapshot before this window is kept, and all newer ones.
+Older snapshots are not needed any more. The beginning of the window, as a position of the slot, is taken from positions
+that the box reported. It does not follow from the step alone: near the end of an epoch, the slots that still have
+batches take the steps of those that have ended.
 
-Pure: the index decides what to drop, and the service removes it from disk once its replacement is stored.
+Pure: the index decides what to remove, and the service removes it from disk once its replacement is stored.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class DurableSnapshot:
 
     @property
     def is_sure(self) -> bool:
-        """True if any loader can restart from the snapshot: see Kept in penstock.worker.slots.snapshots."""
+        """True if every loader can restart from this snapshot: it was taken after a batch, or at the start of epoch 0.
+        (Kept in penstock.worker.slots.snapshots gives the reason.)"""
         return not self.epoch_start or self.epoch == 0
 
 
 @dataclass(frozen=True)
 class DropSnapshot:
-    """Order to remove a snapshot from disk."""
+    """Order to remove one snapshot from disk."""
 
     key: SlotKey
     total: int
@@ -59,7 +60,7 @@ class DropAttempt:
 
 @dataclass(frozen=True)
 class DropBlob:
-    """Order to remove a blob (a state to resume from, or large arguments) from disk."""
+    """Order to remove a blob (uploaded data: a saved state, or large arguments) from disk."""
 
     name: str
 
@@ -72,32 +73,33 @@ class _Blob:
     size: int
     touched: float
     credential: str = ""
-    """Digest of the credential token of the blob's sender; "" = not known, because the coordinator was restarted
-    since."""
+    """Digest of the sender's credential token; "" = not known, because the coordinator has restarted since."""
 
 
 class SnapshotIndex:
-    """Index of the snapshots and blobs on disk."""
+    """Index of the snapshots and blobs on disk, in memory."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._snapshots: dict[tuple[str, int], dict[SlotKey, list[DurableSnapshot]]] = {}
-        """(run, attempt) -> snapshots of its slots, grouped so that an attempt can be dropped without a search."""
+        """(run, attempt) -> key of a slot -> the slot's snapshots, so that an attempt can be dropped without a
+        search."""
         self._blobs: dict[str, _Blob] = {}
         self._drops: list[Drop] = []
         self.used = 0
         """Number of bytes of all snapshots and blobs."""
         self.coming = 0
-        """Number of bytes that transfers under way have declared, counted so that transfers together do not exceed the
-        budget."""
+        """Number of bytes that transfers under way have declared. They count, so that transfers together do not exceed
+        the budget."""
 
     @property
     def free(self) -> int:
+        """Number of bytes that the budget leaves for further snapshots and blobs."""
         return max(0, self._limits.budget - self.used - self.coming)
 
     @contextmanager
     def expecting(self, size: int) -> Iterator[None]:
-        """Return a context during which a value of this size is counted as in transfer."""
+        """Return a context during which a value of `size` bytes counts as being received."""
         self.coming += size
         try:
             yield
@@ -107,14 +109,15 @@ class SnapshotIndex:
     def load(
         self, snapshots: Iterable[tuple[SlotKey, DurableSnapshot]], blobs: Iterable[tuple[str, int]], now: float
     ) -> None:
-        """Add the snapshots and blobs that the database holds at the start."""
+        """Add the snapshots, and the blobs as (name, size), that the database holds at the start. `now`: monotonic
+        seconds."""
         for key, kept in snapshots:
             self.add(key, kept)
         for name, size in blobs:
             self.add_blob(name, size, now)
 
     def take_drops(self) -> list[Drop]:
-        """Return the values that may be removed from disk since the last call."""
+        """Return the orders to remove values from disk that were given since the last call."""
         drops, self._drops = self._drops, []
         return drops
 
@@ -129,8 +132,8 @@ class SnapshotIndex:
         return of_attempt.get(key, ()) if of_attempt is not None else ()
 
     def find(self, key: SlotKey, total: int, epoch: int) -> DurableSnapshot:
-        """Return the snapshot at this position. If the index does not have the snapshot, for example because the
-        attempt is over, return one with a size of 0."""
+        """Return the snapshot at this position. If the index does not have it, for example because the attempt is over,
+        return an entry with a size of 0."""
         there = (kept for kept in self._of(key) if (kept.total, kept.epoch) == (total, epoch))
         return next(there, DurableSnapshot(total, epoch, 0))
 
@@ -138,7 +141,8 @@ class SnapshotIndex:
         return set(self._snapshots)
 
     def why_refused(self, key: SlotKey, size: int) -> str:
-        """Return the reason why a snapshot of this size may not be written now; "" if it may."""
+        """Return the reason why a snapshot of `size` bytes may not be written now, with a remedy; "" if it may be
+        written."""
         if size > self._limits.value_max:
             return (
                 f"a snapshot must have at most {self._limits.value_max} bytes, got {size}: return less from the "
@@ -152,27 +156,27 @@ class SnapshotIndex:
         return ""
 
     def add(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """Add a snapshot that is on disk. It replaces a snapshot of the same position."""
+        """Add a snapshot that is on disk, in place of one of the same position."""
         others = []
         for old in self._of(key):
             if (old.total, old.epoch) == (kept.total, kept.epoch):
                 self.used -= old.size
             else:
                 others.append(old)
-        # Sorted by epoch first: an abandoned epoch may have useless snapshots beyond its last delivered batch.
+        # By epoch first, then by total: snapshots beyond the last delivered batch of an abandoned epoch are useless,
+        # but have a higher total than later ones.
         of_attempt = self._snapshots.setdefault((key.run, key.attempt), {})
         of_attempt[key] = sorted([*others, kept], key=lambda one: (one.epoch, one.total))
         self.used += kept.size
 
     def trim(self, key: SlotKey, edge: int) -> None:
-        """Drop the slot's old snapshots. `edge`: the slot's total at the oldest position to which the box can still
-        return.
+        """Drop the slot's old snapshots. `edge`: number of the slot's batches at the oldest position to which the box
+        can still return.
 
-        The newest snapshot below `edge` from which any loader can restart (`is_sure`) is kept, with all newer
-        snapshots. If there is no such snapshot below `edge`, the newest one below `edge` takes its place.
-
-        Snapshots are ordered by epoch and then by total, because a snapshot of an abandoned epoch can have a higher
-        total than later ones.
+        Of the snapshots with a smaller total than `edge`, the newest one from which every loader can restart
+        (`is_sure`) is kept; if there is none, the newest one. All snapshots after it are kept too. Snapshots are
+        ordered by epoch and then by total, because a snapshot of an abandoned epoch can have a higher total than later
+        ones.
         """
         kept = self._of(key)
         if not kept:
@@ -186,14 +190,16 @@ class SnapshotIndex:
         self._snapshots[key.run, key.attempt][key] = list(kept[first:])
 
     def drop_beyond(self, key: SlotKey, total: int) -> None:
-        """Drop the slot's snapshots after its batch `total`, whose content is not valid any more."""
+        """Drop the slot's snapshots after its batch number `total`, because a change of the mixture has made them
+        invalid."""
         for old in [kept for kept in self._of(key) if kept.total > total]:
             self.used -= old.size
             self._drops.append(DropSnapshot(key, old.total, old.epoch))
             self._snapshots[key.run, key.attempt][key].remove(old)
 
     def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """Drop a snapshot that was written but is not needed, and the one of the same position that it replaced."""
+        """Drop a snapshot that was written but is not needed. It may have replaced one of the same position, which is
+        dropped with it."""
         for old in [one for one in self._of(key) if (one.total, one.epoch) == (kept.total, kept.epoch)]:
             self.used -= old.size
             self._snapshots[key.run, key.attempt][key].remove(old)
@@ -215,8 +221,8 @@ class SnapshotIndex:
         return 0 if blob is None else blob.size
 
     def why_blob_refused(self, size: int, credential: str = "") -> str:
-        """Return the reason why a blob of this size may not be written now; "" if it may. `credential`: digest of the
-        credential token of its sender."""
+        """Return the reason why a blob of `size` bytes may not be written now, with a remedy; "" if it may be written.
+        `credential`: digest of the sender's credential token; "" = no limit for a single token."""
         if size > self._limits.value_max:
             return (
                 f"a stored value must have at most {self._limits.value_max} bytes, got {size}: give input_fn smaller "
@@ -237,11 +243,11 @@ class SnapshotIndex:
         return ""
 
     def spare(self, drop: Drop) -> None:
-        """Cancel the drop of a value that is about to be written again."""
+        """Cancel an order to remove a value, because the value is about to be written again."""
         self._drops = [other for other in self._drops if other != drop]
 
     def add_blob(self, name: str, size: int, now: float, credential: str = "") -> None:
-        """Add a blob that is on disk. The age of a known blob is counted from now."""
+        """Add a blob that is on disk. If it is known already, only its age begins again. `now`: monotonic seconds."""
         known = self._blobs.get(name)
         if known is not None:
             known.touched = now
@@ -250,8 +256,8 @@ class SnapshotIndex:
         self._blobs[name] = _Blob(size, now, credential)
 
     def drop_idle_blobs(self, named: set[str], now: float) -> None:
-        """Drop the blobs that no open attempt uses and that were not sent for `limits.blob_idle_s` seconds. `named`:
-        names of the blobs in use."""
+        """Drop the blobs that no open attempt uses, and that were neither sent nor used for `limits.blob_idle_s`
+        seconds. `named`: names of the blobs in use; `now`: monotonic seconds."""
         for name, blob in list(self._blobs.items()):
             if name in named:
                 blob.touched = now

@@ -1,5 +1,5 @@
-"""Store of the data of snapshots and blobs: snapshots.db. The snapshot index decides which values the store holds; the
-store writes, reads and removes the values.
+"""Store: the database snapshots.db, with the data of snapshots and blobs and the last states of ended runs. The
+snapshot index decides which values the store holds; the store writes, reads and removes them.
 
 Only the service's writer thread uses the store, so that the commit of a large value does not delay the event loop and
 with it the leases.
@@ -33,13 +33,13 @@ _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
 PIECE = 256
 """Largest number of rows that one call of `drop` removes."""
 VACUUM_PAGES = 1024
-"""Largest number of pages of 4 KiB that one call of `drop` returns to the filesystem. New snapshots reuse free pages
-anyway, and returning all pages at once would rewrite the whole file while snapshots arrive."""
+"""Largest number of pages of 4 KiB that one call of `drop` gives back to the filesystem. New snapshots reuse free pages
+anyway, and giving back all pages at once would rewrite the whole file while snapshots arrive."""
 
 
 class Store:
-    """Database of the data of snapshots and blobs. `directory` None: in memory. Every method raises JournalError if the
-    disk fails."""
+    """Database with the data of snapshots and blobs, and the last states of ended runs. `directory`: None = in memory.
+    Every method raises JournalError if the disk fails."""
 
     def __init__(self, directory: StateDir | None) -> None:
         self._path = directory.path / "snapshots.db" if directory else None
@@ -56,7 +56,7 @@ class Store:
             ) from error
 
     def index(self) -> tuple[list[tuple[SlotKey, DurableSnapshot]], list[tuple[str, int]]]:
-        """Return all snapshots, and all blobs as (name, size)."""
+        """Return all snapshots as (slot, snapshot), and all blobs as (name, size in bytes), without their data."""
         with self._errors("cannot be read"):
             columns = "run, attempt, box, slot, total, epoch, size, header"
             rows = self._db.execute(f"SELECT {columns} FROM snapshots").fetchall()
@@ -72,7 +72,7 @@ class Store:
         self.put_snapshots([(header, data)])
 
     def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
-        """Write all these snapshots in one commit; if the commit fails, write none."""
+        """Write all these snapshots, as (header, data), in one commit. If the commit fails, none is written."""
         size = sum(len(data) for _, data in snapshots)
         with self._errors(f"{len(snapshots)} snapshots of {size} bytes cannot be written"), self._transaction():
             for header, data in snapshots:
@@ -86,7 +86,7 @@ class Store:
             yield
 
     def snapshot(self, key: SlotKey, kept: DurableSnapshot) -> tuple[pb.SnapshotHeader, bytes] | None:
-        """Return the snapshot's header and data; None if the snapshot was dropped."""
+        """Return the snapshot's header and data; None if the snapshot was removed from disk."""
         with self._errors("a snapshot cannot be read"):
             found = self._db.execute(
                 f"SELECT header, data FROM snapshots WHERE {_AT}", (*key, kept.total, kept.epoch)
@@ -109,7 +109,8 @@ class Store:
             return [ClosedRun(*row) for row in self._db.execute("SELECT run, attempt, step, wall, size FROM closed")]
 
     def keep_closed(self, one: ClosedRun, parts: Sequence[bytes], gone: Iterable[str]) -> None:
-        """Write the last state of a run in place of an older one, and remove the states of the runs `gone`."""
+        """Write the last state of a run in place of an older one. Remove the states of the runs `gone`. `parts`: the
+        state as serialised messages."""
         with self._errors(f"a state of {one.size} bytes cannot be written"), self._transaction():
             for run in (*gone, one.run):
                 for table in ("closed", "closed_parts"):
@@ -125,7 +126,8 @@ class Store:
             return [bytes(part) for (part,) in rows]
 
     def drop(self, drops: Sequence[Drop]) -> list[Drop]:
-        """Remove some of the values from disk; return those that are still to be removed."""
+        """Carry out the first of these orders to remove values from disk, about PIECE rows. Return the orders that are
+        left."""
         left = list(drops)
         with self._errors("old values cannot be removed"):
             with self._transaction():

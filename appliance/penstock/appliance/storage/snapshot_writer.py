@@ -1,5 +1,5 @@
-"""Writer of snapshots and blobs: bounds the memory of waiting values, and writes many values in one commit, in its own
-thread.
+"""Writer of snapshots and blobs, in a thread of its own. It bounds the memory of values that wait to be written, and
+writes many values in one commit.
 
 The thread is needed because a commit of megabytes takes as long as the disk needs, and leases must not wait for the
 disk. All waiting values share one commit, because a commit of any size costs one flush of the disk: with a commit for
@@ -29,27 +29,27 @@ _Result = TypeVar("_Result")
 
 
 SMALL_SHARE = 8
-"""Divisor of the memory budget: a value up to the quotient counts as small."""
+"""Divisor of the memory budget: a value of at most an eighth of the budget counts as small."""
 
 
 class InflowBudget:
-    """Memory budget of incoming values. One half is for small values and one for large ones, so that a small value
-    never waits for a large one with a slow sender."""
+    """Memory budget of snapshots or blobs that are being received or sent. One half is for small values and one for
+    large ones, so that a small value never waits for a large one whose sender is slow."""
 
     def __init__(self, limit: int) -> None:
         self._small_size = limit // SMALL_SHARE
         self._small, self._large = MemoryBudget(limit // 2), MemoryBudget(limit // 2)
 
     def taken(self, size: int, credential: str = "") -> AbstractAsyncContextManager[None]:
-        """Return a context that holds `size` bytes of the budget, for a sender with this credential token. Entering the
+        """Return a context that holds `size` bytes of the budget for a caller with this credential token. Entering the
         context waits until the bytes are free."""
         return (self._small if size <= self._small_size else self._large).taken(size, credential)
 
 
 class MemoryBudget:
-    """Budget of bytes in memory. Waiting values of the credential token that holds the fewest bytes are admitted first,
-    and values of the same token in the order of their arrival. So no token waits for the whole queue of another
-    token."""
+    """Budget of bytes in memory, with a queue of the values that wait for memory. The next value is of the credential
+    token that holds the fewest bytes; values of one token are admitted in the order of their arrival. So no token waits
+    for the whole queue of another token."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -60,8 +60,8 @@ class MemoryBudget:
     @asynccontextmanager
     async def taken(self, size: int, credential: str = "") -> AsyncIterator[None]:
         """Hold `size` bytes of the budget while the context is open. Entering the context waits until the bytes are
-        free, without a deadline, because each waiting call has its own. A value larger than the budget is admitted when
-        nothing else is in memory."""
+        free, without a deadline, because each waiting call has its own. A value that is larger than the budget is
+        admitted when nothing else is in memory."""
         if self._waiting or not self._fits(size):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             entry = (size, credential, turn)
@@ -105,7 +105,7 @@ class MemoryBudget:
 
 
 class SnapshotWriter:
-    """Access to the snapshot store, whose operations run in a separate thread."""
+    """Writer of the store: its operations run in a thread of its own, one after the other."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -114,7 +114,7 @@ class SnapshotWriter:
         self._writing: asyncio.Task[None] | None = None
         self._dropping: asyncio.Task[None] | None = None
         self._spared: set[Drop] = set()
-        """Values that were queued for removal and are being written again, so that they must be kept."""
+        """Orders to remove values that are being written again, so that these values must be kept."""
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -156,14 +156,14 @@ class SnapshotWriter:
         return self._dropping is not None and not self._dropping.done()
 
     def drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
-        """Remove these values from disk in the background, a few at a time, so that concurrent writes do not wait long.
-        Call this method only while `is_dropping` is false. `failed`: called with the values that could not be removed,
-        and the error."""
+        """Carry out orders to remove values from disk, in the background and a few at a time, so that concurrent writes
+        do not wait long. Call this only while `is_dropping` is false. `failed`: called with the orders that were not
+        carried out, and the error."""
         self._spared = set()
         self._dropping = asyncio.ensure_future(self._drop(drops, failed))
 
     def spare(self, drop: Drop) -> None:
-        """Keep a value that is about to be written again, although an earlier call of `drop` named it."""
+        """Cancel an order of an earlier call of `drop`, because its value is about to be written again."""
         self._spared.add(drop)
 
     async def _drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:

@@ -1,4 +1,4 @@
-"""Source of batches: a coordinator with its workers, on other machines or started here.
+"""The class Appliance: a training process's connection to the coordinator and workers that make its batches.
 
 An `Appliance` consists of settings and a connection. Without an address it starts coordinator and worker daemon as a
 child of this process; with `num_workers_per_box=0` it starts nothing, and batches are made in this process. Loaders
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 __all__ = ["Appliance", "current_appliance", "current_settings"]
 
 REACH_S = 20.0
-"""Seconds for which opening a run retries an unreachable coordinator. A restart of the coordinator takes a few
-seconds."""
+"""Seconds for which an unreachable coordinator is called again while a run is opened. A restart of the coordinator
+takes a few seconds."""
 RETRY_S = 0.25
 """Seconds between two attempts to reach the coordinator."""
 
@@ -79,29 +79,30 @@ class Appliance:
     file, then from the default in brackets.
 
     Args:
-        address: "host:port" of the coordinator. None: embedded; coordinator and workers are started and stopped here.
-        num_workers_per_box: processes that run input_fn for each box (1). 0: no process is started and no coordinator
-            used, even with an address; input_fn runs in this process and thread when the loop requests a batch, so that
-            breakpoint(), print() and profilers work (docs/debugging.md). Batches and states are those of one worker.
+        address: "host:port" of the coordinator. None: embedded; a coordinator and workers are started on this machine,
+            and stopped with this appliance.
+        num_workers_per_box: number of worker slots, each with a process that runs input_fn, for each box (1). 0: no
+            process is started and no coordinator used, even with an address; input_fn runs in this process and thread
+            when the loop requests a batch, so that breakpoint(), print() and profilers work (docs/debugging.md).
+            Batches and states are the same as with one worker.
         box: number of this box, from 0 (0).
         num_boxes: number of boxes (1).
-        job: name of the job. A job that is started again under its name takes over its runs (torchrun's run id unless
-            that is "none", else a new name).
+        job: name of the job. A job that is started again under its name takes over its runs, each the stream of one
+            loader (torchrun's run id unless that is "none", else a new name).
         seed: seed of the run, 0 to 2**64 - 1 (that of the resumed run, else a random one).
         device: device where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu" (None: views of the ring, the
-            shared memory that workers fill). On a device the tensors are private copies. With CUDA the ring is
-            page-locked, and the next batch is copied on a stream of its own while the loop computes; the current stream
-            of the iterating thread waits for the copy. This takes device memory for two batches. "cuda" is the device
-            that is
-            current when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK) first. Values that
-            are not tensors stay on the host. Without a device, batches are pageable views of the ring, and
-            .to(device, non_blocking=True) in the loop is safe.
+            shared memory that workers fill). On a device the tensors are copies in memory of their own. With CUDA the
+            ring is page-locked, and the next batch is copied on a separate CUDA stream while the loop computes; the
+            current stream of the iterating thread waits for the copy. This takes device memory for two batches. "cuda"
+            is the device that is current when the loop starts, so under torchrun call torch.cuda.set_device(LOCAL_RANK)
+            first. Values that are not tensors stay on the host. Without a device, batches are pageable views of the
+            ring, and .to(device, non_blocking=True) in the loop is safe.
         attempt: string that is the same on all boxes of one launch and differs between launches (from torchrun).
         token: credential token of the role client (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names).
         tls_ca: file with the CA that signed the certificates of coordinator and workers; None: no TLS for calls and
             lanes. Files are PEM and read once (docs/security.md).
         tls_cert, tls_key: files with this client's certificate, for servers that request one, and its key.
-        tls_name: name to expect in the servers' certificates, instead of the servers' addresses.
+        tls_name: name that the certificates of coordinator and workers must have, instead of their addresses.
         lane: transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto").
         compression: codec of batches over TCP: None, "lz4" or "zstd" (None). Compression speeds up a stream that
             shrinks if the network gives a lane (the connection to one worker slot) less than 7 ("lz4") or 4 Gbit/s
@@ -115,16 +116,17 @@ class Appliance:
             tensor) (that of the loaded state, else "sample").
         strict_structure: refuse a batch whose structure or dtypes differ from those of the first batch (False).
         replay: save loaders without state methods too, by counting their batches and replaying them (False).
-        retention_steps: number of delivered steps for which a state stays available (256).
-        timeout_s: deadline of every wait, in seconds (120).
+        retention_steps: number of last delivered steps whose states stay available (256).
+        timeout_s: longest wait in seconds: for a batch, for a state, for the start of the daemons (120).
         poison: treatment of a batch that kills its runner (the worker process that makes the batch) each time: "fail"
             ends the stream before this batch with an error, "skip" leaves the batch out, with a warning and a count in
             DataExecutor.stats ("fail"). "skip" needs a loader that can skip a batch without making it: a DataLoader or
             StatefulDataLoader over a map-style dataset with num_workers=0, or a loader with a method skip_batch().
         synthetic: deliver each worker's first batch again and again, to measure a job without the cost of its input
-            (False). The number of batches in an epoch is the loader's length; without a length the epoch never ends, so
+            (False). An epoch has as many batches as the loader's len() says; without a len() the epoch never ends, so
             give the executor num_steps. States can neither be saved nor loaded.
-        progress: show a line with steps/s and the share of time waited (False).
+        progress: show a line on standard error with the loop's steps/s and the share of its time that it waits for
+            batches (False).
         http: "host:port" where this process serves its metrics to Prometheus, at /metrics (none). A process has one
             server; under torchrun each rank takes port + LOCAL_RANK. An address beyond loopback needs tls_cert and
             tls_key, and readers need a token of the role admin. Requires `pip install penstock[metrics]`
@@ -179,7 +181,7 @@ class Appliance:
         _open.add(self)
 
     metrics_url = ""
-    """URL of this process's metrics; "" without `http`."""
+    """URL of the page with this process's metrics; "" if `http` was not passed."""
 
     def _describe(self, settings: ApplianceSettings) -> None:
         self.settings = settings
@@ -191,8 +193,8 @@ class Appliance:
         self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._opened = 0
         self._seeds: dict[int, int] = {}
-        """Seeds of runs whose batches are made in this process: number of the loader within the job -> seed. A loader
-        that is opened again keeps its seed."""
+        """Seeds of the runs whose batches are made in this process, by the loader's number in the job. A loader whose
+        run is opened again keeps its seed."""
         self._job_here = ""
         """Job name of runs without workers, whose batches are made in this process; "" before the first such run."""
         self._faults: tuple[Fault, ...] = ()
@@ -279,7 +281,9 @@ class Appliance:
             raise PenstockError(f"this {type(self).__name__} is closed: make a new one")
 
     def _reach(self, deadline: float, notice: WaitNotice) -> DaemonAddresses:
-        """Return the addresses of the daemons. In embedded mode, wait until the daemons are up."""
+        """Return the address of the coordinator, with the token and the job's name. In embedded mode, wait until the
+        coordinator accepts connections. `deadline`: a time of time.monotonic(). `notice`: writer of lines about the
+        wait."""
         self._check_open()
         if self._place is None:
             assert self._rendezvous is not None
@@ -293,10 +297,11 @@ class Appliance:
         return self._place
 
     def open_stream(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
-        """Open a run of a loader, join the run as this box, and return the run and its reader.
+        """Open a run of a loader for this box. Return the run, and the reader that returns its batches.
 
         Args:
-            owner: the loader. The first time that a loader is opened, it gets its number within the job.
+            owner: the DataLoader. It gets its number in the job when its first run is opened. opening: code, seed,
+                position and state of the run.
         """
         if self.in_process:
             return self._open_here(owner, opening)
@@ -305,7 +310,8 @@ class Appliance:
         return run, reader_for(settings.device, run, position, opening.reference.name, settings.timeout_s)
 
     def _open_here(self, owner: Any, opening: Opening) -> tuple[StreamRun, Reader]:
-        """Open a run whose batches are made in this process and thread (num_workers_per_box=0)."""
+        """Open a run of a loader whose batches are made in this process and thread (num_workers_per_box=0). Return the
+        run and its reader."""
         # imported here, because it imports the worker's code
         from penstock.client.in_process import InProcessReader, InProcessRun
 
@@ -314,8 +320,9 @@ class Appliance:
         seed = opening.seed if opening.seed is not None else self._seeds.get(ordinal)
         if seed is None and settings.num_boxes > 1:
             raise InvalidArgumentError(
-                f"seed must be given with num_workers_per_box=0 and num_boxes={settings.num_boxes}, got None: without "
-                "a coordinator each box would draw another seed. Pass Appliance(seed=...), the same on all boxes"
+                f"seed must be given with num_workers_per_box=0 and num_boxes={settings.num_boxes}, got no seed: "
+                "without a coordinator each box would draw another seed. Pass Appliance(seed=...), the same on all "
+                "boxes"
             )
         self._seeds[ordinal] = seed = secrets.randbits(63) if seed is None else seed
         options = self._spec(replace(opening, arguments=b"")).options
@@ -383,8 +390,9 @@ class Appliance:
         run.open()
 
     def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
-        """Run `call`, and repeat it while the coordinator cannot be reached. Calls to the coordinator are
-        idempotent."""
+        """Run `call`, a call to the coordinator, and repeat it while the coordinator cannot be reached. The repetition
+        is safe, because the coordinator recognises a repeated call. Raises CoordinatorUnavailableError after REACH_S,
+        and the error that has ended `run`."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
             try:
@@ -465,8 +473,8 @@ class Appliance:
 
 
 class _Deaths:
-    """Callback for the death of a daemon, which ends all runs of an appliance with the error. The callback refers to
-    the appliance weakly, so it does not keep the appliance alive."""
+    """Function for the case that an embedded daemon dies: it ends all runs of an appliance with an error. It has only a
+    weak reference to the appliance, so it does not keep the appliance alive."""
 
     def __init__(self, appliance: Appliance) -> None:
         self._appliance = weakref.ref(appliance)
@@ -478,7 +486,8 @@ class _Deaths:
 
 
 def _tls_of(settings: ApplianceSettings) -> Tls | None:
-    """Return the TLS files of calls and lanes; None in embedded mode, which uses only Unix sockets and loopback."""
+    """Return the TLS settings for calls to the coordinator and for lanes. Return None in embedded mode, where all
+    connections stay on this machine."""
     if not settings.address:
         return None
     tls = load_tls(settings.tls_ca, settings.tls_cert, settings.tls_key, settings.tls_name)
@@ -486,7 +495,8 @@ def _tls_of(settings: ApplianceSettings) -> Tls | None:
 
 
 def _exported(settings: ApplianceSettings, torchrun: Torchrun, tls: Tls | None) -> str:
-    """Start to serve this process's metrics to Prometheus, and return the URL of the page. Return "" without `http`."""
+    """Start to serve this process's metrics to Prometheus. Return the URL of their page, or "" if the setting `http` is
+    not given."""
     if not settings.http:
         return ""
     from penstock.client.metrics import open_web
@@ -517,10 +527,12 @@ _entered: ApplianceScope[Appliance] = ApplianceScope(
 
 
 class _Default:
-    """Default appliance of loaders that name none, and the ids of the loaders that use it.
+    """Default appliance, for loaders that are iterated without an open appliance, and the ids of the loaders that use
+    it.
 
-    A loader is removed by its finalizer. A finalizer may run inside the garbage collector, so it only removes the
-    loader's id from a set and writes to an eventfd. A thread closes the appliance when the set is empty.
+    The finalizer of a loader removes the loader's id. A finalizer may run inside the garbage collector, so it only
+    removes the id from a set and writes to an eventfd. A thread waits for this, and closes the appliance when the set
+    is empty.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 An explicit argument wins, then a PENSTOCK_* variable, then torchrun's variables, then the settings file (sections
 [cluster] and [client]), then the default. torchrun's RANK and WORLD_SIZE are used for box and num_boxes, because with
-plain data parallelism the values are the same. With tensor or pipeline parallelism the box is the data-parallel rank.
-Only the script can determine this rank, so the script must pass box and num_boxes.
+plain data parallelism each rank is a box. With tensor or pipeline parallelism the box is the data-parallel rank. Only
+the script can determine this rank, so the script must pass box and num_boxes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["ApplianceSettings", "Torchrun", "attempt_key", "resolve", "resolve_g
 
 
 class ApplianceSettings(JobSettings):
-    """The complete and checked settings of an Appliance."""
+    """Settings of an Appliance, complete and checked."""
 
     @field_validator("device")
     @classmethod
@@ -38,7 +38,8 @@ class ApplianceSettings(JobSettings):
 
 
 def resolve(**given: Any) -> ApplianceSettings:
-    """Return settings from the given arguments and the environment. An argument of None counts as not given.
+    """Return the settings of an Appliance from its arguments, the environment and the settings file. An argument that
+    is None counts as not given.
 
     Raises:
         InvalidArgumentError: a value is invalid; the error names the setting and the source of the value.
@@ -48,7 +49,8 @@ def resolve(**given: Any) -> ApplianceSettings:
 
 
 class _GivenOnly(ApplianceSettings):
-    """Settings that read neither environment variables nor the settings file."""
+    """Settings of an appliance that come from arguments and defaults only, not from environment variables or the
+    settings file."""
 
     @classmethod
     def settings_customise_sources(
@@ -63,7 +65,7 @@ class _GivenOnly(ApplianceSettings):
 
 
 def resolve_given(**given: Any) -> ApplianceSettings:
-    """Return settings from the arguments alone, and defaults."""
+    """Return the settings of an appliance from its arguments and the defaults only. Raises the errors of resolve()."""
     return _resolved(_GivenOnly, given)
 
 
@@ -139,8 +141,8 @@ class Torchrun:
 
 
 def attempt_key(settings: ApplianceSettings, torchrun: Torchrun) -> str:
-    """Return a key of this launch of the job, which is the same on all boxes and differs after each restart of the
-    job. Return "" if neither attempt= nor torchrun gives a key."""
+    """Return a key that names this launch of the job: it is the same on all boxes and differs between launches. Return
+    "" if neither attempt= nor torchrun gives such a key."""
     if settings.attempt or not torchrun.present:
         return settings.attempt
     return f"{torchrun.master}:{torchrun.restarts}"

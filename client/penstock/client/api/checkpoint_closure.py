@@ -15,8 +15,8 @@ R = TypeVar("R")
 
 
 def checkpoint_closure(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Return a function that calls `function` on checkpoint steps of the loop around the call, and returns None on all
-    other steps.
+    """Return a function that calls `function` if the loop around the call is at a checkpoint step, and otherwise
+    returns None.
 
     Example::
 

@@ -6,12 +6,12 @@ loader's run is in opened_loader.py, its states are in resumable_loader.py.
 
 The executor's iterator is a generator that has already run to its first `yield` when the loop gets it. So the run opens
 in `iter()`, which raises the errors of the opening. From then on the generator's `finally` runs whenever the loop ends:
-at the end, by `break`, by an exception, or because the iterator is dropped.
+after its last batch, by `break`, by an exception, or because the iterator is dropped.
 
 An epoch that the loop leaves by `break` is abandoned when the next executor starts, not at the `break`. Until then the
-state is that of the last step, in the middle of the epoch. An epoch that is left after its last batch (by its length)
-counts as complete, not as abandoned. An epoch that a persistent executor leaves is not abandoned either: the next
-executor continues with the next batch.
+state is that of the last step, in the middle of the epoch. An epoch that is left after its last batch, which len() of
+the loaders tells, counts as complete, not as abandoned. An epoch that a persistent executor leaves is not abandoned
+either: the next executor continues with the next batch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class DataLoader(ResumableLoader):
     """
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate `DataExecutor(self)`: one epoch, or the rest of the epoch in which the stream stopped."""
+        """Iterate one epoch, or the rest of an epoch from which batches were taken before. Equal to
+        iter(DataExecutor(self))."""
         return iter(DataExecutor(self))
 
     # ---- description
@@ -83,7 +84,7 @@ class DataLoader(ResumableLoader):
 
     @property
     def input_fn(self) -> Callable[..., Any]:
-        """Function that makes the loader on each worker."""
+        """Function that each worker calls to make its loader."""
         return self._local.input_fn
 
     @property
@@ -93,7 +94,8 @@ class DataLoader(ResumableLoader):
 
     @property
     def dataloader(self) -> Any:
-        """Loader that input_fn makes in this process: worker 0 of 1, without worker processes of its own.
+        """Loader that input_fn returns in this process when it is called as the only worker. A torch DataLoader gets
+        num_workers=0.
 
         The loader is built at the first access and kept. Its batches are not part of the run's stream. Raises
         InputFnError if input_fn fails in this process, for example because its data are missing.
@@ -118,10 +120,11 @@ class DataLoader(ResumableLoader):
         return self._local.can_restore_sample(self._seed_of_keys)
 
     def restore_sample(self, key: Any) -> Any:
-        """Return the sample with this restore key (a sample's name in the stream, which the loader's keys= puts into
-        each batch), read again in this process. The stream's position does not change.
+        """Read a sample again, in this process, and return it. `key`: the sample's restore key, a text that the loader
+        adds to each batch if it has keys=. The stream's position does not change.
 
-        The seed is that of the run, of the loaded state, or of Appliance(seed=). A key of another seed is refused.
+        The sample is made with the seed of the run, of the loaded state, or of Appliance(seed=). A key from a run with
+        another seed is refused.
 
         Raises NotRestartableError for a loader without restore_sample, InputFnError if input_fn fails in this process,
         and any error of the loader's own method.
@@ -151,7 +154,7 @@ def wrap(loader: TorchLoader[Any]) -> DataLoader:
     A map-style dataset is read by a penstock.data.MapLoader: unshuffled batches are those of torch, shuffled ones come
     in the order of the run's seed (of the `generator`, where it has one), and the state resumes on any number of
     workers and boxes. An IterableDataset must shard itself by torch's get_worker_info(); its state is restored by
-    replay from the start of the epoch, on the same number of workers. The dataset goes to the workers by value, so the
+    replay from the start of the epoch, on the same number of workers. The dataset is pickled for the workers, so the
     appliance must be embedded; for workers on other machines write an input_fn.
 
     Raises:
@@ -167,8 +170,9 @@ def wrap(loader: TorchLoader[Any]) -> DataLoader:
 
 
 def iterating() -> DataExecutor | None:
-    """Return the executor whose loop is running in this thread; of nested loops, the innermost. In a thread without a
-    loop, return the only executor that is iterated in other threads; None if no loop is running.
+    """Return the executor whose loop is running in this thread, the innermost if loops are nested. In a thread without
+    a loop, return the only executor that is iterated in other threads. Return None if no loop is running in this
+    process.
 
     Raises AmbiguousContextError in a thread without a loop, if loops over several executors run in other threads.
     """
@@ -233,7 +237,7 @@ class DataExecutor:
             loader.expect(appliance)
         self._session: Session | None = None
         self._first = 0
-        """Number of the step before this executor's first step."""
+        """Number of the last step before this executor's first step."""
         self._last: int | None = None
 
     def __repr__(self) -> str:
@@ -244,8 +248,8 @@ class DataExecutor:
 
     @property
     def step(self) -> int:
-        """Number of the last step: batches delivered to this box over the whole life of the run. 0 before the first
-        batch."""
+        """Number of the last step, counted over the whole life of the run: the batches delivered to this box. 0 before
+        the first batch."""
         return self._loader.step
 
     @property
@@ -254,8 +258,8 @@ class DataExecutor:
         return self._loader
 
     def __len__(self) -> int:
-        """Return the number of steps of this executor: num_steps, or the batches of an epoch. Raises TypeError if the
-        workers' loaders have no len()."""
+        """Return the number of steps of this executor: num_steps if it was given, else the number of batches in an
+        epoch. Raises TypeError if that is needed and the workers' loaders have no len()."""
         return len(self._loader) if self._num_steps is None else self._num_steps
 
     def __bool__(self) -> bool:
@@ -278,8 +282,8 @@ class DataExecutor:
 
     @property
     def on_final_iteration(self) -> bool:
-        """True at and after this executor's last batch. If the executor takes one epoch, the last batch is known from
-        len() of the workers' loaders; without len() this is True only after the last batch."""
+        """True from this executor's last batch on. If the executor takes one epoch, its last batch is known from len()
+        of the workers' loaders. Without len() the value becomes True only when the loop has ended."""
         if self._session is None:
             return False
         last = self._last if self._num_steps is not None or self._last is not None else self._session.expected_last()
@@ -287,7 +291,7 @@ class DataExecutor:
 
     @property
     def on_checkpoint_step(self) -> bool:
-        """True if the current or last step is a checkpoint step."""
+        """True if the current step (after the loop, the last one) is a checkpoint step."""
         step = self.step
         if step < 1 or self._session is None:
             return False
@@ -295,12 +299,13 @@ class DataExecutor:
 
     @property
     def last_wait_seconds(self) -> float:
-        """Seconds that the loop waited for the batch of this step. `stats.waited_s` is the sum over all steps."""
+        """Seconds for which the loop waited for the batch of the current step. `stats.waited_s` is the sum over all
+        steps."""
         return self._session.reader.wait_s if self._session is not None else 0.0
 
     @property
     def stats(self) -> StreamStats:
-        """Waiting times and counts since the loader was opened, or since a state was loaded."""
+        """Waiting times and counts of the stream, since its first loop began or since a state was loaded."""
         if self._session is None:
             return StreamStats()
         return self._session.stats()
@@ -313,10 +318,11 @@ class DataExecutor:
         chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None if unknown: before the loop
         begins, after a state was loaded onto another number of boxes, or after a state without a digest.
 
-        With Appliance(digest="rows") it is this box's part of the stream digest: the sum of all boxes' parts modulo
-        2^64 is equal for streams whose steps deliver equal rows, however many boxes share them and wherever a state was
-        resumed on other boxes. A built-in loader delivers equal rows for one global batch size. The order of rows
-        within a step is not covered, nor are values outside rows: see penstock.proto.batch.digest.
+        With Appliance(digest="rows") the value is this box's part of a digest of all boxes. Add the parts of all boxes
+        modulo 2^64: the sum is equal for two streams whose steps deliver the same rows, also if the number of boxes
+        differs or changed at a resume. The loaders of penstock.data deliver the same rows on any number of boxes if the
+        global batch size is the same. The order of rows within a step is not covered, nor are values outside rows: see
+        penstock.proto.batch.digest.
         """
         return self._session.reader.position.chain if self._session is not None else None
 
@@ -355,7 +361,7 @@ class DataExecutor:
                 except EmptyInputError:
                     raise session.empty() from None
                 except PenstockError as error:
-                    raise error.with_traceback(None) from error.__cause__  # nor do the reader's frames
+                    raise error.with_traceback(None) from error.__cause__  # nor does that of the reader
                 if batch is EPOCH_ENDED:
                     session.epoch_ended()
                     if stop is None and (position.step > first or self._rest_only):
@@ -384,7 +390,7 @@ class DataExecutor:
             if line is not None:
                 line.finish()
             if left_early and session.expected_last() == position.step:
-                # the loop counted all batches of the epoch and left; the epoch's end is read next
+                # the loop left after the last batch of the epoch; the message of the epoch's end is read next
                 left_early = False
             loader.finish(self, left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
 

@@ -4,10 +4,10 @@ To know which batch is the last one of an epoch, Accelerate's loaders, and Light
 length, take the next batch before they yield the present one. `DataLoader.state_dict()`, which counts taken batches, is
 then one batch ahead of the loop, and a resume would leave that batch out.
 
-The lead of such a wrapper depends on the framework, its version, the position in the epoch and whether the loader has a
-length. So no fixed number is subtracted here. Instead the loop counts: it calls `took()` for each batch that it gets,
-and the state is that of this step, which workers keep for a while (Appliance(retention_steps=)). Counting costs nothing
-until a state is requested.
+How many batches such a wrapper is ahead depends on the framework, its version, the position in the epoch and whether
+the loader has a length. So no fixed number is subtracted here. Instead the loop counts: it calls `took()` for each
+batch that it gets, and the state that is saved is that of the last counted step. Workers keep the states of the last
+Appliance(retention_steps=) steps. Counting costs nothing until a state is requested.
 
 Two mistakes would save a wrong position, so both are errors: the loop forgets to count, or a wrapper yields other
 batches than it took (because it shares batches among ranks, joins several, or repeats some as padding).
@@ -75,24 +75,25 @@ class Lookahead(IterableDataset[Any]):
         self._epoch_iterator: weakref.ref[Generator[Any, None, None]] | None = None
         """Weak reference to the iterator over the present epoch, which the framework holds."""
         self._begun: Generator[Any, None, None] | None = None
-        """Iterator of the executor over an epoch before the loop gets the epoch's first batch; None otherwise."""
+        """Iterator of the executor over the present epoch, until the loop gets the epoch's first batch; None
+        otherwise."""
         self._waiting: list[Any] = []
-        """Batches that the framework took from `_begun`, which are yielded again if the framework begins the epoch
-        twice."""
+        """Batches that the framework took from `_begun`. They are yielded again if the framework begins the epoch a
+        second time."""
         self._step: int | None = None
         """Number of the last step whose batch the loop has got; None before the first epoch, and after a state was
         loaded."""
         self._loads = 0
         self._over_at: int | None = None
-        """Step of the loaded state, if the loop that saved it had finished the epoch, so that the epoch is not resumed.
-        None in all other cases, and after the loop gets a batch."""
+        """Step of the loaded state, if the loop that saved this state had finished its epoch, so that the next epoch
+        must begin. None otherwise, and once the loop gets a batch."""
 
     # ---- methods that the framework calls
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate one epoch, or the rest of the epoch in which the stream stopped. A second iterator that is made
-        before the loop has got a batch of the epoch yields the same batches again, because some frameworks begin an
-        epoch twice."""
+        """Iterate one epoch, or the rest of an epoch from which batches were taken before. Some frameworks begin an
+        epoch twice: an iterator that is made before the loop has got a batch of the epoch yields the same batches
+        again."""
         if get_worker_info() is not None:
             raise RuntimeError(
                 f"{self._loader.name}: a Lookahead must be iterated in the training process, got a worker process of "
@@ -125,8 +126,8 @@ class Lookahead(IterableDataset[Any]):
         return len(self._loader)
 
     def _leave(self) -> None:
-        """Close the iterator of the present epoch. A framework that counts batches does not read to the end of the
-        epoch, and keeps the iterator."""
+        """Close the iterator of the present epoch, so that the loader is free for the next one. A framework that counts
+        batches itself does not read to the end of the epoch, and keeps the iterator open."""
         self._close_epoch()
         begun = self._begun
         self._got()
@@ -139,8 +140,8 @@ class Lookahead(IterableDataset[Any]):
             batches.close()
 
     def _got(self) -> None:
-        """Record that the loop has got a batch of this epoch. From now on the epoch is not repeated, and ends when the
-        framework drops its iterator."""
+        """Record that the loop has got a batch of this epoch. From now on a new iterator does not repeat the epoch, and
+        the epoch ends when the framework drops its iterator."""
         self._begun = None
         self._waiting.clear()
 
@@ -152,10 +153,10 @@ class Lookahead(IterableDataset[Any]):
         return self._loader.step if self._step is None else self._step
 
     def took(self) -> None:
-        """Count a batch that the loop has got.
+        """Count a batch that the loop has got. Call this once for each batch.
 
-        Raises RuntimeError if the framework has taken no more batches from this loader than are counted already: other
-        code repeats batches, or counts them twice.
+        Raises RuntimeError if all batches that the framework has taken from this loader are counted already: other code
+        repeats batches, or calls took() twice for one.
         """
         if self._step is None or self._step >= self._loader.step:
             raise RuntimeError(
@@ -171,7 +172,7 @@ class Lookahead(IterableDataset[Any]):
             self._got()
 
     def handed_out(self, batches: Iterable[T]) -> Iterator[T]:
-        """Iterate and count the batches of one epoch, from the framework's wrapper of this loader.
+        """Yield the batches of `batches`, the framework's wrapper of this loader, for one epoch, and count each.
 
         Raises RuntimeError if the wrapper yields more or fewer batches than it took, because it shares, joins or
         repeats batches; or if a state is loaded in the loop.
@@ -198,7 +199,7 @@ class Lookahead(IterableDataset[Any]):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Pair (box, num_boxes) of this process in the run."""
+        """Number of this process's box, and number of boxes, in the loader's run."""
         return self._loader.place
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,11 +235,13 @@ class Lookahead(IterableDataset[Any]):
 
     @property
     def mid_epoch(self) -> bool:
-        """True if the latest epoch has, or may have, batches that the framework has not taken yet."""
+        """True if the present epoch has batches that the framework has not taken yet, or may have some because the
+        loader has no len()."""
         return self._loader.mid_epoch
 
     def leave_epoch(self) -> None:
-        """Abandon the epoch of a loaded state, because the loop that saved the state had finished this epoch. The next
-        iteration begins the next epoch, even if the same state is loaded once more, as Lightning does."""
+        """Abandon the epoch of the loaded state: the next iteration begins the next epoch. To be called if the loop
+        that saved the state had finished its own, shorter epoch. It also holds if the same state is loaded once more,
+        as Lightning does."""
         self._over_at = self._loader.step
         self._loader.leave_epoch()

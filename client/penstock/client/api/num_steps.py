@@ -20,7 +20,8 @@ def compute_num_steps(
     steps_per_epoch: int | None = None,
     grad_accum_steps: int = 1,
 ) -> int:
-    """Return the number of steps left to take: the smallest number that num_steps, max_steps and num_epochs allow.
+    """Return the number of steps that training still has to take: the smallest number that num_steps, max_steps and
+    num_epochs allow.
 
     Args:
         dataloader: loader; its len(), if it has one, is the number of batches of an epoch.
@@ -29,11 +30,12 @@ def compute_num_steps(
         max_steps: total number of steps, including those before initial_step; None: no limit.
         num_epochs: number of epochs; None: no limit. Needs the dataloader's len().
         steps_per_epoch: number of batches of an epoch, at most len(); None: len().
-        grad_accum_steps: number of batches of a step. An epoch has len() // grad_accum_steps steps; num_steps and
-            max_steps count steps already.
+        grad_accum_steps: number of batches in one step, whose gradients are accumulated. An epoch has len() //
+            grad_accum_steps steps. num_steps and max_steps count steps, not batches.
 
     Raises:
-        InvalidArgumentError: all three are None, or values contradict each other or the dataloader's length.
+        InvalidArgumentError: num_steps, max_steps and num_epochs are all None, or values contradict each other or the
+            dataloader's len().
         TypeError: a value is not an int.
     """
     if num_epochs is not None and num_steps is not None:
@@ -59,7 +61,7 @@ def compute_num_steps(
     length = _length(dataloader)
     if length is None and epochs is not None:
         raise InvalidArgumentError(
-            f"num_epochs needs a dataloader with a len(), got a {type(dataloader).__qualname__} without: pass "
+            f"num_epochs needs a dataloader with a len(), got a {type(dataloader).__qualname__} without a len(): pass "
             "num_steps or max_steps instead"
         )
     if length is not None:
@@ -70,7 +72,8 @@ def compute_num_steps(
 
 
 def _per_epoch(length: int, wanted: int | None, accumulated: int) -> int:
-    """Return the number of steps in an epoch of `length` batches."""
+    """Return the number of steps in an epoch of `length` batches, each step taking `accumulated` of them. `wanted`:
+    number of batches to use of each epoch; None: all."""
     if length < 1:
         raise InvalidArgumentError(f"len() of the dataloader must be >= 1, got {length}: check the dataset's path")
     if wanted is not None and wanted > length:

@@ -3,10 +3,10 @@ stream of batches with a position.
 
     DataLoader ── opens ──> Session: a run on an Appliance, and the reader of its batches
 
-A loader is in one of three conditions: never read (its state is that of a local instance), loaded and not started (its
-state is the loaded one), or streaming (its state at the last step is fetched from the workers). A stream ends when its
-appliance is closed, at an error, or at `load_state_dict`. Only after `load_state_dict` does an executor start another
-stream, so that a position is never lost silently.
+A loader is in one of three conditions: new (its state is that of the user's loader, made in this process), loaded and
+not started (its state is the loaded one), or streaming (its state at the last step is fetched from the workers). A
+stream ends when its appliance is closed, at an error, or at `load_state_dict`. Only after `load_state_dict` does an
+executor start another stream, so that a position is never lost silently.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _ids = itertools.count(1)
 
 
 class OpenedLoader:
-    """Base class of DataLoader: opens the loader's run and keeps the run's reader, for the DataExecutor in
-    data_loader.py."""
+    """Base class of DataLoader, with what a DataExecutor needs: it opens the loader's run, and keeps the run and its
+    reader as a Session."""
 
     @overload
     def __init__(self, input_fn: Callable[_Arguments, Any], *args: _Arguments.args, **kwargs: _Arguments.kwargs): ...
@@ -59,7 +59,8 @@ class OpenedLoader:
         self, input_fn: Callable[..., Any] | Dataset[Any] | TorchLoader[Any], *args: Any, **kwargs: Any
     ) -> None:
         self._replay = False
-        """True if this loader is saved by replay even without Appliance(replay=True)."""
+        """True if this loader, which has no state methods, can be saved even without Appliance(replay=True): its
+        batches are counted, and made again after a resume."""
         if isinstance(input_fn, Dataset) or not callable(input_fn):
             from penstock.client.torch_loaders import taken_over  # imported here, because it imports the data sources
 
@@ -72,7 +73,7 @@ class OpenedLoader:
         self.name = self._reference.name
         """Name of input_fn, "module:qualname"."""
         self.id = next(_ids)
-        """Number of the loader in this process, from 1."""
+        """Number that identifies the loader in this process, from 1."""
         check_strict(input_fn)
         self._local = LocalLoader(self.name, input_fn, args, kwargs)
         self._session: Session | None = None
@@ -83,12 +84,13 @@ class OpenedLoader:
         self._strict = True
         self._cached: tuple[int, Any] | None = None
         self._expected: ApplianceSettings | None = None
-        """Settings of the appliance for which an executor was made; None before that."""
+        """Settings of the appliance that was passed to a DataExecutor of this loader; None if none was passed."""
         self._leaves_epoch = False
-        """True if the next executor begins the epoch after that of the loaded state, and does not resume this one."""
+        """True if the next executor begins the epoch after that of the loaded state, and does not resume the epoch of
+        the loaded state."""
         self._drawn: int | None = None
-        """Seed that was drawn for a state requested before the run was open; the run gets the same seed. None: no seed
-        was drawn."""
+        """Random seed that was drawn because a state was requested before the run was open. The run gets this seed.
+        None: no seed was drawn."""
 
     def __getstate__(self) -> dict[str, Any]:
         if self._session is not None:
@@ -105,14 +107,15 @@ class OpenedLoader:
 
     @property
     def step(self) -> int:
-        """Number of the last delivered step, counted over the whole life of the run. Before the loop begins, the step
-        of the loaded state, else 0."""
+        """Number of the last delivered step, counted over the whole life of the run. Before the first loop begins: the
+        step of the loaded state, or 0 without a loaded state."""
         if self._session is not None:
             return self._session.reader.position.step
         return self._loaded.step if self._loaded is not None else 0
 
     def begin(self, executor: Any, appliance: Appliance | None) -> Session:
-        """Return the loader's session for an executor that starts to iterate. Open the run if it is not open."""
+        """Return the loader's session (its run and reader) for an executor that starts to iterate. Open the run if it
+        is not open. `appliance`: appliance passed to the executor; None: the default one."""
         if self._iterating:
             raise RuntimeError(
                 f"{self.name}: only one executor can iterate a loader at a time: finish the loop of the other executor "
@@ -129,7 +132,7 @@ class OpenedLoader:
         elif session.run.closed:
             raise RuntimeError(
                 f"{self.name}: the stream ended at step {self.step}, because its appliance was closed. To continue, "
-                "load a state by load_state_dict(); to start anew, make a new DataLoader"
+                "load a state by load_state_dict(); to start again from the beginning, make a new DataLoader"
             )
         elif appliance is not None and appliance is not session.appliance:
             raise RuntimeError(
@@ -150,8 +153,8 @@ class OpenedLoader:
     def finish(self, executor: Any, *, left_early: bool, epoch_ended: bool) -> None:
         """Release the loader for other executors after a loop has ended: at its end, by `break`, or by an exception.
 
-        `left_early`: whether the next executor abandons the epoch. `epoch_ended`: whether the loop took one epoch to
-        its end.
+        `left_early`: True if the loop left its epoch by `break`, so that the next executor abandons the epoch.
+        `epoch_ended`: True if the loop took an epoch to its end.
         """
         self._executor = None
         session = self._session
@@ -166,7 +169,8 @@ class OpenedLoader:
 
     @property
     def mid_epoch(self) -> bool:
-        """True if the epoch has, or may have, batches after the last step."""
+        """True if the present epoch has batches after the last step, or may have some because a loader has no len().
+        False before the epoch's first batch."""
         session = self._session
         if session is None or not any(session.reader.position.delivered):
             return False
@@ -184,14 +188,14 @@ class OpenedLoader:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Pair (box, num_boxes) of this process in the loader's run. Before the run is open, the pair in the current
-        settings."""
+        """Number of this process's box, and number of boxes, in the loader's run. Before the run is open: those of the
+        appliance's settings."""
         settings = self._settings
         return settings.box, settings.num_boxes
 
     def expect(self, appliance: Appliance) -> None:
-        """Record the appliance that an executor will use. Until the executor begins, box and number of workers are
-        taken from this appliance's settings."""
+        """Record the appliance that an executor of this loader will use. Until the executor begins, box and numbers of
+        boxes and workers are those of this appliance's settings."""
         self._expected = appliance.settings
 
     @property
@@ -226,8 +230,8 @@ class OpenedLoader:
         else:
             if saved.methods == 0 and saved.positions and not self._replays(settings):
                 raise NotRestartableError(
-                    f"the loaded state of {self.name} was saved with replay=True and can be restored only by replay: "
-                    "pass Appliance(replay=True)"
+                    f"the loaded state of {self.name} was saved with Appliance(replay=True) and can be resumed only "
+                    "with the same setting: pass Appliance(replay=True)"
                 )
             if seed is None and saved.seed is None and not saved.by_hand:
                 raise StateMismatchError(
@@ -289,7 +293,8 @@ class OpenedLoader:
         return session
 
     def _replays(self, settings: ApplianceSettings) -> bool:
-        """Return True if a loader without state methods can be saved by replay."""
+        """Return True if a loader without state methods can be saved, by counting its batches and making them again
+        after a resume."""
         return self._replay or settings.replay
 
     def _start_of(self, settings: ApplianceSettings, box: int) -> BoxStart:
@@ -320,14 +325,15 @@ class OpenedLoader:
         return self._local.length(assignments)
 
     def _capabilities(self, session: Session) -> list[records_pb2.LoaderCapabilities]:
-        """Wait for the workers' reports about their loaders, and return them."""
+        """Wait until all workers of this box have made their loaders, and return for each slot what its loader can do:
+        state methods, length. Raises DeadlineError if a worker takes too long."""
         run = session.run
         if not run.wait_for(_all_known, session.appliance.settings.timeout_s):
             late = [view for view in run.views if not _known(view)]
             raise DeadlineError(
                 f"{self.name}: worker slot {late[0].slot} of box {run.box} (on worker {late[0].worker or 'none'}) has "
                 f"not built its loader within timeout_s={session.appliance.settings.timeout_s:g} s: run `penstock "
-                "status` to see the cause, or raise timeout_s if input_fn needs longer"
+                "status` to see the cause, or pass a larger Appliance(timeout_s=) if input_fn needs longer"
             )
         for view in run.views:
             if view.phase == pb.FAILED and not view.HasField("capabilities"):
@@ -335,8 +341,8 @@ class OpenedLoader:
         return [view.capabilities for view in run.views]
 
     def close(self) -> None:
-        """End the stream, if the loader streams, and free its workers. The next executor starts from the loaded
-        state."""
+        """Close the loader's run, if it is open, and free its workers. The next executor starts from the loaded state,
+        or from the beginning without one."""
         session, self._session = self._session, None
         if session is not None:
             session.reader.close()
@@ -344,8 +350,8 @@ class OpenedLoader:
 
 
 def _on(cover: DigestCover, start_of: Callable[[int], BoxStart], box: int) -> BoxStart:
-    """Return the position and state from which a box starts, as `start_of` gives them. Set `by_rows` in the position if
-    each row of a batch has a digest of its own (DigestCover.ROWS)."""
+    """Return `start_of(box)`, the position and state from which a box starts. In a run with digests by rows
+    (DigestCover.ROWS), set `by_rows` in the position."""
     start = start_of(box)
     start.position.by_rows = cover == DigestCover.ROWS
     return start
@@ -360,7 +366,7 @@ def _all_known(run: StreamRun) -> bool:
 
 
 def _abandon(run: StreamRun, reader: Reader) -> None:
-    """End the stream of a garbage-collected loader. This may run inside the garbage collector, so the run's own thread
-    does everything that takes time or locks."""
+    """Let the run of a garbage-collected loader be closed. This function may run inside the garbage collector, so it
+    only sets a flag; the run's watch thread does what takes time or locks."""
     run.abandoned = True
     reader.close()

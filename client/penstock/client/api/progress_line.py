@@ -1,4 +1,4 @@
-"""Progress line of a loop: steps per second, and the share of the time that the loop waited for data."""
+"""Progress line of a training loop: its steps per second, and the share of its time for which it waited for batches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ProgressLine:
     """Line on standard error that shows the progress of one loop.
 
     Args:
-        label: name of the loader.
-        stats: figures of the loop's stream, which grow while the loop runs.
-        step: number of the step before the loop's first batch.
+        label: name of the loader, shown in the line.
+        stats: statistics of the loader's stream. The reader updates them while the loop runs.
+        step: number of the last step before the loop's first batch.
     """
 
     def __init__(self, label: str, stats: StreamStats, step: int) -> None:
@@ -24,7 +24,7 @@ class ProgressLine:
         self.finish = self._line.finish
 
     def update(self, step: int) -> None:
-        """Show the line if it is due."""
+        """Show the line, if enough time has passed since it was last shown. `step`: number of the present step."""
         seconds, stats = self._line.due(), self._stats
         if not seconds:
             return

@@ -1,14 +1,14 @@
 """Rendezvous of the ranks of one torchrun launch on one machine, which share one embedded appliance.
 
 Local rank 0 starts the daemons and listens on an abstract Unix socket. The other ranks connect, with a deadline, and
-receive the daemons' address. The socket's name consists of values that all ranks of a launch share and other launches
-do not (the torchrun agent's pid, the master port, the restart count), and of the number of appliances that were shared
-before. An abstract name has no file permissions, so both ends get the peer's user from the kernel. Unlike a file with
-the token, the socket leaves nothing behind when a rank is killed. Another user can take the name first. Rank 0 then
-takes a name that begins with it and ends in a random number, and the others try all such names that the kernel lists.
+receive the daemons' address. The socket's name is made of values that all ranks of a launch share and other launches do
+not (the torchrun agent's pid, the master port, the restart count), and of the number of appliances that the launch
+shared before. An abstract socket has no file permissions, so each end asks the kernel for the other end's user. Unlike
+a file with the token, the socket leaves nothing behind when a rank is killed. If another user has taken the name
+already, rank 0 appends a random number to it, and the others try all names with this beginning that the kernel lists.
 
-Ranks finish at slightly different times, and the daemons end with rank 0. So every rank keeps its connection until it
-no longer needs the appliance, and rank 0 waits until all connections are closed before it stops the daemons.
+Ranks finish at slightly different times, and the daemons end with rank 0. So every rank keeps its connection to rank 0
+until the rank no longer needs the appliance. Rank 0 waits until all connections are closed before it stops the daemons.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _pause = threading.Event()  # never set: a wait on it is a sleep
 
 @dataclass(frozen=True)
 class DaemonAddresses:
-    """Address of the daemons that local rank 0 started or uses, the credential token for them, and the job's name."""
+    """Address of the coordinator that this process uses, the credential token for calls to it, and the job's name."""
 
     address: str
     token: str = field(repr=False)
@@ -57,8 +57,8 @@ class DaemonAddresses:
 
 
 def _connected(name: str) -> socket.socket | None:
-    """Return a connection to the abstract socket of this name if its owner is a process of this user, else None. Do not
-    wait, because another user's socket may have a full queue."""
+    """Return a connection to the abstract socket of this name. Return None if no process of this user listens there.
+    The function does not wait for the connection, because another user's socket may never accept it."""
     try:
         return connect_local(name, 0.0)
     except (OSError, PenstockError):
@@ -66,7 +66,7 @@ def _connected(name: str) -> socket.socket | None:
 
 
 def _is_ours(name: str) -> bool:
-    """Return True if the owner of the socket of this name is a process of this user."""
+    """Return True if a process of this user listens on the abstract socket of this name."""
     sock = _connected(name)
     if sock is not None:
         sock.close()
@@ -74,7 +74,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _names(name: str) -> list[str]:
-    """Return the socket name, and all socket names listed by the kernel that begin with it."""
+    """Return `name`, and all names of existing abstract sockets that begin with `name`, as the kernel lists them."""
     try:
         listed = Path(SOCKETS).read_bytes().decode(errors="replace").split()
     except OSError:
@@ -92,7 +92,7 @@ class SharedAppliance:
         self._name = f"penstock-torchrun-{os.getuid()}-{os.getppid()}-{port}-{torchrun.restarts}-{_shared_so_far}"
         _shared_so_far += 1
         self.hosts = torchrun.local_rank == 0
-        """True on the rank that starts the daemons."""
+        """True on local rank 0, which starts the daemons."""
         self._pid = os.getpid()
         self._listener: socket.socket | None = None
         self._joined: socket.socket | None = None
@@ -100,7 +100,8 @@ class SharedAppliance:
         self._answering: threading.Thread | None = None
 
     def publish(self, place: DaemonAddresses) -> None:
-        """Send the daemons' addresses to each rank that connects, from now on."""
+        """On local rank 0: listen for the other ranks, and send `place`, the coordinator's address, to each that
+        connects. A thread does this until `leave`."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             try:
@@ -113,8 +114,9 @@ class SharedAppliance:
         except OSError as error:
             listener.close()
             raise PenstockError(
-                f"Appliance(): another process of this torchrun launch has already started an embedded appliance as "
-                f"local rank 0 ({error}): make one Appliance per process, or pass the address of a coordinator"
+                "Appliance(): another process of this torchrun launch has already started an embedded appliance as "
+                f"local rank 0 ({error}): make only one Appliance at a time in each process, or pass the address of a "
+                "coordinator"
             ) from error
         self._listener = listener
         message = json.dumps(asdict(place)).encode()
@@ -128,20 +130,22 @@ class SharedAppliance:
             try:
                 sock, _ = listener.accept()
             except OSError:
-                return  # the socket is closed: this rank leaves
+                return  # the socket is closed, because this rank calls `leave`
             try:
                 check_peer(sock)
             except (OSError, PenstockError):
                 sock.close()
                 continue
             self._others.append(sock)  # before the reply: `leave` waits for every rank that has joined
-            with contextlib.suppress(OSError):  # the rank is gone already; `leave` detects that
+            with contextlib.suppress(OSError):  # the other rank is gone already; `leave` detects that
                 sock.send(message)
 
     def join(self, deadline: float, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> DaemonAddresses:
-        """Return the daemons' addresses from local rank 0. From then on, rank 0 waits for this rank to leave.
+        """On the other ranks: wait for local rank 0, and return the coordinator's address from it. Rank 0 then keeps
+        the daemons running until this rank calls `leave`.
 
-        deadline: a time of time.monotonic(). `waiting` is called repeatedly during the wait. Raises DeadlineError.
+        `deadline`: a time of time.monotonic(), `timeout_s` seconds after the start of the wait. `waiting`: function
+        that is called repeatedly during the wait. Raises DeadlineError.
         """
         while True:
             for name in _names(self._name):

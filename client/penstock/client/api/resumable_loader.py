@@ -38,8 +38,8 @@ class ResumableLoader(OpenedLoader):
 
     @property
     def is_restartable(self) -> bool:
-        """True if state_dict() works, either by the state methods of input_fn's loader or by replay with
-        Appliance(replay=True)."""
+        """True if state_dict() works: input_fn's loader has state methods, or Appliance(replay=True) saves it by
+        counting its batches."""
         session = self._session
         if session is None or session.run.closed or session.run.error is not None:
             settings = session.appliance.settings if session is not None else current_settings()
@@ -58,9 +58,10 @@ class ResumableLoader(OpenedLoader):
             ...
             loader.load_state_dict(torch.load(path)["loader"])
 
-        Before the first step the result is the loaded state, or the state of a loader that is built in this process.
-        The method may be called in the loop, between executors and after the last; the result depends only on the step.
-        torch.distributed.checkpoint.load, which requests a state to load into, gets an empty state to be filled.
+        Before the first step the result is the loaded state, or without one the state of a new loader, which is built
+        in this process. The method may be called inside a loop, between loops and after the last loop; the result
+        depends only on the step. torch.distributed.checkpoint.load, which calls this method to get a state that it
+        loads into, gets an empty state.
 
         Raises:
             NotRestartableError: the loader has no state methods, or cannot be saved for another reason.
@@ -69,13 +70,14 @@ class ResumableLoader(OpenedLoader):
         return self.state_at(self.step)
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """Return the state that state_dict() returned after this step, at most Appliance(retention_steps=) steps ago.
+        """Return the state after an earlier step: what state_dict() returned, or would have returned, then. `step`: one
+        of the last Appliance(retention_steps=) steps.
 
         Use it in loops whose batches come through a wrapper that reads ahead: see penstock.client.Lookahead.
 
         Raises:
-            StateUnavailableError: the step lies before the loaded state, is not delivered yet, or is older than
-                retention_steps; or the run is closed.
+            StateUnavailableError: the step is before that of the loaded state, is not delivered yet, or is more than
+                retention_steps steps ago; or the run is closed.
             NotRestartableError: as for state_dict().
             TypeError: step is not an int.
         """
@@ -87,8 +89,8 @@ class ResumableLoader(OpenedLoader):
         first = session.first_step if session is not None else self.step
         if not first <= step <= self.step:
             raise StateUnavailableError(
-                f"{self.name}: step must be from {first} to {self.step}, got {step}: pass a step that was delivered "
-                "since the loader was made or its state loaded"
+                f"{self.name}: step of state_at(step) must be from {first} to {self.step}, got {step}: pass a step "
+                "that was delivered since the loader was made or a state was loaded"
             )
         if session is None or step == first:
             if self._loaded is not None:
@@ -110,8 +112,8 @@ class ResumableLoader(OpenedLoader):
         return saved.to_dict()
 
     def _seed_to_come(self, settings: ApplianceSettings) -> int:
-        """Return the seed of the run that will be opened. Without a given seed, draw one now, because a run of any
-        order would accept a state without a seed."""
+        """Return the seed that the run will have when it is opened, for a state that is requested before. If the user
+        gave no seed, draw one now: a state without a seed could be resumed in a run with another order of samples."""
         if settings.seed is not None:
             return settings.seed
         if settings.num_boxes > 1:
@@ -132,7 +134,8 @@ class ResumableLoader(OpenedLoader):
             )
 
     def checkpoints(self, step: int | None = None) -> list[DataLoaderCheckpoint]:
-        """Return each worker's record of the state after a step, of all boxes, in order of global_worker_id.
+        """Return a DataLoaderCheckpoint (counts and loader state) of each worker of all boxes after a step, in the
+        order of global_worker_id.
 
         The counts are those of this launch, as get_worker_state() returned them on the workers; `lifetime_*` count all
         launches. For a loader with the four state methods (see RestartableDataLoader), `user_state_dict` is the result
@@ -150,15 +153,15 @@ class ResumableLoader(OpenedLoader):
             first = session.first_step + 1 if session is not None else self.step + 1
             steps = f"steps {first} to {self.step} have" if first <= self.step else "no step has"
             raise StateUnavailableError(
-                f"{self.name}: step {step} has no records, because {steps} been delivered since the loader was made or "
-                "its state loaded: pass a delivered step"
+                f"{self.name}: step {step} has no records for checkpoints(), because {steps} been delivered since the "
+                "loader was made or a state was loaded: pass a step that was delivered since"
             )
         fetched, _ = self._fetch(session, step)
         return checkpoints_of(fetched, self._loaded, step)
 
     def _fetch(self, session: Session, step: int) -> tuple[FetchedState, int]:
-        """Return the records of all workers at a step, and the number of state methods that input_fn's loader has (0, 2
-        or 4)."""
+        """Fetch the workers' records at a step, with the counts and loader states of all boxes. Return them, and the
+        number of state methods that input_fn's loader has (0, 2 or 4)."""
         settings, run = session.appliance.settings, session.run
         if run.error is not None:
             raise run.error
@@ -187,7 +190,7 @@ class ResumableLoader(OpenedLoader):
         return saved
 
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
-        """Resume from a state of this loader with the next executor.
+        """Load a state of this loader, from which the next executor resumes.
 
         Args:
             sd: result of state_dict(), from this process or another. A loader with the four state methods also accepts
@@ -198,7 +201,8 @@ class ResumableLoader(OpenedLoader):
         Raises:
             StateMismatchError: sd is the state of another loader, or not a state.
             UnsupportedStateError: sd was made by hand and holds values that a state cannot hold.
-            StateCorruptError, StateVersionError: sd is damaged, or newer than this Penstock.
+            StateCorruptError, StateVersionError: sd is damaged, or was saved by a version of Penstock with another
+                format.
             RuntimeError: an executor is iterating.
             TypeError: only one of the loader's load_state_dict and deaggregate_state_dict takes `strict`.
         """
@@ -226,8 +230,8 @@ class ResumableLoader(OpenedLoader):
             self._loaded.aggregated = copy.deepcopy(saved.aggregated)
 
     def _made_by_hand(self, sd: object) -> SavedState | None:
-        """Return `sd` as a SavedState if Penstock did not save it and the loader's own methods can read it; else
-        None."""
+        """Return `sd` as a SavedState if Penstock did not save it, and the loader's own method deaggregate_state_dict
+        can read it. Return None if it has to be a state that Penstock saved."""
         if not isinstance(sd, Mapping) or KEY in sd:
             return None
         if self._local.can_be_built and self._local.methods("load_state_dict") != 4:

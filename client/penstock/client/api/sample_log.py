@@ -1,6 +1,6 @@
 """Log of the samples of each training step: the restore keys of each batch, one line of JSON for each step.
 
-The samples are a function of the job's state, so the log adds no information. It makes samples easy to look up: for
+The samples of a step follow from the job's state, so the log adds no information. It makes samples easy to look up: for
 example, the samples of the step at which the loss rose. `DataLoader.restore_sample(key)` reads a sample again.
 """
 
@@ -36,17 +36,17 @@ class SampleLog:
         """
         Args:
             path: path of the file; missing folders are made. The file is opened at the first `write`.
-            field: key of the restore keys in each batch: the loader's `keys=`.
+            field: key under which each batch, a dict, has its list of restore keys: the value of the loader's `keys=`.
         """
         self.path, self._field = Path(path), field
         self._file: BinaryIO | None = None
         self._last = 0
 
     def write(self, step: int, batch: Any) -> None:
-        """Write the line of a step.
+        """Write the line of a step: the restore keys in its batch.
 
         Raises:
-            InvalidArgumentError: the batch has no keys, or the step is not after the last one.
+            InvalidArgumentError: the batch has no restore keys, or the step is not above the last one in the file.
             OSError: the file cannot be written.
         """
         keys = batch.get(self._field) if isinstance(batch, Mapping) else None
@@ -81,7 +81,7 @@ class SampleLog:
         self.close()
 
     def _open(self, step: int) -> BinaryIO:
-        """Open the file, and delete the lines of `step` and later steps."""
+        """Open the file to append to it, after deleting the lines of `step` and later steps."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+b")
         file.seek(0)

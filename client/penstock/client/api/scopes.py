@@ -1,8 +1,10 @@
-"""Scopes around running code: the appliance of a `with`, the executor of a loop.
+"""Scopes of running code: within which `with` over an Appliance, or within which loop over a DataExecutor, a call
+happens.
 
-Each thread and each asyncio task finds the object that it entered last (a context variable). A thread that entered no
-object, such as a helper thread, finds the only object that is open elsewhere. If several are open elsewhere,
-AmbiguousContextError is raised, because a wrong choice would silently stream another box's data.
+An object (appliance or executor) is entered when its `with` or loop begins. Each thread and each asyncio task finds the
+object that it entered last (a context variable). A thread that entered no object, such as a helper thread, finds the
+only object that is open elsewhere. If several are open elsewhere, AmbiguousContextError is raised, because a wrong
+choice would silently stream another box's data.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ T = TypeVar("T")
 
 
 class ApplianceScope(Generic[T]):
-    """Stack of the objects of one kind that are open in `with` statements. An object that is entered twice is left
-    twice.
+    """Stack of the objects of one kind, appliances or executors, whose `with` or loop is running. An object that is
+    entered twice must be left twice.
 
     Args:
         name: name of the context variable.
-        ambiguous: text of the error, with "{count}" for the number of open objects.
-        usable: predicate; objects for which it returns False are ignored.
+        ambiguous: text of the AmbiguousContextError, with "{count}" for the number of open objects.
+        usable: function that returns False for an object that must be ignored, such as a closed appliance.
     """
 
     def __init__(self, name: str, ambiguous: str, usable: Callable[[T], bool] = lambda thing: True) -> None:
@@ -40,8 +42,8 @@ class ApplianceScope(Generic[T]):
         self._stack.set((*self._stack.get(), weakref.ref(thing)))
 
     def leave(self, thing: T) -> None:
-        """Remove an object at the end of its `with`. If `enter` ran in another context, the entry stays on the stack of
-        that context, where `innermost` ignores the entry."""
+        """Remove an object at the end of its `with` or loop. If `enter` was called in another thread or task, the
+        object stays on the stack of that thread or task, where `innermost` ignores it."""
         if thing in self._open:
             self._open.remove(thing)
         stack = list(self._stack.get())
@@ -52,8 +54,9 @@ class ApplianceScope(Generic[T]):
         self._stack.set(tuple(ref for ref in stack if ref() in self._open))
 
     def innermost(self) -> T | None:
-        """Return the object that this thread or task entered last, else the only object that is open elsewhere, else
-        None. Raises AmbiguousContextError if several are open elsewhere."""
+        """Return the object that this thread or task entered last. If it entered none, return the only object that
+        other threads or tasks have entered, or None if there is no such object. Raises AmbiguousContextError if others
+        have entered several."""
         usable = [thing for thing in self._open if self._usable(thing)]
         for ref in reversed(self._stack.get()):
             thing = ref()

@@ -19,21 +19,21 @@ _log = logging.getLogger("penstock.client")
 
 @dataclass
 class Session:
-    """Session of an opened loader: its run, the reader of the run's batches, and the step at which the present epoch
-    began."""
+    """Session of an opened loader: its run on an appliance, the reader of the run's batches, and the step at which the
+    present epoch began. It lasts until the run is closed or a state is loaded."""
 
     appliance: Appliance
     run: StreamRun
     reader: Reader
     name: str
     first_step: int
-    """Number of the step before the session's first batch."""
+    """Number of the last step before the session's first batch."""
     epoch_began_at: int
-    """Number of the step before the first batch of the present epoch."""
+    """Number of the last step before the first batch of the present epoch."""
     whole_epoch: bool
-    """True if the session reads the present epoch from its beginning, False if from a restored position."""
+    """True if the session reads the present epoch from its beginning, False if it began in the middle of the epoch."""
     warned_ended: set[tuple[int, int]] = field(default_factory=set)
-    """Ends of other boxes' epochs, as (box, last step), that were already reported to the user."""
+    """Ends of other boxes' epochs of which the user was already warned, as (box, last step of the epoch)."""
     warned_of_abandoned: bool = False
     cut_due: bool = False
     """True if the loop left the epoch by `break`, so that the next executor abandons the epoch."""
@@ -56,16 +56,16 @@ class Session:
         )
 
     def epoch_ended(self) -> None:
-        """Begin the next epoch after the reader has reached an epoch's end. Raises EmptyInputError after an epoch
-        without a batch."""
+        """Record that the reader has reached the end of an epoch, so that the next epoch begins. Raises EmptyInputError
+        if the epoch had no batch."""
         step = self.reader.position.step
         if self.whole_epoch and step == self.epoch_began_at:
             raise self.empty()
         self.epoch_began_at, self.whole_epoch = step, True
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch at the last step. Log once that the next loop begins the next epoch, because users of other
-        systems may expect the next loop to continue this one."""
+        """Abandon the epoch after the last delivered batch. Log once that the next loop begins the next epoch, because
+        users of other systems may expect that the next loop continues the abandoned one."""
         if not self.warned_of_abandoned:
             self.warned_of_abandoned = True
             _log.warning(
@@ -80,8 +80,8 @@ class Session:
         self.epoch_began_at, self.whole_epoch = self.reader.position.step, True
 
     def warn_of_ended(self, step: int) -> None:
-        """Warn of each other box whose epoch ended before this step, once for each end. A collective operation on all
-        boxes would wait for such a box forever."""
+        """Warn of each other box whose epoch has ended although this box's epoch continues with `step`, once for each
+        end of an epoch. A collective operation of all boxes would wait for such a box forever."""
         for box, last in self.run.ended_boxes.items():
             # If the other box's epoch ended at the step where this box's epoch began, both are between the same two
             # epochs.
@@ -103,8 +103,8 @@ class Session:
         )
 
     def expected_last(self) -> int | None:
-        """Return the last step of this epoch, computed from len() of the workers' loaders; None if a loader has no
-        len()."""
+        """Return the number of the last step of the present epoch, computed from len() of the workers' loaders; None if
+        a loader has no len()."""
         position, last = self.reader.position, self.reader.position.step
         for slot in position.live:
             length = self.run.views[slot].capabilities.length

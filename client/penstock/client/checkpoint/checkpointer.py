@@ -48,14 +48,14 @@ LONGEST_S = 30 * 86400.0
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of this rank's saves in flight."""
+    """Progress of this rank's saves that are not on the disk yet."""
 
     step: int | None
-    """Step that is being written; None if no save is in flight."""
+    """Step whose checkpoint is being written; None if none is being written."""
     written: int
-    """Bytes written so far."""
+    """Number of bytes written so far, for all these saves."""
     total: int
-    """Bytes to write in all."""
+    """Number of bytes to write in all."""
 
 
 class AsyncCheckpointer:
@@ -76,24 +76,27 @@ class AsyncCheckpointer:
     Args:
         folder: path that all ranks see; created if missing.
         keep_last: number of the newest checkpoints to keep, others are deleted; None: keep all.
-        keep_every: also keep the checkpoints at steps that are multiples of this number; needs keep_last. None: no
-            others.
+        keep_every: keep the checkpoints at steps that are multiples of this number too; needs keep_last. None: keep
+            only the newest.
         threads: number of writing threads, and of files, on each rank.
-        separation_hint: prefix of names that are saved in files of their own.
-        fsync: False: a checkpoint may be lost or incomplete if the machine stops. (If only the process stops, nothing
-            is lost.)
-        buffers: number of saves that may be in flight. 1: a save waits until the previous save is written. 2: a save
-            waits only for the save before the previous one, and takes twice the memory.
+        separation_hint: beginning of names. Values with such names are saved in files of their own. None: all values
+            share the files.
+        fsync: True: a complete checkpoint survives a power failure. False: it may be lost or incomplete then. (If only
+            the process stops, nothing is lost in either case.)
+        buffers: number of saves that may be unwritten at a time. 1: save() waits until the previous save is written. 2:
+            save() waits only for the save before the previous one, and two copies of the state take twice the memory.
         timeout_s: seconds after which a save that is not on the disk has failed, and after which a rank stops waiting
             for the others.
-        on_signal: signals (`signal.SIGTERM`, or several) to record for `signalled`. A second signal has the effect that
-            it has without `on_signal`.
-        on_exit: what to do with a save in flight when the training process ends or is killed: "finish" or "abandon".
+        on_signal: signal or signals (such as `signal.SIGTERM`) that only make `signalled` return True. A second signal
+            has the effect that it has without `on_signal`.
+        on_exit: what the writer process does with an unwritten save when the training process ends or is killed:
+            "finish" or "abandon" it.
         check_replicas: compare values that several ranks have under one name, because only one copy is saved. An object
-            that differs is an error, a tensor that differs a warning (of large tensors, samples are compared).
+            that differs between ranks is an error, a tensor that differs a warning (of large tensors, samples are
+            compared).
         group: process group of the ranks that save together; None: all ranks.
 
-    Memory: one copy of what this rank saves, in shared memory, for each buffer.
+    Each buffer takes as much shared memory as one copy of what this rank saves.
 
     Raises InvalidArgumentError for an invalid argument, CheckpointError if the writer process cannot be started.
     """
@@ -143,7 +146,7 @@ class AsyncCheckpointer:
         self._agreement = Agreement(self._ranks, threads, separation_hint, check_replicas)
         self._buffers = [StagingBuffer() for _ in range(buffers)]
         self._pending: list[PendingSave] = []
-        """Saves in flight, and ended saves with results that are not taken yet."""
+        """Saves that are being written, and ended saves whose results were not read yet, oldest first."""
         self._unraised: list[CheckpointError] = []
         """Errors of failed saves that have not been raised yet."""
         self._last: PendingSave | None = None
@@ -181,8 +184,8 @@ class AsyncCheckpointer:
             open_streams.saves.stalled(time.monotonic() - began)
 
     def _save(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Try to save. Return False if another thread or a signal handler has taken the free buffer; the caller then
-        tries again."""
+        """Try to save. Return False if another thread or a signal handler has taken the free buffer meanwhile; `save`
+        then tries again."""
         self._make_room()
         with self._calls.one("save"), _no_collection():
             self._check_open()
@@ -194,10 +197,9 @@ class AsyncCheckpointer:
         return True
 
     def signalled(self) -> bool:
-        """Return True if any rank has received a signal of `on_signal`.
-
-        All ranks call this method together, so all ranks stop after the same step. With several ranks the call is an
-        exchange of about 0.3 ms: call `signalled` every few steps if steps are short.
+        """Return True if any rank has received a signal of `on_signal`. All ranks call this method together, so all
+        ranks stop after the same step. With several ranks the call is an exchange of about 0.3 ms: call `signalled`
+        every few steps if steps are short.
         """
         self._check_open()
         if self._ranks.size == 1:
@@ -211,10 +213,10 @@ class AsyncCheckpointer:
         return any(answer["signal"] for answer in answers)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Plan the save of a state with this structure, and allocate the memory for the save, before the first `save`.
+        """Prepare the first `save`: plan the save of a state with this structure, and allocate its shared memory.
 
-        All ranks call this method together. Without `prepare` the first save takes 0.7 s longer for each GiB. Waits for
-        the saves in flight. Raises the errors of `save`.
+        All ranks call this method together. Without `prepare` the first save takes 0.7 s longer for each GiB. The
+        method waits for saves that are being written. Raises the errors of `save`.
         """
         self._check_open()
         while True:
@@ -278,7 +280,7 @@ class AsyncCheckpointer:
         )
 
     def _make_room(self) -> None:
-        """Wait until a buffer is free. If all buffers belong to saves in flight, wait for the oldest save."""
+        """Wait until a buffer is free: if all hold saves that are not written yet, wait for the oldest save."""
         in_flight = self._in_flight
         if len(in_flight) >= len(self._buffers):
             wait_all(self._writer, in_flight[: len(in_flight) - len(self._buffers) + 1], None)
@@ -288,7 +290,8 @@ class AsyncCheckpointer:
         return [one for one in list(self._pending) if not one.ended.is_set()]
 
     def _collect_ended(self) -> None:
-        """Remove ended saves from `_pending`, and keep their errors in `_unraised`."""
+        """Remove ended saves from `_pending`, and add their errors to `_unraised`, which the next call on all ranks
+        raises."""
         for one in [one for one in self._pending if one.ended.is_set()]:
             self._pending.remove(one)
             if one.error is not None:
@@ -298,7 +301,7 @@ class AsyncCheckpointer:
 
     @property
     def progress(self) -> Progress:
-        """Progress of the saves in flight."""
+        """Progress of this rank's saves that are not on the disk yet."""
         in_flight = self._in_flight
         step = in_flight[0].step if in_flight else None
         return Progress(step, sum(one.written for one in in_flight), sum(one.total for one in in_flight))
@@ -307,8 +310,9 @@ class AsyncCheckpointer:
         """Wait until all saves are on the disk.
 
         Raises:
-            CheckpointError: a save failed; names the rank and the cause.
-            DeadlineError: `timeout_s` has passed; the saves continue.
+            CheckpointError: a save failed; the error names the rank and the cause.
+            DeadlineError: `timeout_s` seconds have passed; the saves continue. None: no limit besides the
+                checkpointer's timeout_s.
         """
         self._owner.check(f"AsyncCheckpointer({str(self.folder)!r})")
         wait_all(self._writer, list(self._pending), timeout_s)
@@ -320,7 +324,8 @@ class AsyncCheckpointer:
             raise errors[0]
 
     def result(self, timeout_s: float | None = None) -> Path:
-        """Wait until the last checkpoint is on the disk, and return its path. Raises the errors of `wait`."""
+        """Wait until the checkpoint of the last save() is on the disk, and return its path. Raises the errors of
+        `wait`."""
         if self._last is None:
             raise CheckpointError("AsyncCheckpointer.result() must be called after save(): nothing was saved yet")
         self.wait(timeout_s)
@@ -329,7 +334,7 @@ class AsyncCheckpointer:
         return self.folder / step_name(self._last.step)
 
     def latest(self) -> int | None:
-        """Return the step of the newest complete checkpoint in the folder; None if there is none.
+        """Return the step of the newest complete checkpoint in the folder; None if the folder has no checkpoint.
 
         The newest checkpoint is the one saved last. Its step need not be the largest, because training may have been
         resumed from an earlier step. Warns of newer checkpoints that are damaged.
@@ -344,8 +349,8 @@ class AsyncCheckpointer:
     def newest(self) -> int | None:
         """Return the step that `restore` would load; None if the folder has no checkpoint.
 
-        All ranks call this method together and get the same step. Like `restore`, it first waits for saves in flight,
-        also for saves of an earlier job. Raises the errors of `restore`.
+        All ranks call this method together and get the same step. Like `restore`, it first waits for saves that are
+        being written, also by an earlier job. Raises the errors of `restore`.
         """
         self._check_open()
         wait_all(self._writer, list(self._pending), None)
@@ -367,15 +372,16 @@ class AsyncCheckpointer:
             state: as for `save`. Modules, optimizers, loaders and other objects with `load_state_dict` are loaded;
                 tensors are filled, and other values of a dict replaced, in place. Saved values that `state` does not
                 name are ignored.
-            step: step to restore; None: the newest.
-            verify: read all files first and compare their checksums.
+            step: step of the checkpoint to restore; None: the checkpoint that was saved last.
+            verify: read all files of the checkpoint first and compare their checksums. False: compare the checksums of
+                what this rank reads.
             allow_unsafe_types: unpickle objects of any class. Only for checkpoints that only you can have written.
 
         Returns the step that was restored; None if `step` is None and the folder has no checkpoint.
 
         Raises:
-            CheckpointNotFoundError: the folder has no checkpoint of this step; lists the steps that exist.
-            CheckpointCorruptError: the checkpoint is damaged; names the file, and the newest good checkpoint.
+            CheckpointNotFoundError: the folder has no checkpoint of this step; the error lists the steps that it has.
+            CheckpointCorruptError: the checkpoint is damaged; the error names the file, and the newest good checkpoint.
             CheckpointError: a rank could not load the checkpoint, or the checkpoint does not fit `state`. All ranks
                 raise this error.
         """
@@ -401,8 +407,9 @@ class AsyncCheckpointer:
         )
 
     def _choose(self, call: str, held: ExitStack, step: int | None, verify: bool) -> dict[str, Any]:
-        """Return the checkpoint that all ranks restore; {} if there is none. Rank 0 pins the checkpoint in `held`, so
-        that no save deletes it meanwhile."""
+        """Let rank 0 choose the checkpoint to restore, and return the choice on all ranks; {} if the folder has no
+        checkpoint. Rank 0 pins the checkpoint until `held` is closed, so that no save deletes it meanwhile. `call`:
+        name of the public method, for errors."""
         ranks = self._ranks
 
         def choosing() -> dict[str, Any]:
@@ -414,7 +421,8 @@ class AsyncCheckpointer:
         return ranks.together(call, "nothing was restored", choosing)[0]
 
     def _load(self, choice: dict[str, Any], state: Mapping[str, Any], unsafe: bool) -> bool:
-        """Load the chosen checkpoint on all ranks. Return False if it was replaced before all ranks had opened it."""
+        """Load the chosen checkpoint into `state` on all ranks. Return False if another save replaced the checkpoint
+        before all ranks had opened it."""
         loaded: LoadedCheckpoint | None = None
 
         def loading() -> dict[str, Any]:
@@ -437,7 +445,8 @@ class AsyncCheckpointer:
     # ---- closing
 
     def close(self, *, abandon: bool = False) -> None:
-        """Wait for the saves in flight, or abandon them, and end the writer process. Raises the errors of `wait`."""
+        """End the writer process, after the saves that it is writing. `abandon`: True to abandon these saves. Raises
+        the errors of `wait`."""
         if self._closed or not self._owner.is_here:  # a forked child has neither writer nor saves
             return
         self._closed = True
@@ -477,8 +486,8 @@ class AsyncCheckpointer:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pause garbage collection. A collection takes longer than the whole save of a state with thousands of small
-    entries."""
+    """Context manager that pauses Python's garbage collection. One collection takes longer than the whole save of a
+    state with thousands of small entries."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -489,7 +498,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def _leave(writer: WriterProcess, pending: list[PendingSave], on_exit: OnExit, timeout_s: float, pid: int) -> None:
-    """Finish or abandon the saves in flight when the interpreter exits or the checkpointer is garbage-collected."""
+    """Finalizer of a checkpointer that was not closed: finish or abandon its unwritten saves, as `on_exit` says, and
+    end the writer process. Runs when the interpreter exits or the checkpointer is garbage-collected."""
     if os.getpid() != pid:
         return  # a forked child has neither writer nor saves
     if on_exit == "abandon":

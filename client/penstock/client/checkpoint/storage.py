@@ -46,10 +46,12 @@ class AsyncFileSystemWriter(FileSystemWriter):
     Args:
         path: folder of the checkpoint; created if missing.
         thread_count: number of writing threads, and of files, on each rank.
-        separation_hint: prefix of names that are saved in files of their own.
+        separation_hint: beginning of names. Values with such names are saved in files of their own. None: all values
+            share the files.
         sync_files: True: fsync all files before the save ends.
         overwrite: False: raise an error if the folder holds a checkpoint. True: replace that checkpoint.
-        transforms: torch's stream extensions, such as ZStandard, for everything that is written.
+        transforms: torch's stream extensions, such as ZStandard for compression, which are applied to everything that
+            is written.
 
     If a thread fails, `dcp.save` raises the error of the first thread that failed. If none failed, but fewer items were
     written than planned, it raises CheckpointError. Both errors are wrapped in torch's CheckpointException.
@@ -73,7 +75,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
         self.separation_hint = separation_hint
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files, and return a future that is already done."""
+        """Write this rank's files as `plan` says. Return a future with the results, which is done already."""
         items = [Item(item.index.fqn, _chunk_bytes(item)) for item in plan.items]
         buckets = assign(items, plan.storage_data.prefix, self.thread_count, self.separation_hint)
         results: list[WriteResult] = []
@@ -112,7 +114,8 @@ class AsyncFileSystemWriter(FileSystemWriter):
         return write_item(self.transforms, file, data, item, name, SerializationFormat.TORCH_SAVE)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write torch's index as the last file, and fsync the index and the folder."""
+        """Write torch's index, which makes the checkpoint complete, as the last file, and fsync the index and the
+        folder. `results`: what write_data returned on each rank."""
         metadata.version = DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = self.storage_meta()
@@ -126,7 +129,8 @@ class AsyncFileSystemWriter(FileSystemWriter):
 
 
 def _chunk_bytes(item: WriteItem) -> int | None:
-    """Return the bytes of the part of a tensor that an item saves; None for an object."""
+    """Return the number of bytes of the tensor, or part of a tensor, that a write item of torch saves; None for an
+    object."""
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
         return None
     nbytes = item.tensor_data.properties.dtype.itemsize

@@ -1,5 +1,6 @@
-"""Message of a batch for the other ranks of its box (data-parallel rank): structure, shapes and the flat region, in
-memory of its own.
+"""Message with a batch, for the other ranks of its box (data-parallel rank): the batch's structure (nesting, keys,
+dtypes), its shapes, and its region, one block of memory with the values of all its tensors. A message has memory of its
+own, apart from the ring that the batch came in.
 
     0       8   S, bytes of the structure          int64, little-endian
     8       8   D, number of dims
@@ -8,7 +9,7 @@ memory of its own.
             8D  dims, then zeros to a multiple of 64
             R   region
 
-Nothing is pickled. The parts are those of a lane's frames, and are checked by the same code.
+Nothing is pickled. Structure, shapes and region are encoded as on a lane, and checked by the same code.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ NUMBERS = 3
 
 
 class BatchMessages:
-    """Packer and unpacker of one stream's batches, in one thread."""
+    """Packer and unpacker of the batches of one stream. It may be used by one thread only."""
 
     def __init__(self) -> None:
         self._flattener = Flattener()
         self._assembler: Assembler | None = None
 
     def pack(self, batch: Any) -> torch.Tensor:
-        """Return the message of a batch: uint8, 1-d, in memory of its own.
+        """Return the message with a batch, as a uint8 tensor of shape [bytes] on the CPU, which shares no memory with
+        the batch.
 
-        Raises UnsupportedLeafError for a batch with tensors on a device.
+        Raises UnsupportedLeafError for a batch with tensors on a device such as a GPU.
         """
         flat = self._flattener.flatten(batch)
         structure = flat.structure.to_bytes()
@@ -57,8 +59,8 @@ class BatchMessages:
         return message
 
     def unpack(self, message: torch.Tensor) -> Any:
-        """Return the batch of a message, with new containers at each call. The batch's tensors are views of the
-        message.
+        """Return the batch in a message. Its tensors are views of the message's memory; its dicts and lists are made
+        anew at each call.
 
         Raises ProtocolError for a message that pack() cannot have made.
         """
@@ -68,14 +70,16 @@ class BatchMessages:
         return self._assembler.assemble(shapes, message.numpy(), region_at, nbytes)
 
     def rows(self, message: torch.Tensor) -> int | None:
-        """Return the number of rows of a batch; None if its tensors have different numbers."""
+        """Return the number of rows of the batch in a message; None if its tensors have different numbers of rows."""
         structure, shapes, _, _ = self._parts(message)
         return batch_size_of(structure, shapes)
 
     def _parts(self, message: torch.Tensor) -> tuple[Structure, list[int], int, int]:
         memory = message.numpy()
         if memory.size < HEADER:
-            raise ProtocolError(f"the message of a batch must have {HEADER} bytes or more, got {memory.size}")
+            raise ProtocolError(
+                f"the message with a batch from another rank must have {HEADER} bytes or more, got {memory.size}"
+            )
         structure_bytes, dims, nbytes = memory[: 8 * NUMBERS].view("<i8").tolist()
         fits = min(structure_bytes, dims, nbytes) >= 0 and max(structure_bytes, dims, nbytes) <= memory.size
         dims_at = HEADER + padded(structure_bytes) if fits else 0

@@ -1,12 +1,14 @@
-"""Messages from the reader of a box (data-parallel rank) to the box's other ranks, over gloo.
+"""Messages from the reader of a box (data-parallel rank), the rank that reads the box's batches, to the box's other
+ranks, over gloo.
 
-The reader sends a message to the leaders of other stages, and each leader broadcasts the message to the ranks of its
-stage, which request batches at the same time because they run in lockstep. The stages of a pipeline do not run in
+A stage is one part of a model that is split into a pipeline, and its leader is the first of its ranks (rank_groups.py).
+The reader sends a message to the leaders of the other stages, and each leader broadcasts the message to the ranks of
+its stage, which request batches at the same time because they run in lockstep. The stages of a pipeline do not run in
 lockstep: the last stage requests a batch only when its activations arrive. If the reader waited for that request, the
 activations would never come. So a thread of the reader sends to other stages, and the training thread only queues
 messages. The pipeline's depth limits the length of the queue, because the first stage cannot be further ahead.
 
-Every wait ends by the groups' timeout.
+Every wait for another rank ends after the timeout of the process groups.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ class Kind(IntEnum):
 
     BATCH = 0
     END = 1
-    """End of the loader's steps."""
+    """The loader has no more batches."""
     ERROR = 2
-    """Failure of the reader: the name of the error's class, a newline, the error's text."""
+    """The reader has failed. The content is the name of the error's class, a newline, and the error's text."""
     STATE = 3
 
 
@@ -57,7 +59,7 @@ class Relay:
         self._sender = _Sender(targets, self._leaders) if targets and self._leaders is not None else None
 
     def send(self, message: Message) -> None:
-        """Send a message to the ranks that get batches. Only the reader calls this."""
+        """Send a message to the other ranks of the box that get batches. Only the reader calls this method."""
         if self._sender is not None:
             self._sender.put(message)
         self._broadcast(message)
@@ -78,8 +80,8 @@ class Relay:
         return self._broadcast(message)
 
     def share(self, message: Message | None) -> Message:
-        """Return the reader's message on all ranks of the box, which call this method together. message: None except on
-        the reader."""
+        """Send the reader's `message` to all ranks of the box, and return the message on each. All ranks of the box
+        call this method together, the others with None."""
         if self._sender is not None:
             self._sender.drain(self._timeout_s)
         if self._ranks.leads:
@@ -87,11 +89,12 @@ class Relay:
         return self._broadcast(message)
 
     def _broadcast(self, message: Message | None) -> Message:
-        """Return the leader's message, on all ranks of a stage."""
+        """Send the leader's `message` to all ranks of its stage, and return the message on each. The others pass
+        None."""
         return _broadcast(message, self._peers, self._ranks)
 
     def sum_over_boxes(self, count: int) -> int:
-        """Return the sum of all boxes' counts. All readers call this method together."""
+        """Return the sum of the counts that the readers of all boxes pass. All readers call this method together."""
         if self._readers is None:
             return count
         total = torch.tensor(count, dtype=torch.int64)
@@ -100,13 +103,13 @@ class Relay:
         return int(total)
 
     def close(self) -> None:
-        """Send the queued messages, for at most the timeout, and end the sending thread."""
+        """Wait until the queued messages are sent, at most for the timeout, and end the sending thread."""
         if self._sender is not None:
             self._sender.close(self._timeout_s)
 
 
 class _Sender:
-    """Thread that sends messages to other stages' leaders, in order."""
+    """Thread of the reader that sends messages to the leaders of other stages, in order."""
 
     def __init__(self, targets: Sequence[int], group: HostGroup) -> None:
         self._targets, self._group = targets, group
@@ -120,7 +123,7 @@ class _Sender:
         self._waiting.put(message)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until all messages are received."""
+        """Wait until all queued messages are sent. Raises DeadlineError after `timeout_s` seconds."""
         sent = threading.Event()
         self._waiting.put(sent)
         if not sent.wait(timeout_s):
@@ -161,7 +164,7 @@ class _Sender:
 
 
 class _Named:
-    """Context that adds the names of ranks to gloo's errors."""
+    """Context manager that converts an error of gloo into a LaneLostError that names this rank and its box."""
 
     def __init__(self, ranks: RankGroups) -> None:
         self._ranks = ranks
@@ -178,7 +181,8 @@ class _Named:
 
 
 def _broadcast(message: Message | None, group: HostGroup | None, ranks: RankGroups) -> Message:
-    """Return the message of a group's first rank, on all of its ranks."""
+    """Send the `message` of the group's first rank to all ranks of the group, and return the message on each. The
+    others pass None."""
     if group is None:
         assert message is not None
         return message
@@ -196,11 +200,12 @@ def _header(message: Message) -> torch.Tensor:
 
 
 def _content(header: torch.Tensor) -> torch.Tensor:
-    """Return memory for the content of a message with this header."""
+    """Return memory for the content of a message whose header has arrived. Raises ProtocolError if the header states an
+    unknown kind or too many bytes."""
     kind, nbytes = header.tolist()
     if kind not in iter(Kind) or not 0 <= nbytes <= MAX_MESSAGE_BYTES:
         raise ProtocolError(
-            f"a message of the box's reader must have a kind of {[*map(int, Kind)]} and at most {MAX_MESSAGE_BYTES} "
-            f"bytes, got kind {kind} and {nbytes} bytes"
+            f"a message from the rank that reads for this box must have a kind of {[*map(int, Kind)]} and at most "
+            f"{MAX_MESSAGE_BYTES} bytes, got kind {kind} and {nbytes} bytes"
         )
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -73,7 +73,7 @@ def as_numpy(batch: Any) -> Any:
     kind, fields = record
     if kind == "nt":
         return tuple.__new__(cls, map(as_numpy, batch))
-    # Like penstock.proto.batch.assemble: __init__ and __post_init__ ran on the worker.
+    # __init__ and __post_init__ ran on the worker and are not run again, as in penstock.proto.batch.assemble.
     instance = object.__new__(cls)
     for name in fields:
         object.__setattr__(instance, name, as_numpy(getattr(batch, name)))
@@ -81,7 +81,7 @@ def as_numpy(batch: Any) -> Any:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a NumPy array in the same memory as a tensor."""
+    """Return a NumPy array in the same memory as a tensor. Raises the errors of as_numpy()."""
     if not tensor.is_cpu:
         raise InvalidArgumentError(
             f"as_numpy: tensors must be on the CPU, got one on {tensor.device}: leave device= out of Appliance(), and "
@@ -96,8 +96,9 @@ def _array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
 
 @cache
 def _extended(dtype: torch.dtype) -> tuple[torch.dtype, np.dtype[Any]] | None:
-    """Return None for a dtype that NumPy has. For any other, return an integer dtype of the same size, with which torch
-    can convert the tensor, and the dtype of the same name from ml_dtypes.
+    """Return how to convert a tensor whose dtype NumPy does not have, such as bfloat16: an integer dtype of the same
+    size, as which torch converts the tensor, and the dtype of the same name from ml_dtypes, as which the array is
+    viewed then. Return None for a dtype that NumPy has.
 
     The result is cached. With the cache an array of bfloat16 takes 2 us; without the cache a caught error of torch
     takes 30 us more.

@@ -62,8 +62,8 @@ class LoaderState(Callback):
             self._ahead.leave_epoch()
 
     def _epoch_over(self) -> bool:
-        """Return True if the last batch of Lightning's epoch is done. A checkpoint may then be saved by several hooks:
-        after the batch, the validation, or the epoch. So this function reads the progress from which Lightning itself
+        """Return True if the last batch of Lightning's epoch is done. The checkpoint may be saved after that batch,
+        after the validation or after the epoch, so this method reads the progress from which Lightning itself
         resumes."""
         if self._trainer is None:
             return False

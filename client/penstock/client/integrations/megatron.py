@@ -1,5 +1,5 @@
-"""Asynchronous saves of Megatron-core and NVRx, written by Penstock: a replacement of the `FileSystemWriterAsync` in
-these libraries.
+"""Asynchronous saves of Megatron-core and NVRx (NVIDIA's resiliency extension), written by Penstock: a replacement of
+the `FileSystemWriterAsync` in these libraries.
 
 The schedulers of both libraries save in phases, and call a storage writer in each:
 
@@ -10,8 +10,9 @@ The schedulers of both libraries save in phases, and call a storage writer in ea
 
 Staging copies everything, from any device, to shared memory in the layout of the files (tensor_staging.py). So once
 `prepare_write_data` returns, the training may change every tensor, and the writing process needs neither CUDA nor the
-training's memory. The result of the writing process is in the same memory. No queue is used, so a message of an earlier
-save cannot be read by mistake. A writing process that is killed leaves no result, which counts as a failure at once.
+training's memory. The writing process puts its result, the written sizes or an error, into the same memory. No queue is
+used, so a message of an earlier save cannot be read by mistake. A writing process that is killed leaves no result,
+which counts as a failure at once.
 
 This module imports neither Megatron-core nor NVRx.
 """
@@ -47,7 +48,7 @@ from penstock.runtime.files.direct_files import write_file
 __all__ = ["FileSystemWriterAsync"]
 
 VERDICT = 8192
-"""Bytes of shared memory for the writing process's result."""
+"""Number of bytes of shared memory for the writing process's result."""
 LENGTH = 8
 
 
@@ -67,13 +68,14 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         single_file_per_rank: must be True. Each rank writes `thread_count` files, as with Megatron-core's writer.
         sync_files: True: fsync all files before a save is complete.
         thread_count: number of files of each rank, and of threads that write them.
-        separation_hint: prefix of the names of values to put into separate files, up to `thread_count` more. None: no
-            separate files.
+        separation_hint: beginning of names. Values with such names are saved in files of their own, up to
+            `thread_count` more. None: all values share the files.
         use_msc: must be False, because NVIDIA's multi-storage client is not supported.
         overwrite: False: raise an error if the folder contains a checkpoint.
 
     Attributes:
-        write_buckets: staged files; None before `prepare_write_data`. len(write_buckets) is the number of files.
+        write_buckets: files that were copied to shared memory; None before `prepare_write_data`. len(write_buckets) is
+            the number of files.
         results_queue: None, because the result is in shared memory.
     """
 
@@ -104,18 +106,19 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.checkpoint_dir = path
         self.write_buckets: StagedFiles | None = None
         self._buffer: StagingBuffer | None = None
-        """Shared memory that the writing process uses. None before `prepare_write_data`, and after the end of that
-        process."""
+        """Shared memory that the writing process reads from. None before `prepare_write_data`, and after the writing
+        process has ended."""
         self._failure = ""
         self._places: list[tuple[MetadataIndex, StorageInfo]] = []
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Return this rank's part of the global plan. The other ranks are not needed, because file names contain the
-        rank."""
+        """Return this rank's part of the global plan. It is made from `local_plan` alone: file names contain the rank,
+        so ranks cannot choose the same ones."""
         return dataclasses.replace(local_plan, storage_data=StoragePrefix(f"__{_rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Copy all values of the plan to shared memory. Afterwards the training may change these values again."""
+        """Copy all values of this rank's plan to shared memory. When the method returns, the training may change these
+        values again."""
         Path(self.path, METADATA).unlink(
             missing_ok=True
         )  # the index of a checkpoint that is overwritten, which becomes invalid here
@@ -133,10 +136,10 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.write_buckets = StagedFiles(self._buffer.image, sizes, verdict, str(self.path), self.sync_files)
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[..., Any] | None, list[Any]]:
-        """Return the function that writes the files, None, and the function's arguments; (None, None, []) if this rank
-        has nothing to write.
+        """Return the function that writes the files, None in place of a function that preloads, and the first
+        function's arguments. Return (None, None, []) if this rank has nothing to write.
 
-        The function may be called in another process, forked or spawned. Nothing needs to be preloaded.
+        The function may be called in another process, forked or spawned.
         """
         if not self.write_buckets:
             return None, None, []
@@ -144,12 +147,12 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
     @staticmethod
     def preload_tensors(write_buckets: StagedFiles, non_blocking: bool = True) -> StagedFiles:
-        """No-op, because `prepare_write_data` has copied all tensors."""
+        """Return `write_buckets` unchanged, because `prepare_write_data` has copied all tensors already."""
         return write_buckets
 
     def retrieve_write_results(self) -> list[WriteResult] | tuple[BaseException, Any]:
-        """Return this rank's written items, or this rank's error in the form in which torch wraps an exception for
-        other ranks.
+        """Return the results of this rank's items, or the error of this rank in the form in which torch sends an
+        exception to other ranks.
 
         Call this method after the function of `get_save_function_and_args` has returned, or the function's process has
         ended.
@@ -177,12 +180,12 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
 
 class StagedFiles:
-    """Files of a save in shared memory, in a form that can be sent to another process.
+    """Files of a save in shared memory, as a picklable object for the process that writes them.
 
     Args:
-        image: memory of the files; None if no file is to be written.
-        files: name, offset and size of each file, in bytes.
-        verdict: offset of the result in the memory.
+        image: shared memory with the files; None if this rank writes no file.
+        files: name of each file, and its offset in the memory and its length, in bytes.
+        verdict: offset in the memory at which the writing process puts its result, in bytes.
         folder: path of the folder to write into.
         durable: True to sync the files to the disk.
     """
@@ -208,7 +211,7 @@ class StagedFiles:
         return _received, (handle, self._image.nbytes, self.files, self._verdict, self._folder, self._durable)
 
     def write(self) -> None:
-        """Write the files to the folder, then the result into the shared memory."""
+        """Write the files to the folder, then put the result, written sizes or an error, into the shared memory."""
         assert self._image is not None
         region = memoryview(self._image.map)
         error = ""
@@ -232,8 +235,8 @@ class StagedFiles:
             self._image.close()
 
     def _put_result(self, what: dict[str, Any]) -> None:
-        """Write the result into the shared memory. The length is written last, so that a half-written result is not
-        read."""
+        """Put the writing process's result into the shared memory. Its length is written last, so that a half-written
+        result is not read."""
         assert self._image is not None
         data = json.dumps(what).encode()
         if len(data) > VERDICT - LENGTH:
@@ -242,7 +245,7 @@ class StagedFiles:
         self._image.put(self._verdict, len(data).to_bytes(LENGTH))
 
     def result(self) -> dict[str, Any] | None:
-        """Return the result of the writing process; None if that process has not written a result."""
+        """Return the result of the writing process; None if that process has not put one into the shared memory."""
         assert self._image is not None
         begin = self._verdict + LENGTH
         length = int.from_bytes(self._image.map[self._verdict : begin])
@@ -250,8 +253,8 @@ class StagedFiles:
 
 
 def write_staged(rank: int, staged: StagedFiles, results_queue: None) -> None:
-    """Write the files. The scheduler calls this function, in any process. The function raises no error, because
-    `retrieve_write_results` reports the result."""
+    """Write the files of a save. The scheduler calls this function, in a process of its choice. An error is not raised
+    here: `retrieve_write_results` reports it."""
     staged.write()
     staged.close()
 
@@ -263,7 +266,8 @@ def _received(handle: Any, nbytes: int, *rest: Any) -> StagedFiles:
 
 
 class _Buffers:
-    """Pool of unused shared memory for the next writer. Allocating the memory takes longer than the rest of staging."""
+    """Pool of shared memory that earlier saves have released, for the next writer, because allocating memory takes
+    longer than copying into it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -284,8 +288,8 @@ _buffers = _Buffers()
 def _resolved(
     item: WriteItem, planner: SavePlanner, values: dict[Key, torch.Tensor], objects: dict[Key, bytes]
 ) -> LocalItem:
-    """Return an item for an item of torch's plan. Put a plain tensor into `values`, and the bytes of any other value
-    into `objects`."""
+    """Return Penstock's item (saving/planning.py) for an item of torch's plan. Put the item's value into `values` if it
+    is a plain tensor; otherwise put the bytes that torch.save writes into `objects`."""
     data = planner.resolve_data(item)
     framed = isinstance(data, torch.Tensor) and is_plain(data) and _fits(item, data)
     local = LocalItem.of(item, framed)

@@ -2,8 +2,9 @@
 
 Megatron's schedules call the user's forward step on every rank, which takes a microbatch by `next(data_iterator)`. The
 ranks of one data-parallel rank (tensor, context and pipeline parallel) need the same microbatch, so these ranks are one
-box: one rank reads, and the others get its batches (batch_relay.py). Ranks of a stage call `next` together; the stages
-of a pipeline do not, and with a virtual pipeline neither do the model chunks of a rank.
+box: one rank, the reader, iterates the loader, and the others get its batches (batch_relay.py). Ranks of one stage of a
+pipeline call `next` together. Different stages do not, and with a virtual pipeline neither do the parts of the model on
+one rank (model chunks).
 
 A batch has memory of its own on all ranks, the reader included. Megatron's RerunDataIterator keeps all microbatches of
 an iteration, which may be more than the ring of shared memory has entries.
@@ -37,12 +38,12 @@ __all__ = ["DataIterator", "RankGroups", "box_appliance"]
 
 
 def box_appliance(*, ranks: RankGroups | None = None, **settings: Any) -> AbstractContextManager[Appliance | None]:
-    """Return the `Appliance(**settings)` of this rank's box, a data-parallel rank of Megatron; on ranks that do not
-    read, a context that does nothing.
+    """Return the `Appliance(**settings)` of this rank's box (a data-parallel rank of Megatron), to be opened by `with`.
+    On ranks that do not iterate the loader, return a context manager that does nothing.
 
     Args:
         ranks: place of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
-        settings: arguments of Appliance, without box, num_boxes and device.
+        settings: arguments of Appliance. box, num_boxes and device are not allowed.
     """
     wrong = sorted({"box", "num_boxes", "device"} & settings.keys())
     if wrong:
@@ -113,17 +114,17 @@ class DataIterator:
         self._messages = BatchMessages()
         self._consumed: int | None = 0
         self._rows: int | None = 0
-        """Rows that this box's loader has delivered since the last load; None if the rows of a batch cannot be
-        counted."""
+        """Number of rows that this box's loader has delivered since a state was loaded; None if the rows of a batch
+        cannot be counted."""
         self._base: int | None = 0
-        """Number of samples consumed before the loaded state; None if unknown."""
+        """Number of samples that all boxes had consumed at the loaded state; None if unknown."""
         self._begin()
 
     def _begin(self) -> None:
         self._source: Iterator[Any] | None = None
         self._batches: deque[torch.Tensor] = deque()
         self._first = 0
-        """Number of the microbatch at the left of `_batches`."""
+        """Number, from 0, of the first microbatch in `_batches`, counted since the last load of a state."""
         self._cursors: list[_Chunk] = []
         self._over: PenstockError | StopIteration | None = None
 
@@ -146,7 +147,7 @@ class DataIterator:
     def chunks(self, count: int) -> list[Iterator[Any]]:
         """Return one iterator over all microbatches for each model chunk of this rank, for a virtual pipeline."""
         if count < 1:
-            raise InvalidArgumentError(f"the number of model chunks must be >= 1, got {count}")
+            raise InvalidArgumentError(f"the number of model chunks passed to chunks() must be >= 1, got {count}")
         if self._cursors and len(self._cursors) != count:
             raise InvalidArgumentError(
                 f"the number of model chunks must stay {len(self._cursors)}, got {count}: call chunks() before next(), "
@@ -158,7 +159,8 @@ class DataIterator:
         return list(self._cursors)
 
     def _at(self, number: int) -> Any:
-        """Return a microbatch by its number, counted from the last load."""
+        """Return the microbatch with this number, from 0, counted since the last load of a state. Raises StopIteration
+        or the reader's error if there is no such microbatch."""
         while number >= self._first + len(self._batches):
             if self._over is not None:
                 raise self._over
@@ -173,7 +175,8 @@ class DataIterator:
             self._first += 1
 
     def _fetch(self) -> None:
-        """Append the next microbatch, or record the reason for the end of the microbatches."""
+        """Get the next microbatch from the loader or the reader, and append it to `_batches`. If there is no further
+        microbatch, record the reason."""
         kind, content = self._read() if self._ranks.reads else self._relay.receive()
         if kind is Kind.BATCH:
             self._batches.append(content)
@@ -183,7 +186,8 @@ class DataIterator:
             self._over = self._over or error_of(content)
 
     def _read(self) -> Message:
-        """Return the loader's next batch as a message, sent to the other ranks."""
+        """On the reader: take the loader's next batch, send it to the other ranks as a message, and return this
+        message."""
         message: Message = Kind.END, NOTHING
         try:
             if self._source is None:
@@ -213,7 +217,8 @@ class DataIterator:
         """Return the state after the last microbatch: {"loader": the DataLoader's state, "consumed_samples": int}.
 
         All ranks of the job call this method together, between two iterations, and get the same value. Save the value
-        once, on any rank. (torch.distributed.checkpoint.load requests a state to load into, and gets a state to fill.)
+        once, on any rank. (torch.distributed.checkpoint.load, which calls this method to get a state that it loads
+        into, gets an empty state.)
 
         Raises the errors of DataLoader.state_dict(), on all ranks of the box.
         """
@@ -237,8 +242,9 @@ class DataIterator:
             return failure_message(error, self._ranks.rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a state, saved with any numbers of data-, tensor-, context- and pipeline-parallel ranks. All
-        ranks call this method, before the first `next`, or between two iterations.
+        """Load a state, from which the next microbatch resumes. The state may have been saved with other numbers of
+        data-, tensor-, context- and pipeline-parallel ranks. All ranks call this method, before the first `next`, or
+        between two iterations.
 
         Raises the errors of DataLoader.load_state_dict(), and StateMismatchError if `state_dict` is not a state of a
         DataIterator.
@@ -279,7 +285,7 @@ class DataIterator:
 
 
 class _Chunk:
-    """Iterator of one model chunk."""
+    """Iterator over all microbatches for one model chunk (part of the model on this rank in a virtual pipeline)."""
 
     def __init__(self, owner: DataIterator, takes: bool) -> None:
         self._owner, self.takes = owner, takes
@@ -292,9 +298,9 @@ class _Chunk:
         if not self.takes:
             ranks = self._owner._ranks
             raise InvalidArgumentError(
-                f"next(data_iterator) must be called on the first and the last stage only, got stage {ranks.stage} of "
-                f'{ranks.num_stages}, on rank {ranks.rank}: pass DataIterator(stages="all"), or do not '
-                "call next() on this stage"
+                "next(data_iterator) must be called on the first and the last stage of the pipeline only, got a call "
+                f'on stage {ranks.stage} of {ranks.num_stages}, on rank {ranks.rank}: pass DataIterator(stages="all"), '
+                "or do not call next() on this stage"
             )
         batch = self._owner._at(self.taken)
         self.taken += 1

@@ -1,15 +1,16 @@
-"""Groups of ranks in a model-parallel job: the ranks that are one box, the rank of a box that reads, and the ranks that
-need batches.
+"""Groups of ranks in a model-parallel job: the ranks that are one box, the rank of a box that iterates the loader, and
+the ranks that need batches.
 
-The ranks with one data-parallel rank are a box: tp x cp ranks in each stage of its pipeline. The first rank of a stage
-is its *leader*, the leader of the first stage is the *reader*.
+The ranks with one data-parallel rank are a box: tp x cp ranks (tensor and context parallelism) in each stage of its
+pipeline. The first rank of a stage is the stage's *leader*. The leader of the first stage is the box's *reader*: it
+iterates the loader, and sends the batches to the others.
 
         pp 0            pp 1                    (tp 2, pp 2, dp 2)
     dp 0   0 1    ->    4 5     box 0: rank 0 reads; rank 4 gets its batches, for stage 1; 1 and 5 get those of 0 and 4
     dp 1   2 3    ->    6 7     box 1: rank 2 reads
 
-Other libraries' groups use the accelerators' network, but batches are in the host's memory. So Penstock opens host
-groups of its own, and its collectives never mix with another library's.
+Other libraries' groups use the accelerators' network, but batches are in the host's memory. So Penstock opens groups of
+its own (host_group.py), and its collective operations never mix with another library's.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ Stages = Literal["ends", "all"]
 
 @dataclass(frozen=True)
 class RankGroups:
-    """Position of a rank among the ranks that share a model. Numbers of ranks are those of the whole job."""
+    """Position of a rank in a model-parallel job: its box and stage, and the ranks with which it exchanges batches.
+    Numbers of ranks are those of the whole job."""
 
     rank: int
     box: int
-    """Data-parallel rank."""
+    """Number of the rank's box: its data-parallel rank."""
     stage: int
-    """Stage of the pipeline, from 0."""
+    """Number of the rank's stage in the pipeline, from 0."""
     num_stages: int
     peers: tuple[int, ...]
-    """Ranks of this box's stage, tp x cp of them, in order."""
+    """All ranks of the rank's stage in its box, including itself, in ascending order: tp x cp ranks."""
     leaders: tuple[int, ...] = ()
-    """Leaders of this box's stages, in order. Only a leader needs them."""
+    """Leader (first rank) of each stage of the box, in the order of the stages. Only set on leaders."""
     readers: tuple[int, ...] = ()
-    """Readers of all boxes, in order. Only a reader needs them."""
+    """Reader (rank that iterates the loader) of each box, in the order of the boxes. Only set on readers."""
     num_boxes: int = 1
 
     def __post_init__(self) -> None:
@@ -64,37 +66,40 @@ class RankGroups:
 
     @property
     def leads(self) -> bool:
-        """True if this rank gets batches for its stage."""
+        """True if this rank is its stage's leader, which gets batches and sends them to the other ranks of the
+        stage."""
         return self.rank == self.peers[0]
 
     @property
     def reads(self) -> bool:
-        """True if this rank has the box's loader."""
+        """True if this rank is its box's reader, which iterates the loader."""
         return self.leads and self.stage == 0
 
     def gets_batches(self, stages: Stages) -> bool:
-        """Return True if this rank's stage gets batches."""
+        """Return True if this rank's stage gets batches. `stages`: stages that get batches, "ends" or "all"."""
         return stages == "all" or self.stage in (0, self.num_stages - 1)
 
     def takes(self, stages: Stages, chunk: int, num_chunks: int) -> bool:
-        """Return True if one of the model chunks of this rank takes batches. With a virtual pipeline only the first
-        chunk of the first stage and the last chunk of the last stage are the ends."""
+        """Return True if the model chunk number `chunk` of this rank takes batches. (With a virtual pipeline, a rank
+        has `num_chunks` parts of the model.) With stages="ends" only the first chunk of the first stage and the last
+        chunk of the last stage do."""
         first = self.stage == 0 and chunk == 0
         last = self.stage == self.num_stages - 1 and chunk == num_chunks - 1
         return stages == "all" or first or last
 
     def targets(self, stages: Stages) -> tuple[int, ...]:
-        """Return the leaders to which a reader sends its batches."""
+        """Return the leaders of other stages to which a reader sends its batches, in the order of the stages."""
         others = self.leaders[1:]
         return others if stages == "all" else others[-1:]
 
     @classmethod
     def of_boxes(cls, rank: int, boxes: Sequence[int]) -> RankGroups:
-        """Return the groups of a rank in a job in which every rank requests batches, whatever its stage in a pipeline.
+        """Return the groups of a rank in a job in which all ranks of a box request each batch together, so that a box
+        has one stage.
 
         Args:
             rank: the rank.
-            boxes: data-parallel rank of each rank of the job.
+            boxes: number of the box (data-parallel rank) of each rank of the job, by rank.
         """
         ranks: dict[int, list[int]] = {}
         for each, box in enumerate(boxes):
@@ -105,7 +110,7 @@ class RankGroups:
 
     @classmethod
     def of_megatron(cls) -> RankGroups:
-        """Return the groups of this rank, as Megatron-core's parallel_state has them.
+        """Return the groups of this rank, taken from Megatron-core's parallel_state.
 
         Raises InvalidArgumentError if initialize_model_parallel was not called.
         """

@@ -1,4 +1,5 @@
-"""Batches of a box's reader as an iterator on all ranks of the box, which request each batch together."""
+"""Iterator over a box's batches on all ranks of the box, which request each batch together: one rank, the reader,
+iterates the loader and sends the batches to the others."""
 
 from __future__ import annotations
 
@@ -14,18 +15,20 @@ from penstock.proto.errors import PenstockError, error_named
 __all__ = ["NOTHING", "error_of", "failure_message", "relayed"]
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-"""Empty content of a message."""
+"""Content of a message without content: a uint8 tensor of shape [0]."""
 
 
 def relayed(batches: Iterator[Any] | None, relay: Relay, rank: int) -> Iterator[Any]:
-    """Yield the reader's batches on all ranks of its box. All ranks of the box must request each batch, and the end.
+    """Yield the reader's batches on all ranks of its box. All ranks of the box must request each batch together, and
+    iterate to the end.
 
     Args:
-        batches: iterator on the reader; None on the other ranks.
-        relay: connection of this rank with the other ranks.
-        rank: this rank, for the texts of errors.
+        batches: iterator over the loader on the reader; None on the other ranks.
+        relay: connection of this rank with the other ranks of the box.
+        rank: number of this rank in the job, for errors.
 
-    Raises the reader's error on all ranks: a PenstockError of its class, or a PenstockError that names it.
+    Raises an error of the reader on all ranks of the box: one of the same class if that is a PenstockError, else a
+    PenstockError with the class's name in its text.
     """
     return _received(relay) if batches is None else _sent(batches, relay, rank)
 
@@ -58,7 +61,8 @@ def _received(relay: Relay) -> Iterator[Any]:
 
 
 def failure_message(error: Exception, rank: int) -> Message:
-    """Return the message of the reader's error."""
+    """Return the message by which the reader tells the other ranks its error. `rank`: number of the reader in the
+    job."""
     name, text = type(error).__name__, str(error)
     if not isinstance(error, PenstockError):
         name, text = PenstockError.__name__, f"the reader, rank {rank}, failed with {name}: {text}"

@@ -3,9 +3,9 @@
     config.dataloader = PenstockDataLoader.Config(input_fn=input_fn)
     config.checkpoint = PenstockCheckpointManager.Config(enable=True, interval=500)       # or torchtitan's own
 
-A data-parallel rank of torchtitan is a box. The loader's state describes all boxes. So all ranks save the same state
-under the same names, a checkpoint keeps one copy, and any number of data-parallel ranks can load it. torchtitan takes a
-batch only when its loop requests one, and saves between steps, so the state is that of the step.
+A data-parallel rank of torchtitan is a box of Penstock. The loader's state describes all boxes. So all ranks save the
+same state under the same names, a checkpoint keeps one copy, and any number of data-parallel ranks can load it.
+torchtitan takes a batch only when its loop requests one, and saves between steps, so the state is that of the step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ __all__ = ["PenstockCheckpointManager", "PenstockDataLoader"]
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 GRACE_S = 60.0
-"""Seconds that a rank waits for its leader's batch beyond the leader's own deadline."""
+"""Seconds for which a rank waits for a batch from the rank that reads for it, in addition to the deadline of the
+reading rank."""
 
 
 class PenstockDataLoader(BaseDataLoader):
@@ -60,7 +61,7 @@ class PenstockDataLoader(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         input_fn: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
         """
-        Function of a module that the workers can import, called there with dataset_path, tokenizer_path, seq_len and
+        Function of a module that the workers can import. Workers call it with dataset_path, tokenizer_path, seq_len and
         global_batch_size (rows of a microbatch over all data-parallel ranks) by name. The loader that the function
         returns yields ({"input": tokens, ...}, labels).
         """
@@ -76,10 +77,11 @@ class PenstockDataLoader(BaseDataLoader):
         """
 
         num_workers: int | None = None
-        """Worker processes of each data-parallel rank. None: PENSTOCK_NUM_WORKERS_PER_BOX, else 1."""
+        """Number of worker processes of each data-parallel rank. None: PENSTOCK_NUM_WORKERS_PER_BOX, else 1."""
 
         address: str | None = None
-        """host:port of the coordinator. None: PENSTOCK_COORDINATOR, else workers on this machine."""
+        """Address "host:port" of the coordinator. None: PENSTOCK_COORDINATOR, else coordinator and workers are started
+        on this machine."""
 
         seed: int | None = None
         """Seed of the order. None: PENSTOCK_SEED, else a random one; a resumed run keeps its own."""
@@ -96,8 +98,9 @@ class PenstockDataLoader(BaseDataLoader):
         snapshot_every_n_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Create the dataloader, as torchtitan does. snapshot_every_n_steps: number of batches between checkpoint
-        steps, which are announced to the workers; None: no steps are announced."""
+        """Create the dataloader; torchtitan's trainer makes this call. snapshot_every_n_steps: number of batches
+        between two checkpoint steps, for which the workers prepare states; None: no checkpoint step is announced to
+        them."""
         if config.input_fn is None:
             raise InvalidArgumentError(
                 "PenstockDataLoader.Config: input_fn must be a function, got None: pass the function that makes the "
@@ -106,7 +109,7 @@ class PenstockDataLoader(BaseDataLoader):
         self._infinite, self._every = config.infinite, snapshot_every_n_steps
         self._ranks, self._relay = _box(dp_rank, dp_world_size)
         self.loader: DataLoader | None = None
-        """Penstock's loader; None on a rank that gets the batches of another rank."""
+        """Penstock's loader; None on a rank that gets its batches from another rank."""
         if self._ranks is None or self._ranks.reads:
             self.loader = DataLoader(
                 config.input_fn,
@@ -139,7 +142,8 @@ class PenstockDataLoader(BaseDataLoader):
                 return
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all data-parallel ranks; {} on a rank that gets the batches of another rank."""
+        """Return the loader's state, which covers all data-parallel ranks; {} on a rank that gets its batches from
+        another rank."""
         return {} if self.loader is None else self.loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,7 +152,8 @@ class PenstockDataLoader(BaseDataLoader):
 
 
 def _checked(batch: Any, name: str) -> Batch:
-    """Return the batch in torchtitan's form. Raises InvalidArgumentError for a batch of another form."""
+    """Return a batch as the pair that torchtitan takes, ({"input": tokens, ...}, labels). `name`: name of the loader,
+    for errors. Raises InvalidArgumentError for any other batch."""
     match batch:
         case ({"input": torch.Tensor()} as inputs, torch.Tensor() as labels):
             return inputs, labels
@@ -162,8 +167,8 @@ def _checked(batch: Any, name: str) -> Batch:
 def _appliance(
     address: str | None, num_workers: int | None, dp_rank: int, dp_world_size: int, seed: int | None
 ) -> Appliance:
-    """Return the appliance with these settings. Trainer and validator share one appliance, because a start takes
-    seconds."""
+    """Return the appliance with these settings, the same object at each call. So trainer and validator share one
+    appliance, whose start takes seconds."""
     key = (address, num_workers, dp_rank, dp_world_size, seed)
     if key not in _appliances or _appliances[key].closed:
         _appliances[key] = Appliance(
@@ -177,8 +182,8 @@ _appliances: dict[tuple[Any, ...], Appliance] = {}
 
 @cache
 def _box(dp_rank: int, dp_world_size: int) -> tuple[RankGroups | None, Relay | None]:
-    """Return the position of this rank in its box and its connection with the box's other ranks; None for each if the
-    box is this rank alone. All ranks call this function."""
+    """Return the groups of this rank in its box, and its connection with the box's other ranks. Return (None, None) if
+    this rank is its box's only one. All ranks of the job call this function together."""
     if not dist.is_initialized() or dist.get_world_size() <= dp_world_size:
         return None, None
     rank, timeout_s = dist.get_rank(), resolve().timeout_s + GRACE_S
@@ -198,11 +203,11 @@ class PenstockCheckpointManager(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         threads: int = 2
-        """Number of writing threads, and of files, of each rank."""
+        """Number of writing threads of each rank, and of files that they write."""
 
         buffers: int = 1
-        """Number of saves that may be in flight. 1: a save waits until the previous save is written; 2: a save waits
-        only for the save before the previous one, and takes twice the memory."""
+        """Number of saves that may be unwritten at a time. 1: a save waits until the previous save is written. 2: a
+        save waits only for the save before the previous one, and two copies of the state take twice the memory."""
 
     def __init__(self, config: Config, *, base_folder: str = "", **components: Any) -> None:
         self._checkpointer: AsyncCheckpointer | None = None
@@ -263,7 +268,8 @@ class PenstockCheckpointManager(CheckpointManager):
         return bool(loaded)
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return the newest step, the same on all ranks; -1 if the folder has no checkpoint."""
+        """Return the step of the newest checkpoint in `folder`, the same on all ranks; -1 if the folder has no
+        checkpoint."""
         if folder:
             return int(super()._find_load_step(folder))
         assert self._checkpointer is not None
@@ -285,7 +291,7 @@ class PenstockCheckpointManager(CheckpointManager):
 
 
 class _Container:
-    """Optimizers of a torchtitan container. torchtitan itself names their state by parameters."""
+    """Adapter for a torchtitan container of optimizers, whose own state_dict names states by parameters already."""
 
     def __init__(self, container: Any) -> None:
         self.state_dict = container.state_dict
@@ -293,7 +299,7 @@ class _Container:
 
 
 def _saved_parts(state: dict[str, Any]) -> dict[str, Any]:
-    """Return torchtitan's state in the form that `AsyncCheckpointer` takes."""
+    """Return the state that torchtitan saves, in the form that `AsyncCheckpointer` takes."""
     parts = dict(state)
     if OPTIMIZER in parts:
         parts[OPTIMIZER] = _Container(parts[OPTIMIZER])
@@ -305,7 +311,8 @@ def _saved_parts(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _foreign(folder: Path, step: int) -> list[str]:
-    """Return the names of checkpoints beyond a step that Penstock did not write."""
+    """Return the names of the checkpoints in `folder` that are of later steps than `step` and were not written by
+    Penstock."""
     beyond = {
         int(path.name.removeprefix("step-")): path.name
         for path in folder.glob("step-*")

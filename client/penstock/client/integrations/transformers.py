@@ -94,13 +94,14 @@ class LoaderState(TrainerCallback, ExportableState):
         self._took()
 
     def _took(self) -> None:
-        """Count a batch. Either of the two hooks above calls this, once for each batch."""
+        """Count a batch that the Trainer's loop has got. For each batch, one of the two hooks above calls this
+        method."""
         assert self._ahead is not None
         self._ahead.took()
 
 
 def _length(ahead: Lookahead) -> int:
-    """Return the number of batches of an epoch; 0 if unknown."""
+    """Return the number of batches of an epoch of the loader; 0 if the loader has no len()."""
     try:
         return len(ahead)
     except TypeError:
@@ -108,7 +109,8 @@ def _length(ahead: Lookahead) -> int:
 
 
 def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """Return the path of the newest complete checkpoint of a Trainer; None if the folder has none.
+    """Return the path of the newest complete checkpoint of a Trainer in `output_dir`; None if the folder has no
+    complete checkpoint.
 
     resume_from_checkpoint=True takes the newest folder, even if the job was killed while writing it.
     """

@@ -21,8 +21,8 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
 
     Args:
         data: nested dicts, lists, tuples and dataclasses of tensors. Other values are ignored.
-        batch_size: number of rows of earlier batches; None: not known. Another number in this batch causes a
-            UserWarning.
+        batch_size: number of rows of earlier batches; None: not known. If this batch has another number, a UserWarning
+            says so.
 
     Returns None, with a UserWarning, if the tensors have different numbers of rows. Raises InvalidArgumentError for
     data without a tensor.
@@ -30,8 +30,8 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
     sizes = {tensor.shape[0] if tensor.ndim else 1 for tensor in _tensors(data)}
     if not sizes:
         raise InvalidArgumentError(
-            f"data must contain at least one tensor, got a {type(data).__qualname__} without: pass nested dicts, "
-            "lists, tuples or dataclasses of tensors"
+            f"data must contain at least one tensor, got a {type(data).__qualname__} without a tensor: pass nested "
+            "dicts, lists, tuples or dataclasses of tensors"
         )
     if len(sizes) > 1:
         warn_user(
@@ -49,8 +49,9 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
 
 
 def batch_size_of(structure: Structure, shapes: Sequence[int]) -> int | None:
-    """Return the number of rows of a batch with this structure and these shapes. Return None if its tensors have
-    different numbers of rows, or if it has no tensors."""
+    """Return the number of rows of a batch: the first dimension that all its tensors share, or 1 for tensors without
+    dimensions. Return None if the batch has no tensors, or tensors with different numbers of rows. `structure`: nesting
+    and dtypes of the batch. `shapes`: dimensions of all its leaves, one after another."""
     sizes, dims = set(), 0
     for leaf in structure.leaves:
         if leaf.kind == "t":

@@ -1,10 +1,11 @@
 """References to user code: a callable's name, which another process can import.
 
-User code is sent to other machines by name, never by value: only "module:qualname", and arguments in the safe envelope
-(penstock.proto.state.envelope), leave this machine. Some code has no name to import: a lambda, a local function, a
-partial, a method of an instance. And the envelope cannot contain some arguments: callables, dataclasses, paths. Such
-code and arguments go by value only to this machine's own child processes, in embedded mode
-(penstock.proto.state.by_value). With any other appliance, opening the run raises an error with the remedy.
+User code is sent to other machines by name, never by value (pickled). Only "module:qualname" leaves this machine, and
+the arguments in an envelope: Penstock's encoding for plain values, tensors and arrays, which runs no code when it is
+read (penstock.proto.state.envelope). Some code has no name to import: a lambda, a local function, a partial, a method
+of an instance. Some arguments do not fit into an envelope: callables, dataclasses, paths. Such code and arguments go by
+value, and only to this machine's own child processes, in embedded mode (penstock.proto.state.by_value). With any other
+appliance, opening the run raises an error with the remedy.
 
 The main script is special. If it was run with `python -m`, its real module name can be imported. If it was run as a
 file, runners on this machine load the file under the name `penstock_main`, so that its main guard is not executed;
@@ -41,9 +42,9 @@ __all__ = [
 MAIN = "penstock_main"
 """Module name under which runners load a main script, so that its main guard is false."""
 BY_VALUE = "penstock_by_value"
-"""Module name that is given to callables without a module that could be imported."""
+"""Name that stands in place of a module's name in the reference to a callable that no other process can import."""
 RUNNER_VARIABLE = "PENSTOCK_RUNNER"
-"""Environment variable that the worker sets in every process that runs user code."""
+"""Environment variable that a worker sets in every process that it starts to run user code."""
 
 _MAIN_NAMES = ("__main__", "__mp_main__")
 
@@ -55,14 +56,15 @@ class CodeReference:
     name: str
     """Name of the input_fn, "module:qualname"."""
     main_path: str = ""
-    """Absolute path of the training script, if the module is MAIN."""
+    """Absolute path of the training script, if `name` or a pickled argument may refer to this script; else ""."""
     only_here: PenstockError | None = field(default=None, compare=False)
-    """Error to raise for workers on other machines if the code goes by value, which only this machine's child processes
-    accept. None if the code can be imported."""
+    """Error to raise if the run would use workers on other machines, because input_fn or an argument can be sent only
+    by value, to this machine's own child processes. None if both can be sent to other machines."""
 
     def same_as(self, name: str) -> bool:
-        """Return True if `name` names this input_fn. One of the two names may have the main script's file, and the
-        other its module."""
+        """Return True if `name`, "module:qualname", names the same input_fn as this reference. The qualname must be
+        equal. The modules may differ if one of them is MAIN or BY_VALUE, because a script that is run as a file has no
+        module name."""
         module, _, qualname = self.name.partition(":")
         other, _, other_qualname = name.partition(":")
         return qualname == other_qualname and (module == other or bool({MAIN, BY_VALUE} & {module, other}))
@@ -85,8 +87,9 @@ def check_arguments(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CodeReference, bytes]:
-    """Return the reference to input_fn, and its arguments as bytes. The callable is sent by name and the arguments in
-    the safe envelope if possible, else by value.
+    """Return the reference to input_fn, and its arguments as bytes, for the processes that will call it. If possible
+    input_fn is sent by name and the arguments in an envelope. Otherwise the arguments go by value, and so does input_fn
+    if it has no name to import.
 
     Raises:
         TypeError: input_fn is not callable.
@@ -118,7 +121,7 @@ def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _label(input_fn: Any) -> str:
-    """Return a name to show for a callable that cannot be imported."""
+    """Return the name under which messages show a callable that cannot be imported."""
     while isinstance(input_fn, functools.partial):
         input_fn = input_fn.func
     return str(getattr(input_fn, "__qualname__", type(input_fn).__qualname__))
@@ -129,7 +132,8 @@ def refer(input_fn: Callable[..., Any]) -> CodeReference:
 
     Raises:
         TypeError: input_fn is not callable.
-        InvalidArgumentError: no other process could import input_fn.
+        InvalidArgumentError: no other process can import input_fn by a name; the error says why and what to write
+            instead.
     """
     if not callable(input_fn):
         raise TypeError(
@@ -139,8 +143,8 @@ def refer(input_fn: Callable[..., Any]) -> CodeReference:
     if isinstance(input_fn, functools.partial):
         inner = getattr(input_fn.func, "__qualname__", repr(input_fn.func))
         raise InvalidArgumentError(
-            f"input_fn is a functools.partial of {inner}, which has no name to import: write DataLoader({inner}, ...) "
-            "with the arguments after it"
+            f"input_fn must be a function or class with a name to import, got a functools.partial of {inner}: write "
+            f"DataLoader({inner}, ...) with the arguments after it"
         )
     module, qualname = getattr(input_fn, "__module__", None), getattr(input_fn, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(qualname, str):
@@ -186,8 +190,8 @@ def _of_main(module: str, qualname: str) -> CodeReference:
 
 
 def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> None:
-    """Raise InvalidArgumentError if importing the name does not yield this callable, because workers would then run
-    another object."""
+    """Raise InvalidArgumentError if an import of the name fails or yields another object than input_fn, because
+    workers, which import the name, would then run that object."""
     try:
         found: Any = sys.modules.get(module) or importlib.import_module(module)
         for part in qualname.split("."):
@@ -205,8 +209,8 @@ def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> No
 
 
 def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Return the envelope of an input_fn's arguments. Raises UnsupportedStateError, which names the argument that an
-    envelope cannot contain."""
+    """Return an envelope with the arguments of an input_fn. `name`: name of the input_fn, for errors. Raises
+    UnsupportedStateError if an argument does not fit into an envelope; the error names the argument."""
     for place, value in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
         try:
             encode_state(value)
@@ -221,13 +225,14 @@ def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def search_path() -> list[str]:
-    """Return this process's module search path, with absolute entries."""
+    """Return the folders of this process's sys.path as absolute paths, so that child processes find the same
+    modules."""
     return list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)))
 
 
 def forbid_in_runner(what: str) -> None:
-    """Raise RuntimeError in a process that runs user code for a worker, because a script without a main guard would
-    start further workers endlessly. `what`: name of the forbidden action."""
+    """Raise RuntimeError if this process runs user code for a worker. Otherwise a script without a main guard would
+    start further workers endlessly. `what`: forbidden action, such as "creating an Appliance", for the error."""
     if os.environ.get(RUNNER_VARIABLE):
         raise RuntimeError(
             f"{what} inside a worker is not possible: the script or module that defines input_fn starts the training "

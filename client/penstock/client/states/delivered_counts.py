@@ -1,4 +1,5 @@
-"""Counts of the samples and tokens delivered to a box (a data-parallel rank), by source and key."""
+"""Counts of the samples and tokens delivered to a box (a data-parallel rank): one row for each source of a mixture and
+each key that the loader counts by (penstock.data.Counts)."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from penstock.proto.state.counts import MOST_GROUPS, Rows, is_whole, merged_rows
 __all__ = ["DeliveredCounts"]
 
 FOLDED_AT = 64
-"""Number of batches of a slot (a worker of the box) whose changed counts are kept unread."""
+"""Number of batches of a slot after which their changed counts are added up. Until then they are kept undecoded, so
+that a batch costs the training thread little."""
 
 
 class DeliveredCounts:
-    """Counts of the delivered batches of a box. The training thread writes the counts; any thread may read them.
+    """Counts of the samples in the delivered batches of a box. Each batch brings the rows that it changed. The training
+    thread adds them; any thread may read the sums.
 
     Args:
         slots: number of slots of the box.
@@ -27,23 +30,25 @@ class DeliveredCounts:
         self._lock = threading.Lock()
 
     def begin(self, rows: Rows) -> None:
-        """Begin with the counts of a loaded state, which the first slot's worker continues."""
+        """Begin with the counts of a loaded state. They are kept as those of slot 0, because the loader of slot 0
+        continues them."""
         with self._lock:
             self._rows[0] = dict(rows)
 
     def take(self, slot: int, changes: bytes) -> None:
-        """Add the changed counts that came with a delivered batch of a slot. Raises ProtocolError for malformed
-        counts."""
+        """Add the changed counts that came with a delivered batch of a slot. `changes`: encoded rows, see
+        penstock.proto.state.counts. Raises ProtocolError if they are malformed."""
         kept = self._changes[slot]
         if is_whole(changes):
-            kept.clear()  # whole counts replace all earlier ones
+            kept.clear()  # these are all counts of the slot, not only changed ones
         kept.append(changes)
         if len(kept) >= FOLDED_AT:
             with self._lock:
                 self._fold(slot)
 
     def rows(self) -> Rows:
-        """Return the counts of all slots together."""
+        """Return the counts of all slots together, by (source, key). Raises ProtocolError if a slot sent malformed
+        counts."""
         with self._lock:
             for slot in range(len(self._rows)):
                 self._fold(slot)

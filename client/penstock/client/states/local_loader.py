@@ -1,5 +1,6 @@
-"""Loader built in the training process, for the methods that need an instance: aggregation of states, the state before
-the first step, len(), and samples by their keys. This instance is never iterated.
+"""Loader that input_fn returns in the training process. It is needed to call methods of the user's loader here:
+aggregation of states, the state before the first step, len(), and samples by their keys. This instance is never
+iterated.
 
 The instance is built once, when first needed. Building it must not affect the training, so the random generators are
 restored afterwards: an input_fn may seed the generators or draw from them.
@@ -26,7 +27,8 @@ __all__ = ["LocalLoader", "check_strict"]
 
 
 class LocalLoader:
-    """Loader of a DataLoader's input_fn in the training process, built when first needed."""
+    """Holder of the loader that input_fn returns in the training process. input_fn is called when the loader is first
+    needed."""
 
     def __init__(self, name: str, input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = name
@@ -46,28 +48,31 @@ class LocalLoader:
 
     @property
     def maker(self) -> Callable[[], Any]:
-        """Callable that calls input_fn with a copy of its arguments, and keeps no reference to this object."""
+        """Callable that calls input_fn with a copy of its arguments and returns the loader. It keeps no reference to
+        this LocalLoader."""
         return partial(_call, self._fn, self._args, self._kwargs)
 
     def instance(self, purpose: str) -> Any:
-        """Return the instance, and build it if necessary. `purpose`: name of the operation that needs the instance, for
-        errors. Raises InputFnError if input_fn fails, and the TypeError of check_strict()."""
+        """Return the loader; call input_fn if that was not done yet. `purpose`: operation that needs the loader, such
+        as "state_dict()", for errors. Raises InputFnError if input_fn fails, and TypeError if check_strict() does."""
         instance = self._get(purpose)
         takes_strict(instance)
         return instance
 
     def methods(self, purpose: str) -> int:
-        """Return the number of state methods that the instance has: 4, 2 or 0."""
+        """Return the number of state methods that the loader has: 4, 2 (state_dict and load_state_dict) or 0.
+        `purpose`: operation that needs the loader, for errors."""
         return state_methods(self._get(purpose))
 
     def check_strict(self, purpose: str) -> None:
-        """Raise TypeError if only one of load_state_dict and deaggregate_state_dict takes `strict`."""
+        """Raise TypeError if only one of the loader's methods load_state_dict and deaggregate_state_dict takes an
+        argument `strict`, because then the user's choice would reach only one of them."""
         takes_strict(self._get(purpose))
 
     @property
     def can_be_built(self) -> bool:
-        """True if input_fn works in this process, False if not, for example because its data is only on the
-        workers."""
+        """True if a call of input_fn works in this process; False if the call fails, for example because the data is
+        only on the workers' machines."""
         try:
             self._get("aggregate_state_dict")
         except InputFnError:
@@ -75,15 +80,15 @@ class LocalLoader:
         return True
 
     def aggregate(self, states: list[Any]) -> Any:
-        """Return the result of the user's aggregate_state_dict. `states`: states of all workers, by
-        global_worker_id."""
+        """Return the result of the loader's aggregate_state_dict. `states`: states of all workers' loaders, in the
+        order of global_worker_id."""
         instance = self._get("aggregate_state_dict")
         takes_strict(instance)
         with _undisturbed():
             return instance.aggregate_state_dict(states)
 
     def initial_state(self, seed: int) -> Any:
-        """Return the aggregated state of a new loader before its first batch. `seed`: seed of the run."""
+        """Return the aggregated state of a loader from which no batch was taken yet. `seed`: seed of the run."""
         instance = self._build(replace(NEUTRAL, seed=seed), "the state before the first step")
         takes_strict(instance)
         with _undisturbed():
@@ -92,8 +97,8 @@ class LocalLoader:
             return instance.aggregate_state_dict([state])
 
     def length(self, assignments: list[Assignment]) -> int:
-        """Return the sum of len() over the instances of these workers. Raises TypeError if the instances have no
-        len()."""
+        """Return the number of batches of these workers together: input_fn is called for each assignment, and the len()
+        of the loaders is added up. Raises TypeError if a loader has no len()."""
         total = 0
         for assignment in assignments:
             with _undisturbed():
@@ -101,13 +106,14 @@ class LocalLoader:
         return total
 
     def config(self, seed: int) -> dict[str, Any]:
-        """Return the name of input_fn and the result of the loader's own config(), which together decide the samples
-        and their order."""
+        """Return a description of the data: the name of input_fn, and the result of the loader's own method config(),
+        if it has one. Two runs with equal descriptions get the same samples in the same order."""
         own = getattr(self._of_seed(seed, "config()"), "config", None)
         return {"input_fn": self._name, "loader": own() if callable(own) else None}
 
     def can_restore_sample(self, seed: int) -> bool:
-        """Return True if the loader has restore_sample, and does not report that it cannot restore samples."""
+        """Return True if the loader has a method restore_sample, unless its method can_restore_sample() returns
+        False."""
         loader = self._of_seed(seed, "can_restore_sample()")
         own = getattr(loader, "can_restore_sample", None)
         return callable(getattr(loader, "restore_sample", None)) and (bool(own()) if callable(own) else True)
@@ -123,7 +129,7 @@ class LocalLoader:
             return self._of_seed(seed, "restore_sample()").restore_sample(key)
 
     def _of_seed(self, seed: int, purpose: str) -> Any:
-        """Return the loader, set up as in a run with this seed."""
+        """Return the loader that input_fn makes in a run with this seed. The last one is kept."""
         if self._seeded is None or self._seeded[0] != seed:
             self._seeded = (seed, self._build(replace(NEUTRAL, seed=seed), purpose))
         return self._seeded[1]
@@ -161,8 +167,9 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def check_strict(input_fn: Callable[..., Any]) -> None:
-    """Raise TypeError if only one of load_state_dict and deaggregate_state_dict takes `strict`. The class is input_fn
-    itself, or its return annotation; no user code runs."""
+    """Raise TypeError if only one of the loader's methods load_state_dict and deaggregate_state_dict takes an argument
+    `strict`. The loader's class is input_fn itself or its return annotation, so that no user code runs; without either,
+    nothing is checked."""
     made = input_fn
     if not isinstance(input_fn, type):
         try:
@@ -175,7 +182,7 @@ def check_strict(input_fn: Callable[..., Any]) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Run a block, and restore the state of the random generators at its end."""
+    """Context manager that restores the state of the random generators at the end of its block."""
     before = capture_rng()
     try:
         yield

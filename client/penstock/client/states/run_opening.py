@@ -20,7 +20,7 @@ class Opening:
     reference: CodeReference
     """Reference to input_fn for other processes."""
     arguments: bytes
-    """Envelope of input_fn's arguments for other processes."""
+    """Bytes with input_fn's arguments, which other processes decode (see code_reference.py)."""
     make: Callable[[], Any]
     """Callable that calls input_fn with a copy of its arguments, in this process."""
     start: BoxStart
@@ -30,8 +30,10 @@ class Opening:
     seed: int | None
     """Seed of the run. None: the seed of the resumed run, or a random one."""
     key: str
-    """Key that distinguishes the openings of one loader in one launch."""
+    """Text that differs between the openings of one loader in one launch of the job, so that the coordinator recognises
+    a repeated request."""
     replay: bool
-    """True if a loader without state methods can be saved by replay."""
+    """True if a loader without state methods may be saved too: its batches are counted, and made again after a
+    resume."""
     cover: DigestCover
-    """Bytes that the digests of batches cover."""
+    """Choice of the bytes that the digest of a batch covers: a sample, all bytes, or all bytes summed by rows."""

@@ -1,19 +1,21 @@
 """Saved states, as `DataLoader.state_dict()` returns them: pure functions that build and read them.
 
-    {**aggregated, "__penstock__": {"format": 1, "step": S, "record": envelope, "of": {...}}}    with the four methods
+    {**aggregated, "__penstock__": {"format": 3, "step": S, "record": envelope, "of": {...}}}    with the four methods
     {"state": aggregated, "__penstock__": ...}                                   the same, if the aggregated state is
     not a dict {"__penstock__": ...}                                                        any other loader
 
-The user's part stays as the user's code returned it: readable, and free to be changed. Penstock's part is one reserved
-key with bytes in it, so that checkpoint libraries carry it along, even if they change nested values. Its envelope has a
-checksum, so damage is found at loading. Nothing in it differs between boxes, so every rank saves the same value.
+The user's part (`aggregated`) stays as the user's code returned it: readable, and free to be changed. Penstock's part
+is one reserved key with an envelope (encoded bytes), so that checkpoint libraries carry it along, even if they change
+nested values. The envelope has a checksum, so damage is found at loading. Nothing in Penstock's part differs between
+boxes, so every rank saves the same value.
 
 Libraries that load in place (torch.distributed.checkpoint) first request a state from the loader and fill in the values
 that this state has. A value that only the saved state has, such as an open document or one more shard, would be left
 out silently; a value that only the loader has is an error. So the record holds a copy of the user's part, and torch's
-`load` gets a state with only Penstock's values to be filled (`blank`). Other such libraries are detected by `of`: an
-empty dict under a key that names the record with which the user's part was saved. Such libraries neither save nor load
-an empty dict. If record and user's part do not belong together, the copy in the record is used.
+`load` gets a state with only Penstock's values to be filled (`blank`). Other such libraries are detected by `of`, a
+dict with one key: a digest of the record with which the user's part was saved. Its value is an empty dict, which such
+libraries neither save nor load. So if the key does not fit the record, the user's part may be incomplete, and the copy
+in the record is used.
 """
 
 from __future__ import annotations
@@ -37,35 +39,38 @@ __all__ = ["FORMAT", "KEY", "STATE", "BoxStart", "SavedState", "WorkerPart", "bl
 KEY = "__penstock__"
 """Reserved key of a saved state."""
 STATE = "state"
-"""Key of the user's part if the aggregated state is not a dict."""
+"""Key under which a saved state has the result of aggregate_state_dict if that is not a dict."""
 FORMAT = 3
 """Number of the format of saved states that this version writes and reads."""
 
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """Part of a saved state that belongs to one worker of a box (a data-parallel rank)."""
+    """Part of a saved state that belongs to one worker slot of a box (a data-parallel rank). `worker_step` and
+    `samples` count the slot's batches, and the samples in them, up to the step of the state."""
 
     box: int
     slot: int
     worker_step: int
     samples: int
     digest: int
-    """Digest of the worker's last batch up to the step; 0 before the first batch. The batch of a replay must have the
-    same digest."""
+    """Digest of the slot's last batch up to the step of the state; 0 before the first batch. When a resume makes this
+    batch again, the batch must have the same digest."""
     restart: Any
-    """Restart point of the worker: a dict with the position and loader state from which a replay starts. Only
-    penstock.worker writes and reads its contents."""
+    """Restart point of the slot: a dict with the position and loader state from which a replay up to the step starts.
+    Only penstock.worker writes and reads its contents."""
     user: Any = None
-    """State of the user's loader on this worker. None for a loader with the four state methods, whose states are
-    aggregated."""
+    """State of the user's loader in this slot. None for a loader with the four state methods, whose states are saved in
+    their aggregated form only."""
     next_digest: int = 0
-    """Digest of the worker's next batch; 0 if unknown. The first batch after a resume must have the same digest."""
+    """Digest of the slot's first batch after the step; 0 if unknown. The slot's first batch after a resume must have
+    the same digest."""
     next_epoch: bool = False
-    """True if the worker's next batch is the first of the next epoch."""
+    """True if the slot's first batch after the step is the first of the next epoch."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for impossible values, because a part may come from a file of another program."""
+        """Raise ValueError for impossible values, such as negative counts, because another program may have written the
+        saved state."""
         counts = (self.box, self.slot, self.worker_step, self.samples, self.digest, self.next_digest)
         if any(type(count) is not int or not 0 <= count <= MASK for count in counts):
             raise ValueError(f"the counts of a worker must be ints from 0 to {MASK}, got {counts!r:.200}")
@@ -82,7 +87,8 @@ class BoxStart:
 
     position: records_pb2.BoxPosition
     blob: bytes
-    """Envelope with the state for the workers; b"" for a start without a state."""
+    """Envelope (encoded bytes) with the state from which the workers' loaders resume; b"" for a start without a
+    state."""
     same_topology: bool
 
 
@@ -95,51 +101,54 @@ class SavedState:
     methods: int
     """Number of state methods that the loader has: 4, 2 or 0."""
     num_boxes: int
-    """Number of boxes; 0 if the state was taken before any run was opened, and so fits any topology."""
+    """Number of boxes of the saved run; 0 if the state was taken before any run was opened, so that it fits any
+    topology (numbers of boxes and workers)."""
     num_workers_per_box: int
     seed: int | None
     """Seed of the run; None only in a state that an older release saved before its run was opened."""
     positions: list[Position] = field(default_factory=list)
-    """Positions of the boxes; empty at step 0."""
+    """Positions of the boxes, by box number; empty at step 0."""
     full_digest: bool = False
-    """True if the digests cover all bytes. A stream that resumes from this state must compute its digests in the same
-    way."""
+    """True if the digests of batches cover all their bytes. A run that resumes from this state must compute its digests
+    in the same way."""
     parts: list[WorkerPart] = field(default_factory=list)
-    """Parts of the workers, by global_worker_id. Empty at step 0, and for a topology other than that of the saved
-    run."""
+    """Parts of the worker slots, in the order of global_worker_id. Empty at step 0, and in a state that new_topology()
+    converted."""
     aggregated: Any = None
 
     @property
     def by_rows(self) -> bool:
-        """True if the digests of batches are sums over rows."""
+        """True if the digest of a batch is the sum of digests of its rows (Appliance(digest="rows"))."""
         return any(position.by_rows for position in self.positions)
 
     @property
     def cover(self) -> DigestCover:
-        """Bytes that the digests cover. A stream that resumes from this state must compute its digests in the same
-        way."""
+        """Choice of the bytes that the digest of a batch covers: a sample, all bytes, or all bytes summed by rows. A
+        run that resumes from this state must make the same choice."""
         if self.by_rows:
             return DigestCover.ROWS
         return DigestCover.FULL if self.full_digest else DigestCover.SAMPLE
 
     is_mixed: bool = False
-    """True if some workers' loaders resumed by their own methods and others by replay. Their states then count from
-    different starts, and can be loaded only on the same topology."""
+    """True if, in the run that was saved, some workers' loaders had resumed by their own methods and others by a replay
+    from the beginning. The loaders' states then count from different starts, so they can be resumed only on the same
+    topology."""
     by_hand: bool = False
-    """True if a user made the state, which then has no record by Penstock: only the loader's own methods can read
-    it."""
+    """True if Penstock did not save the state, but the user or another system made it. It then has no record by
+    Penstock, and only the loader's own methods can read it."""
     is_changed: bool = False
-    """True if the user changed their part of the state. Batches after the resume then cannot be compared with the
-    digests of the saved run."""
+    """True if the user's part of the state was changed since it was saved. Batches after the resume then may differ
+    from those of the saved run, so they are not compared with its digests."""
 
     def counts_of(self, box: int, num_boxes: int) -> Rows:
-        """Return the counts of delivered samples with which a box resumes from this state; empty if the loader's
-        aggregated state has no counts."""
+        """Return the counts of delivered samples, by (source, key), from which `box` continues to count after a resume
+        on `num_boxes` boxes. Empty if the loader does not count samples."""
         counts = self.aggregated.get(COUNTS) if isinstance(self.aggregated, Mapping) else None
         return counts_part(counts, box, num_boxes, 0) if isinstance(counts, Mapping) and "boxes" in counts else {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as a dict. Raises UnsupportedStateError for a value that could not be loaded later."""
+        """Return the state as the dict that DataLoader.state_dict() returns. Raises UnsupportedStateError if a loader's
+        state has a value that an envelope cannot hold."""
         record: dict[str, Any] = {
             "step": self.step,
             "input_fn": self.input_fn,
@@ -177,14 +186,15 @@ class SavedState:
             return {STATE: self.aggregated, **own_part}
         if KEY in self.aggregated:
             raise StateMismatchError(
-                f"aggregate_state_dict of {self.input_fn} must return a dict without the reserved key {KEY!r}, got "
-                "this key: rename it"
+                f"aggregate_state_dict of {self.input_fn} must return a dict without the key {KEY!r}, which Penstock "
+                "reserves, got a dict with this key: rename the key"
             )
         return {**self.aggregated, **own_part}
 
     def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> BoxStart:
-        """Return the start of a box on this topology (numbers of boxes and workers). Raises StateMismatchError if the
-        state cannot be loaded on this topology."""
+        """Return the position and state from which a box resumes in a run with this topology (numbers of boxes and
+        workers). `strict`: value for the argument `strict` of the loader's own methods. Raises StateMismatchError if
+        the state cannot be resumed on this topology."""
         if self.positions and (num_boxes, num_workers_per_box) != (self.num_boxes, self.num_workers_per_box):
             other = self.new_topology(num_boxes, num_workers_per_box)
             return other.start(box, num_boxes, num_workers_per_box, strict=strict)
@@ -208,9 +218,9 @@ class SavedState:
         return BoxStart(position.to_proto(), blob, bool(slots))
 
     def new_topology(self, num_boxes: int, num_workers_per_box: int) -> SavedState:
-        """Return this state for other numbers of boxes and workers, without parts of single workers, because the
-        loader's own methods divide the aggregated state. Raises StateMismatchError if the loader cannot change its
-        topology."""
+        """Return this state converted to other numbers of boxes and workers. The result has no parts of single slots,
+        because the loader's own method deaggregate_state_dict divides the aggregated state among the new workers.
+        Raises StateMismatchError if the loader cannot change its topology."""
         if self.methods != 4:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} was saved on "
@@ -246,16 +256,17 @@ class SavedState:
 
 
 def blank() -> dict[str, Any]:
-    """Return an empty state whose values a library fills in place: only the values that every saved state has, which
-    suffice to load a state."""
+    """Return an empty state for a library that loads in place, such as torch.distributed.checkpoint. The library fills
+    in its values: only those that every saved state has, which suffice to resume."""
     return {KEY: {"format": 0, "step": 0, "record": b""}}
 
 
 def is_to_be_filled() -> bool:
     """Return True if torch.distributed.checkpoint.load requests a state to fill.
 
-    torch requests a state from each target and passes no reason, so only the call stack identifies torch. A caller that
-    is not recognised gets the whole state, which works for loaders whose states keep their parts.
+    torch calls state_dict() of each object that it loads into, without saying why, so only the call stack identifies
+    torch. A caller that is not recognised gets a whole state to fill, which works for loaders whose states always have
+    the same keys.
     """
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
@@ -271,7 +282,7 @@ def _topology(num_boxes: int, num_workers_per_box: int) -> str:
 
 
 def read(value: object) -> SavedState:
-    """Return the SavedState that a dict contains.
+    """Return the SavedState that a dict, the result of DataLoader.state_dict(), contains.
 
     Raises:
         StateMismatchError: the value is not a state of a Penstock loader.
@@ -285,14 +296,16 @@ def read(value: object) -> SavedState:
         )
     own = value[KEY]
     if not isinstance(own, Mapping) or not isinstance(own.get("format"), int):
-        raise StateCorruptError(f"the saved state is damaged: {KEY!r} in it has no format number. Load an older state")
+        raise StateCorruptError(
+            f"the saved state is damaged: its entry {KEY!r} has no format number. Load an older state"
+        )
     if own["format"] != FORMAT:
         raise StateVersionError(
             f"the format of a saved state must be {FORMAT}, got {own['format']}, from another version of Penstock. "
             "Load the state with that version"
         )
     if not isinstance(own.get("record"), bytes | bytearray):
-        raise StateCorruptError(f"the saved state is damaged: {KEY!r} in it has no record. Load an older state")
+        raise StateCorruptError(f"the saved state is damaged: its entry {KEY!r} has no record. Load an older state")
     record = cast(dict[str, Any], decode_state(own["record"]))
     try:
         saved, wrapped = _saved(record)
@@ -305,15 +318,16 @@ def read(value: object) -> SavedState:
     step = own.get("step")
     if type(step) is not int or step != saved.step:
         raise StateCorruptError(
-            f"the saved state is damaged: it names step {step!r:.80}, but its record names step {saved.step}. "
-            "Load an older state"
+            f"the saved state is damaged: its entry {KEY!r} is of step {step!r:.80}, but the record in this entry is "
+            f"of step {saved.step}. Load an older state"
         )
     if saved.methods == 4 and "aggregated" in record and not _belongs(own):
         saved.aggregated = record["aggregated"]
     elif saved.methods == 4:
         if wrapped and STATE not in value:
             raise StateCorruptError(
-                f"the saved state of {saved.input_fn} must have the key {STATE!r}, got none: pass the state unchanged"
+                f"the saved state of {saved.input_fn} must have the key {STATE!r}, got a state without this key: pass "
+                "the dict that state_dict() returned, unchanged"
             )
         saved.aggregated = value[STATE] if wrapped else {key: item for key, item in value.items() if key != KEY}
         saved.is_changed = encode_state(saved.aggregated) != encode_state(record.get("aggregated"))
@@ -321,7 +335,8 @@ def read(value: object) -> SavedState:
 
 
 def _belongs(own: Mapping[str, Any]) -> bool:
-    """Return True if the user's part of a state is unchanged since its record was made."""
+    """Return True if Penstock's record and the user's part of a state were saved together. `own`: Penstock's part,
+    under the key KEY. See the module's docstring on `of`."""
     marks = own.get("of")
     return isinstance(marks, Mapping) and _digest(own["record"]) in marks
 

@@ -1,4 +1,5 @@
-"""Conversion of the workers' records of a step to a saved state, and to the DataLoaderCheckpoints that users get."""
+"""Conversion of the records that all workers send of a step (counts and loader state) to a saved state, and to the
+DataLoaderCheckpoints that users get."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ __all__ = ["checkpoints_of", "saved_of"]
 def saved_of(
     fetched: FetchedState, step: int, name: str, methods: int, seed: int, *, full_digest: bool
 ) -> tuple[SavedState, list[Any]]:
-    """Return the saved state without its aggregated part, and the states of the workers' loaders by
-    global_worker_id."""
+    """Return the saved state, still without its aggregated part, and the states of the workers' loaders, in the order
+    in which aggregate_state_dict gets them. `fetched`: positions and records of all boxes and workers at `step`.
+    `name`: name of the loader. `methods`: number of its state methods, 4, 2 or 0."""
     first = fetched.records[0][0]
     positions = [Position.received(fetched.positions[box]) for box in sorted(fetched.positions)]
     saved = SavedState(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)
@@ -40,9 +42,9 @@ def saved_of(
 
 
 def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
-    """Return the states of the workers' loaders by worker number, and set `saved.is_mixed` if some loaders resumed from
-    their saved state and others were replayed, because their counts then have different starts. After a resume by the
-    loader's own methods, worker 0 is the slot whose batch was due first, which may be any slot."""
+    """Return the states of the workers' loaders in the order of their worker numbers. That is the order of the slots,
+    except after a resume by the loader's own methods: worker 0 is then the slot whose batch was due first. Set
+    `saved.is_mixed` if some loaders resumed by their own methods and others by a replay."""
     launches = [value["launch"] for value in values if "launch" in value]
     if len(launches) < len(values):
         return [value["user"] for value in values]
@@ -57,10 +59,9 @@ def _by_worker(saved: SavedState, values: list[dict[str, Any]]) -> list[Any]:
 
 
 def checkpoints_of(fetched: FetchedState, loaded: SavedState | None, step: int) -> list[DataLoaderCheckpoint]:
-    """Return the workers' records, with the counts of this launch and the counts of all launches.
-
-    `loaded`: state from which this launch began; None: no state. After a change of topology all workers began with
-    counts of 0.
+    """Return a DataLoaderCheckpoint for each worker at `step`, with the counts since this launch of the job began, and
+    the counts over all launches. `loaded`: state from which this launch resumed; None: no state. After a resume on
+    another topology all workers began with counts of 0.
     """
     began = loaded.step if loaded is not None else 0
     before = {(part.box, part.slot): part for part in loaded.parts} if loaded is not None else {}

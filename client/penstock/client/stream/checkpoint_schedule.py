@@ -1,6 +1,4 @@
-"""Schedules of checkpoint steps.
-
-    None or 0             none
+"""Schedules of checkpoint steps. None or 0             none
     N                     each step that is a multiple of N, and the executor's last
     iterable              the steps in it; it may contain ranges
     callable              the steps for which the function returns True
@@ -23,16 +21,15 @@ __all__ = ["CheckpointSchedule", "CheckpointSteps", "positive"]
 CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
 HORIZON = 256
-"""Number of steps ahead that are tried with a callable schedule, to find the next checkpoint step."""
+"""Number of steps for which a callable schedule is called to find the next checkpoint step."""
 MIN_AHEAD = 2
-"""Smallest number of checkpoint steps that are announced to workers ahead, however distant these steps are. All steps
-within the horizon are announced, because a worker takes snapshots only at announced steps, and reaches any other step
-by a replay."""
+"""Smallest number of future checkpoint steps that are announced to workers, however distant these steps are. A worker
+takes a snapshot at each announced step, so that the state of such a step needs no replay."""
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:
-    """Return `value` as a number of steps. Raises InvalidArgumentError for a number below `least`, TypeError if `value`
-    is not an integer."""
+    """Return the argument `value`, called `name` in errors, as an int. Raises InvalidArgumentError if it is below
+    `least`, and TypeError if it is not an integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     number = int(value.__index__())
@@ -43,15 +40,15 @@ def positive(name: str, value: Any, least: int = 1) -> int:
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """Set of checkpoint steps."""
+    """Set of checkpoint steps, made from an argument `checkpoint_steps`."""
 
     every: int = 0
     steps: tuple[int, ...] = ()
-    """Single steps, in ascending order."""
+    """Checkpoint steps that were given one by one, in ascending order."""
     ranges: tuple[range, ...] = ()
     predicate: Callable[[int], bool] | None = None
     and_last: bool = field(default=False)
-    """True if the last step of the executor is a checkpoint step too."""
+    """True if the last step of the executor's loop is a checkpoint step too."""
 
     @classmethod
     def of(cls, steps: CheckpointSteps) -> CheckpointSchedule:
@@ -88,8 +85,9 @@ class CheckpointSchedule:
         return (index > 0 and self.steps[index - 1] == step) or any(step in entry for entry in self.ranges)
 
     def after(self, step: int) -> int | None:
-        """Return the first checkpoint step after `step`; None if there is none. If the schedule is a function, only the
-        next HORIZON steps are tried, and None means that none of them is a checkpoint step."""
+        """Return the first checkpoint step after `step`; None if no later step is a checkpoint step. If the schedule is
+        a function, it is called for the next HORIZON steps only; None then says that none of these is a checkpoint
+        step."""
         if self.every:
             return (step // self.every + 1) * self.every
         if self.predicate is not None:
@@ -103,8 +101,8 @@ class CheckpointSchedule:
         return min(candidates, default=None)
 
     def ahead(self, step: int, last: int | None, horizon: int) -> list[int]:
-        """Return the checkpoint steps after `step` to announce to workers now: those within the next `horizon` steps,
-        but at least MIN_AHEAD. last: the executor's last step; None if unknown.
+        """Return the checkpoint steps after `step` to announce to workers now: all those within the next `horizon`
+        steps, and further ones if these are fewer than MIN_AHEAD. `last`: the executor's last step; None if unknown.
         """
         found: list[int] = []
         at: int | None = step

@@ -1,12 +1,12 @@
 """Delivery of batches on a CUDA device: page-locked rings, a separate stream for the copies, and events.
 
-The stream contains only copies, so that no copy waits for the loop's kernels, and an event on it waits only for the
-copies before it. Tensors are allocated on that stream and used on the loop's. `record_stream` informs the allocator of
-this use. Otherwise the allocator would give a tensor's memory to the next copy as soon as the loop drops the tensor,
-even while kernels still read that memory.
+The copies have a CUDA stream of their own, so that no copy waits for the loop's kernels, and an event on this stream
+waits only for the copies before it. Tensors are allocated on the stream of the copies and used on the loop's stream.
+`record_stream` informs the allocator of this use. Otherwise the allocator would give a tensor's memory to the next copy
+as soon as the loop drops the tensor, even while kernels still read that memory.
 
-CUDA is initialised by the first ring, in the thread that iterates, and never by creating an `Appliance`, because
-processes that an Appliance starts must not inherit a context.
+CUDA is initialised when the first ring is page-locked, in the thread that iterates. Creating an `Appliance` does not
+initialise CUDA, because processes that an Appliance starts must not inherit a CUDA context.
 
 (With ROCm, torch and this module also use the name CUDA.)
 """
@@ -76,7 +76,7 @@ class CudaBackend:
 
 
 class Mapped(Protocol):
-    """Memory of this process that stays mapped while the object lives."""
+    """Object with a memory mapping of this process, such as a ring. The memory stays mapped while the object lives."""
 
     @property
     def nbytes(self) -> int: ...
@@ -87,17 +87,18 @@ class Mapped(Protocol):
 
 
 class PageLocks:
-    """Page locks of memory regions. Each lock ends when the Mapped object that it was taken for is garbage-collected.
+    """Page locks of memory regions for copies to a CUDA device. A region is unlocked when the Mapped object that owns
+    it is garbage-collected.
 
-    Only copies of page-locked memory run while the requesting thread continues. Memory that cannot be locked stays
-    pageable; copies of it are slower, but correct.
+    A thread that starts a copy of page-locked memory continues at once. With other memory it waits for the copy. So if
+    memory cannot be locked, copies are slower, but correct.
 
     Args:
         runtime: torch.cuda.cudart(), for cudaHostRegister, cudaHostUnregister and cudaGetErrorString.
         device: name of the device, for the warning.
-        take_error: called after a failed call of the runtime, see `take_error`.
+        take_error: function that is called after a failed call of the runtime, see `take_error` below.
         what: description of the memory, for the warning.
-        less: advice on how to need less memory, for the warning.
+        less: advice on how to need less page-locked memory, for the warning.
     """
 
     def __init__(
@@ -110,7 +111,8 @@ class PageLocks:
         self._warned = False
 
     def lock(self, memory: Mapped) -> bool:
-        """Lock memory; return True if it is page-locked now. The first failure is reported as a UserWarning."""
+        """Page-lock the memory of a Mapped object. Return True if that worked. The first failure is reported as a
+        UserWarning."""
         runtime = self._runtime
         error = runtime.cudaHostRegister(memory.address, memory.nbytes, 0)
         if not int(error):
@@ -131,8 +133,8 @@ class PageLocks:
 
 
 def take_error(device: torch.device) -> None:
-    """Clear the error of a failed call, by launching a kernel and dropping the error of that launch. The CUDA runtime
-    keeps an error for the next kernel launch, which would otherwise be one of the training loop."""
+    """Clear the error that the CUDA runtime keeps after a failed call. The runtime reports it at the next kernel
+    launch, which would be one of the training loop. So launch a kernel here, and ignore the error of that launch."""
     try:
         torch.empty(1, device=device).fill_(0)
     except RuntimeError:
@@ -140,7 +142,7 @@ def take_error(device: torch.device) -> None:
 
 
 def _unlock(runtime: Any, address: int, mapping: mmap.mmap, pid: int) -> None:
-    """Unlock memory after its object was garbage-collected and the last copy has ended. `mapping` is a parameter only
-    to keep the memory mapped until then."""
+    """Unlock page-locked memory after the object that owned it was garbage-collected. `mapping` keeps the memory mapped
+    until this call. `pid`: the process that locked the memory; a fork of it does nothing."""
     if os.getpid() == pid:  # a forked child also drops its Ring, and must not call CUDA
         runtime.cudaHostUnregister(address)

@@ -1,15 +1,16 @@
 """Devices on which batches can be delivered: their interface for the ordered reader.
 
-A `DeviceBackend` copies tensors to its device. `copy` only starts copies, in one order, and a `DeviceEvent` reports
-their completion. Until then a source must not change; a result may be read by work that the device runs after
-`order_after_copies`. There are three implementations: the CPU here, with copies that are done when `copy` returns; CUDA
-in cuda.py; and in the tests a backend that copies on command. The same tests run for all three.
+A `DeviceBackend` copies tensors to its device. `copy` only starts copies, which run in this order, and returns a
+`DeviceEvent`, which reports their completion. Until then the source tensors must not change. Work that the device runs
+after `order_after_copies` may read the copies. There are three implementations: the CPU here, with copies that are done
+when `copy` returns; CUDA in cuda.py; and in the tests a backend that copies when the test says so. The same tests run
+for all three.
 
-Each tensor is copied separately into memory of its own. The batch's whole region is not copied at once, with views of
-the copy as tensors: a label that the loop keeps would then keep the images of its batch in device memory, and
-`torch.save` of the label would write them too. The cost for the training thread was measured for a dict of 8 tensors on
-the CPU backend: 23 us with eight copies, 21 us with one copy and eight views of it (2-core AMD EPYC; the views of the
-sources take 10 of the 23). `benchmarks/device.py` measures the additional cost of each copy on a device.
+Each tensor is copied separately into memory of its own. One copy of the whole batch, with views of this copy as
+tensors, would need fewer copies. But then a label that the loop keeps would keep the images of its batch in device
+memory, and `torch.save` of the label would write them too. The cost for the training thread was measured for a dict of
+8 tensors on the CPU backend: 23 us with eight copies, 21 us with one copy and eight views of it (2-core AMD EPYC; the
+views of the sources take 10 of the 23). `benchmarks/device.py` measures the additional cost of each copy on a device.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class DeviceEvent(Protocol):
     """Point in a device's queue of work; torch.cuda.Event is one implementation."""
 
     def query(self) -> bool:
-        """Return True if all work before this point is done. Does not wait."""
+        """Return True if the device has done all work before this point of its queue. Does not wait."""
 
 
 class DeviceBackend(Protocol):
@@ -41,30 +42,32 @@ class DeviceBackend(Protocol):
         """Device on which batches arrive."""
 
     def lock(self, ring: Ring) -> None:
-        """Prepare a ring so that copies from it are fast, for as long as the `Ring` lives. Called once, before the
-        first copy. Never fails: if page-locking is impossible, copies are slower."""
+        """Prepare a ring (shared memory with batches) so that copies from it are fast, for as long as the `Ring` object
+        lives. Called once for a ring, before the first copy. Never fails: if the ring cannot be page-locked, copies are
+        slower."""
 
     def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], DeviceEvent]:
         """Start copying contiguous CPU tensors to the device, without waiting. Copies end in the order in which they
         start.
 
-        Return tensors of the same number, dtypes and shapes, each with memory of its own; and an event for the end of
-        the last copy. Until then the sources' memory must neither change nor be freed.
+        Return the copies, with the dtypes and shapes of the sources and each with memory of its own; and an event that
+        is reached when the last copy ends. Until then the sources' memory must neither change nor be freed.
         """
 
     def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
-        """Order this thread's later work on the device after these copies, without waiting for them."""
+        """Let the device run all work that this thread starts from now on after these copies. Does not wait for the
+        copies. `event`: the event that `copy` returned."""
 
 
 class _Done:
-    """Event for work that is done already."""
+    """Event for copies that were done before the event was made."""
 
     def query(self) -> bool:
         return True
 
 
 class CpuBackend:
-    """Backend of the CPU as a device: each batch is a private copy."""
+    """Backend for Appliance(device="cpu"): each batch is a copy in memory of its own, and not a view of the ring."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -77,7 +80,7 @@ class CpuBackend:
         return copied(sources, self.device), self._done
 
     def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
-        """No-op: copies are synchronous."""
+        """No-op: `copy` returns when the copies are done."""
 
 
 _CARRIED: Final[dict[torch.dtype, torch.dtype]] = {
@@ -85,13 +88,13 @@ _CARRIED: Final[dict[torch.dtype, torch.dtype]] = {
     for dtype, (_, needed) in CARRIERS.items()
     if needed is not None
 }
-"""Dtypes that are copied as integers of the same size, because some releases of torch cannot copy them or emit a
-warning."""
+"""Integer dtype of the same size for each dtype that is copied as integers, because some releases of torch cannot copy
+its tensors, or warn."""
 
 
 def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Start copying tensors on the device's current stream. Return the copies, with the shapes, dtypes and bits of the
-    sources."""
+    """Start copying tensors to a device, on the device's current stream. Return the copies, with the shapes, dtypes and
+    bits of the sources."""
     copies = []
     for source in sources:
         carrier = _CARRIED.get(source.dtype)
@@ -108,7 +111,7 @@ def check_device(name: str) -> str:
     """Return the name of a device for batches, in torch's spelling.
 
     Args:
-        name: "cpu", "cuda" (the current device when a loader is first iterated) or "cuda:N".
+        name: "cpu", "cuda" (the CUDA device that is current when a loader is first iterated) or "cuda:N".
 
     Raises InvalidArgumentError for any other name, and for a device that this process cannot use.
     """
@@ -118,7 +121,9 @@ def check_device(name: str) -> str:
         raise InvalidArgumentError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}') from None
     if device.type == "cpu":
         if device.index:
-            raise InvalidArgumentError(f'device must be "cpu", without a number, for the CPU, got {name!r}')
+            raise InvalidArgumentError(
+                f'device must be "cpu" for the CPU, without a number, got {name!r}: leave the number out'
+            )
         return "cpu"
     if device.type != "cuda":
         raise InvalidArgumentError(

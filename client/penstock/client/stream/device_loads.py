@@ -1,8 +1,10 @@
-"""Copies of batches from ring entries (shared memory) to a device, and the lane that starts the copies.
+"""Copies of batches from ring entries (each the shared memory of one batch) to a device, and the lane that starts the
+copies.
 
-`SlotLane` yields views of the ring; `DeviceLane` yields copies out of it. `DeviceLane.take` starts the copies and
-returns a `DeviceLoad`. The load keeps its ring in memory, and therefore page-locked, until the copies are done.
-device_reader.py uses the loads.
+A `SlotLane` gives the loop batches that are views of the ring. A `DeviceLane` gives the loop copies on the device:
+`DeviceLane.take` starts the copies of a batch and returns a `DeviceLoad`, which stands for the batch while it is
+copied. The load keeps its ring in memory, and therefore page-locked, until the copies are done. device_reader.py uses
+the loads.
 
 Tensors go to the device. NumPy arrays are copied on the host at once, because a view would keep the ring entry in use
 for as long as the loop keeps the array.
@@ -26,7 +28,8 @@ from penstock.proto.lane.frames import BATCH, END, Frame, counts_of
 __all__ = ["LOOK_S", "DeviceLane", "DeviceLoad", "PeekingConsumer"]
 
 LOOK_S = 50e-6
-"""Seconds between two queries of an event while the reader has no other work. A copy of 1 MiB takes about as long."""
+"""Seconds between two queries of whether a copy has ended, while the reader waits for that. A copy of 1 MiB takes about
+as long."""
 
 
 class DeviceLoad:
@@ -39,18 +42,18 @@ class DeviceLoad:
         self.ring = ring
         self.entry: int = frame.entry
         self.token = frame.ring << 16 | frame.entry
-        """Token of the batch's ring and entry; see penstock.client.stream.lane_reader."""
+        """Number that names the batch's ring and entry, see penstock.client.stream.lane_reader."""
         self.digest: int = frame.digest
         self.counts = counts_of(frame)
         self.batch: Any = None
         self.copies: list[torch.Tensor] = []
         """Tensors of the batch on the device."""
         self.event: DeviceEvent | None = None
-        """Event for the end of all copies; None if the batch has no tensors."""
+        """Event that is reached when all copies have ended; None if the batch has no tensors."""
 
     def move(self, leaves: list[Any]) -> list[Any]:
-        """Start copying the tensors of a batch to the device. Return the batch's leaves with the copies in place of the
-        views of the ring entry."""
+        """Start copying the tensors of a batch to the device. `leaves`: tensors and other values of the batch, as views
+        of the ring entry. Return the leaves with copies in place of the views."""
         backend, tensors = self.lane.backend, [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         if tensors:
             if torch.is_inference_mode_enabled():
@@ -76,7 +79,8 @@ class DeviceLoad:
         return self.event is None or self.event.query()
 
     def forget(self) -> None:
-        """Drop the batch's tensors. The load itself is still needed, to release the ring entry."""
+        """Drop this load's references to the batch's tensors once the loop has the batch. The load itself is still
+        needed, to release the ring entry when the copies have ended."""
         self.batch, self.copies = None, []
 
     def wait(self, until: float) -> bool:
@@ -89,15 +93,16 @@ class DeviceLoad:
 
 
 class PeekingConsumer(Consumer):
-    """Consumer that can read the next frame without removing it."""
+    """Consumer (reading end of a lane) that can also return the next frame, a message of the lane, and leave it to be
+    read again."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         super().__init__(sock, name)
         self._seen: Frame | PenstockError | None = None
 
     def look(self) -> Frame | None:
-        """Return the frame that the next `receive` will return. Return None if no frame has arrived, or if `receive`
-        will raise an error; `look` keeps that error for `receive`."""
+        """Return the frame that the next `receive` will return; None if no frame has arrived. If reading fails, return
+        None, and let the next `receive` raise the error."""
         if self._seen is None:
             try:
                 self._seen = super().receive()
@@ -117,7 +122,7 @@ class PeekingConsumer(Consumer):
     def abandon(self, epoch: int) -> None:
         seen = self._seen
         if isinstance(seen, Frame) and seen.kind in (BATCH, END):
-            self._seen = None  # a frame of an abandoned epoch, which `receive` skips
+            self._seen = None  # this frame is of an abandoned epoch, which `receive` skips
         super().abandon(epoch)
 
 

@@ -6,20 +6,21 @@ batch ahead of the loop.
     batch n is used by the loop                  next() returns the copies,           │
                                                  the loop's stream waits for the event┘
 
-Before `next` returns a batch to the loop, it starts the copy of the batch after it, if that batch's frame has arrived
-already. So the device copies while the loop computes. `next` never waits for a frame for this. One batch ahead is
-enough: a copy that takes no longer than a step is hidden behind one step. A copy that takes longer limits the rate of
-the loop, however many copies are started ahead. Further batches ahead would only take device memory.
+A frame is the message that announces a batch in the ring. Before `next` returns a batch to the loop, it starts the copy
+of the batch after that one (**stages** it) if the frame has arrived already. So the device copies while the loop
+computes. `next` never waits for the frame of a batch to stage. One batch ahead is enough: a copy that takes no longer
+than a step is hidden behind one step. A copy that takes longer limits the rate of the loop, however many copies are
+started ahead. Further batches ahead would only take device memory.
 
-**A staged batch is not delivered.** Position, digests, acks and saved states ignore it. If the loop abandons the epoch,
-the reader waits for the batch's copy before it drops the batch, because the producer reuses the entry as soon as it
-receives the message. If the batch's runner is replaced, the new runner sends the batch again. Only the frame of the
-batch that is due next is ever staged. Any other frame, or an error, stays with the consumer that read it, until the
-ordered reader handles it.
+**A staged batch is not delivered.** Position, digests, acks (messages to the worker about delivered batches) and saved
+states ignore it. If the loop abandons the epoch, the reader waits for the batch's copy before it drops the batch,
+because the producer reuses the entry as soon as it receives the message. If the batch's runner is replaced, the new
+runner sends the batch again. Only the frame of the batch that is due next is ever staged. Any other frame, or an error,
+stays with the consumer that read it, until the ordered reader handles it.
 
 **A ring entry is released by the event of its copy**, once the batch is delivered. The loop has no views of the entry,
-so the end of a view cannot release it. Events are queried whenever the reader is called, and while it waits, because it
-may wait for a producer without free entries.
+so the end of a view cannot release it. Events are queried whenever the reader is called. They are also queried while it
+waits for a batch, because the producer of that batch may wait for a free entry.
 """
 
 from __future__ import annotations
@@ -44,21 +45,23 @@ from penstock.proto.state.position import Position
 __all__ = ["DeviceReader", "backend_of", "reader_for"]
 
 CLOSE_S = 5.0
-"""Largest number of seconds that `close` waits for copies. Copies take milliseconds, unless the device has failed."""
+"""Largest number of seconds for which `close` waits for the end of copies. Copies take milliseconds, unless the device
+has failed."""
 
 _stranded: list[DeviceLoad] = []
-"""Loads with copies that did not end within CLOSE_S. The list keeps the loads' rings in memory for the life of the
-process, because the device may still read the rings."""
+"""Loads (batches being copied) whose copies did not end within CLOSE_S. The list keeps their rings in memory for the
+life of the process, because the device may still read them."""
 
 
 class DeviceReader(OrderedReader):
-    """Ordered reader that delivers batches on a device."""
+    """Ordered reader that delivers batches on a device. See the module's docstring."""
 
     def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float, backend: DeviceBackend) -> None:
         self._backend = backend
         self._staged: DeviceLoad | None = None
         self._lent: deque[DeviceLoad] = deque()
-        """Loads of delivered batches with copies that are not done yet, in the order in which the copies end."""
+        """Loads of batches that the loop has, but whose copies are not known to be done, in the order in which the
+        copies end."""
         self._stuck_since = 0.0
         super().__init__(run, position, label, timeout_s)
 
@@ -68,8 +71,8 @@ class DeviceReader(OrderedReader):
     # ---- the hot path
 
     def next(self) -> Any:
-        """Return the next batch on the device, as OrderedReader.next does. The loop's stream waits for the batch's
-        copy; the host does not."""
+        """Return the next batch, with its tensors on the device, or EPOCH_ENDED, as OrderedReader.next does. The loop's
+        CUDA stream waits for the end of the batch's copy; this thread does not."""
         run = self._run
         run.fence.taken = step = self.position.step + 1
         if step >= run.fence.step:  # before a batch that was staged is delivered; its lane may be of an old generation
@@ -125,7 +128,7 @@ class DeviceReader(OrderedReader):
             if lane.unsettled:
                 lane.settle()
         except Exception:
-            return  # the frame stays: when it is due it fails again, and the loop gets the error
+            return  # the frame stays unread: when its batch is due, the same error is raised in the loop
         except BaseException:
             self._staged = None
             lane.lose(time.monotonic(), "interrupted")  # a frame may have been read, so all frames are sent again
@@ -134,7 +137,8 @@ class DeviceReader(OrderedReader):
     # ---- ring entries
 
     def _release_copied(self) -> bool:
-        """Release the ring entries of ended copies. Return True if an entry was released."""
+        """Release the ring entries of delivered batches whose copies have ended. Return True if an entry was
+        released."""
         lent, released = self._lent, False
         while lent and lent[0].done:
             load = lent.popleft()
@@ -196,8 +200,8 @@ class DeviceReader(OrderedReader):
         super().abandon_epoch()
 
     def close(self) -> None:
-        """Close all lanes once no copy reads their rings. Raises no error, because the garbage collector may call this
-        method."""
+        """Wait until no copy reads the rings, at most CLOSE_S, then close all lanes. Raises no error, because the
+        garbage collector may call this method."""
         loads, self._staged = [*self._lent, *filter(None, [self._staged])], None
         self._lent.clear()
         until = time.monotonic() + CLOSE_S
@@ -218,8 +222,9 @@ def backend_of(device: str) -> DeviceBackend:
 
 
 def reader_for(device: str, run: OpenRun, position: Position, label: str, timeout_s: float) -> OrderedReader:
-    """Return the ordered reader of a run. device: device on which batches are delivered; "": batches are views of the
-    ring."""
+    """Return the reader that delivers a run's batches in order, beginning after `position`. `device`: name of the
+    device on which batches are delivered; "": batches are views of the ring. `label`: name of the loader for messages.
+    `timeout_s`: deadline of each batch in seconds."""
     if not device:
         return OrderedReader(run, position, label, timeout_s)
     return DeviceReader(run, position, label, timeout_s, backend_of(device))

@@ -1,12 +1,15 @@
-"""Lane (connection for batches) of one worker slot in the training loop: the consumer, the rings that the consumer
-maps, and the ring entries that views still use.
+"""Lane of one worker slot: the connection that brings the slot's batches to the training process. Here is the training
+process's end. Its consumer reads frames, the messages of the lane, and maps the rings: shared memory, in which each
+entry holds one batch. The producer, at the other end, is the slot's runner, or the receiver for a runner on another
+host. An ack tells the producer which batches were delivered, and which entries it may fill again.
 
 A `SlotLane` belongs to one generation of a slot; a slot begins a new generation when it gets another runner. A lane
-survives a broken connection: the Hello of the next connection contains the lane's state. A new generation has a new
-lane. Freed views of the old lane then release nothing, because their tokens go to a deque that is not read any more.
+survives a broken connection: the Hello, the first message on the next connection, contains the lane's state. A new
+generation has a new lane. Views of the old lane's rings that are freed later release nothing, because their tokens go
+to a deque that is not read any more.
 
-Tokens are ints, ring << 16 | entry. Finalizers of views only append them to a deque, because a finalizer may do nothing
-else (see penstock.proto.batch.assemble).
+A token is an int, ring << 16 | entry, that names an entry. When the loop drops a view, the view's finalizer appends the
+token to a deque. A finalizer may do nothing else (see penstock.proto.batch.assemble), so `drain` does the rest.
 
 **A delivered batch equals the one that the runner made.** Before delivery the batch's bytes are compared with the
 digest that the runner computed when it wrote these bytes: all bytes of a batch of up to 64 KiB, a sample of a larger
@@ -43,16 +46,16 @@ CHECK_S = 0.1
 """Seconds between the first failed attempt to reach a worker's host and the second: time for the coordinator to reply,
 which shows whether this host's own network works."""
 CORRUPT_TRIES = 8
-"""Number of times in a row that a batch must arrive damaged to be an error. On a link that damages every second batch,
-this happens once in 256 batches, and so ends the run within a second."""
+"""Number of times in a row that a batch must arrive damaged until the training loop gets an error. On a link that
+damages every second batch, this happens once in 256 batches, so the loop gets the error within a second."""
 ABANDONED_KEPT = 256
-"""Largest number of abandoned epochs listed in a Hello. A runner restarts from a restart point a few seconds old, and a
-loop does not abandon more epochs in that time."""
+"""Largest number of abandoned epochs that a Hello lists. A replacement runner needs those since its restart point. That
+point is a few seconds old, and a loop does not abandon more epochs in that time."""
 
 
 class RingView:
-    """Ring of a lane (shared memory that the worker fills with batches), with values that each batch needs, computed
-    once."""
+    """Ring of a lane in the training process (shared memory that the producer fills with batches), with values that are
+    needed for each batch and are computed once."""
 
     __slots__ = ("buffer", "entry_bytes", "group", "held", "limit", "ring")
 
@@ -61,12 +64,12 @@ class RingView:
         self.buffer = wrap_buffer(ring.map)
         self.entry_bytes = ring.entry_bytes
         self.held: set[int] = set()
-        """Entries with views that the loop still has."""
+        """Numbers of the entries of which the loop still has views."""
         self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
-        """Number of entries in use above which batches are delivered as copies, so that a loop that keeps its batches
-        does not stop the producer."""
+        """Number of entries with views from which on batches are delivered as copies, so that a loop that keeps its
+        batches does not leave the producer without free entries."""
         self.group = max(1, ring.entries // 4)
-        """Number of batches delivered between two acks."""
+        """Number of batches that are delivered until the next ack is sent."""
 
 
 class SlotLane:
@@ -110,40 +113,43 @@ class SlotLane:
         self.slot = slot
         self.generation = generation
         self.name = name
-        """Worker, box and slot, for messages."""
+        """Text with worker, box and slot, for messages."""
         self.consumer: Consumer | None = None
         self.poll = select.poll()
-        """Poll object of the connection, created once, because the creation takes longer than waiting for a fast
-        worker."""
+        """Poll object of the connection. It is created once for a connection, because its creation takes longer than
+        the wait for a fast worker."""
         self.rings: dict[int, RingView] = {}
         self.current_ring = 0
         self.release: deque[int] = deque()
         self.freed: list[int] = []
-        """Released entries to report in the next ack: ring, entry, ring, entry ..."""
+        """Entries whose views were freed, to be reported in the next ack, as a flat list: ring, entry, ring, entry
+        ..."""
         self.unacked = 0
         """Number of batches delivered since the last ack."""
         self.group = 1
         self.abandons = 0
-        """Number of epochs abandoned so far, counted over all generations of the slot."""
+        """Number of epochs that the loop has left by `break` so far, over all generations of the slot."""
         self.abandoned_epoch = -1
-        """Number of the epoch that was abandoned last; -1 if none was."""
+        """Number of the epoch that the loop left last by `break`; -1 if it left no epoch."""
         self.abandoned: deque[tuple[int, int]] = deque(maxlen=ABANDONED_KEPT)
-        """Pairs (epoch, the slot's last batch in it) of the abandoned epochs."""
+        """Newest abandoned epochs, as pairs (epoch, number of the slot's last batch delivered in it)."""
         self.unsettled = False
-        """True if no frame has arrived since the lane was opened or since an epoch was abandoned."""
+        """True until the first frame arrives after the lane was connected or an epoch was abandoned. Until then the
+        producer may not know of the abandoned epoch."""
         self.unused = 0
-        """Number of unneeded frames since the last needed batch, or since the connection was made."""
+        """Number of frames in a row that the reader did not need, such as batches that were sent again. Counted from
+        the last delivered batch or the start of the connection."""
         self.last_digest = 0
         """Digest of the slot's last delivered batch."""
         self.layout: tuple[Structure, list[int]] | None = None
-        """Structure and dims of the last checked batch."""
+        """Structure (nesting, keys, dtypes) and shapes of the last batch that was checked."""
         self.wanted: list[int] = []
-        """Announced checkpoint steps at which no snapshot has been taken yet: step, number of the slot's batches up to
+        """Announced checkpoint steps that are still to come, as a flat list: step, number of the slot's batches up to
         it, step, number ..."""
         self.retry_at = 0.0
         self.backoff_s = FIRST_BACKOFF_S
         self.last_failure = ""
-        """Reason why the last attempt to open the lane failed."""
+        """Reason why the last connection was lost or could not be made; "" once connected."""
         self.cut_off_since = self.cut_off_at = 0.0
         """Monotonic time since which the worker's host has been unreachable, and time at which this client noticed it;
         both 0 if the host is reachable."""
@@ -151,7 +157,8 @@ class SlotLane:
         """True if the coordinator replied between `cut_off_at` and the last attempt to open the lane. Such a reply
         shows that this host's network works."""
         self.unreachable = ""
-        """Reason for requesting another worker; "" if none is requested."""
+        """Reason why the coordinator must give the slot to another worker: the worker's host is unreachable. "" if no
+        other worker is needed."""
         self.failed_since = 0.0
         self.tried_failed = False
         self.copies = 0
@@ -159,8 +166,8 @@ class SlotLane:
         """Number of times in a row that the due batch arrived damaged."""
 
     def next_generation(self, generation: int, name: str) -> SlotLane:
-        """Return a lane for the slot's next generation, with the same number of abandoned epochs and the same last
-        digest."""
+        """Return a lane for the slot's next generation. The abandoned epochs, the announced checkpoint steps and the
+        digest of the last batch are those of this lane. `name`: worker, box and slot, for messages."""
         after = self._another(generation, name)
         after.abandons, after.abandoned_epoch, after.unsettled = self.abandons, self.abandoned_epoch, self.unsettled
         after.abandoned = self.abandoned
@@ -174,8 +181,8 @@ class SlotLane:
     # ---- connections
 
     def hello(self, hello: lane_pb2.Hello) -> None:
-        """Add the lane's state to a Hello. Numbers of rings are left out, because each producer numbers its own
-        rings."""
+        """Add the lane's state to a Hello, the first message on a connection: entries that the loop still uses,
+        abandoned epochs, last digest, announced checkpoint steps."""
         self.drain()
         self.freed.clear()
         for ring_id, ring in self.rings.items():
@@ -206,11 +213,12 @@ class SlotLane:
         self.last_failure = ""
 
     def _consumer(self, sock: socket.socket) -> Consumer:
-        """Return the consumer that reads a connection."""
+        """Return a consumer, which reads the frames of the connection `sock`."""
         return Consumer(sock, self.name)
 
     def settle(self) -> None:
-        """Record that a frame has arrived, which shows that the worker works and knows all abandoned epochs."""
+        """Record that a frame has arrived on this connection. It shows that the worker can be reached and knows of all
+        abandoned epochs."""
         self.unsettled = False
         self.backoff_s = FIRST_BACKOFF_S
         self.cut_off_since = self.cut_off_at = 0.0
@@ -222,9 +230,10 @@ class SlotLane:
         self.network_works = replied_at > self.cut_off_at > 0.0
 
     def cut_off(self, now: float, silent_s: float, why: str) -> bool:
-        """Record that the worker's host could not be reached, or did not answer for `silent_s`. Return True if another
-        worker must be requested: the host has been unreachable for CUT_OFF_S, and this host's network works. Without
-        the second condition, a box with a network fault of its own would take its slots from healthy workers."""
+        """Record at time `now` that the worker's host could not be reached, or has not answered for `silent_s` seconds,
+        for the reason `why`. Return True if another worker must be requested: the host has been unreachable for
+        CUT_OFF_S, and this host's network works. Without the second condition, a box with a network fault of its own
+        would take its slots from healthy workers."""
         self.lose(now, why)
         if not self.cut_off_at:
             self.cut_off_since, self.cut_off_at = now - silent_s, now
@@ -234,7 +243,8 @@ class SlotLane:
         return bool(self.unreachable)
 
     def lose(self, now: float, why: str) -> None:
-        """Drop a lost connection, and set the time of the next attempt, with exponential backoff."""
+        """Drop the connection, which is lost or brought bad data, for the reason `why`. Set the time of the next
+        attempt to connect, with exponential backoff."""
         if self.consumer is not None:
             self.consumer.close(say_so=False)
             self.consumer = None
@@ -251,10 +261,10 @@ class SlotLane:
     # ---- batches
 
     def take(self, frame: Frame) -> Any:
-        """Return the batch of a BATCH frame. The batch's tensors are views of the frame's ring entry, or copies if the
-        training loop already holds views of half of the ring (`RingView.limit`).
+        """Return the batch that a BATCH frame announces. The batch's tensors are views of the ring entry that the frame
+        names, or copies if the training loop already holds views of half of the ring's entries (`RingView.limit`).
 
-        Raises BatchCorruptError if the batch differs from the runner's batch.
+        Raises BatchCorruptError if the batch's digest is not the one that the runner computed.
         """
         ring_id, entry = frame.ring, frame.entry
         ring, assembler, shapes = self.checked(frame)
@@ -271,8 +281,9 @@ class SlotLane:
         return batch
 
     def checked(self, frame: Frame) -> tuple[RingView, Assembler, list[int]]:
-        """Compare the digest of a frame's batch, and return the ring, assembler and shapes to assemble the batch
-        from."""
+        """Check the batch that a BATCH frame announces against its digest. Return what builds the batch: its ring, the
+        Assembler of its structure, and the shapes of its tensors. Raises BatchCorruptError if the digest differs, and
+        ProtocolError for a malformed frame."""
         ring = self.rings.get(frame.ring)
         if ring is None:
             ring = self._map(frame.ring)
@@ -296,18 +307,18 @@ class SlotLane:
             digest = region_digest(seed, view, offset, nbytes, cover == DigestCover.FULL)
         if digest != frame.digest:
             raise BatchCorruptError(
-                f"{self.name}: the digest of batch {frame.total} of the slot differs from the digest that its runner "
-                "computed"
+                f"{self.name}: batch {frame.total} of the slot arrived damaged: its digest differs from the one that "
+                "its runner computed. Check memory and network of both machines if this happens often"
             )
         self.layout = assembler.structure, shapes
         return ring, assembler, shapes
 
     def skip(self, frame: Frame) -> None:
-        """Release the ring entry of an unneeded batch."""
+        """Release the ring entry of a batch that is not needed. The next ack tells the producer."""
         self.freed += (frame.ring, frame.entry)
 
     def drain(self) -> None:
-        """Take the tokens of freed views, and count the entries of these tokens as released."""
+        """Take the tokens of freed views from the deque, and note their entries as released, for the next ack."""
         release, rings, freed = self.release, self.rings, self.freed
         while release:
             token = release.popleft()
@@ -320,7 +331,9 @@ class SlotLane:
             freed += (ring_id, entry)
 
     def ack(self, total: int) -> bool:
-        """Send an ack of deliveries and released entries. Return False while the socket's buffer is full."""
+        """Send an ack: the number of delivered batches and the released entries. `total`: number of the slot's batches
+        delivered over the whole life of the run. Return False if the ack is not sent completely, because the socket's
+        buffer is full."""
         consumer = self.consumer
         if consumer is None:
             return True

@@ -1,11 +1,11 @@
 """Open run of one box (a data-parallel rank). The run is registered with the coordinator, and a thread of this process
 watches the run.
 
-The thread reports progress, renews the box's lease, and receives the addresses of the worker slots. The thread
-communicates with the training thread in two ways only: by replacing `views` as a whole and then incrementing `version`,
-and by making `wake_fd` readable. While the coordinator is unreachable, the thread retries for as long as the run is
-open. Batches do not pass through the coordinator, so a restart of the coordinator affects only a loop that waits for a
-slot.
+The thread (the watch thread) reports progress, renews the box's lease, and receives the slots' views: for each slot its
+worker, address and condition, as the coordinator knows them. The thread communicates with the training thread in two
+ways only: by replacing `views` as a whole and then incrementing `version`, and by making `wake_fd` readable. While the
+coordinator is unreachable, the thread retries for as long as the run is open. Batches do not pass through the
+coordinator, so a restart of the coordinator affects only a loop that waits for a slot.
 
 The thread refers to the run but not to the loader. The finalizer of a loader that is dropped without being closed sets
 `abandoned`. The finalizer does nothing else, because it may run inside the garbage collector; the thread then closes
@@ -50,25 +50,26 @@ from penstock.runtime.telemetry.logs import LONGEST, plain
 __all__ = ["OpenRun", "RunLink"]
 
 HOLD_S = 1.0
-"""Longest time of one poll of the coordinator in seconds, until the coordinator sets another time. Each poll reports
-progress."""
+"""Seconds for which the coordinator may delay the reply to a report if it has no news, until the coordinator sets
+another time. The next report follows the reply."""
 CLOSE_S = 5.0
-"""Deadline of closing a run, in seconds. A coordinator that did not answer notices the end of the box by the expired
-lease."""
+"""Deadline in seconds of the call that closes a run. If the coordinator does not answer in time, it notices the end of
+the box later, because the box's lease expires."""
 DIAL_S = 10.0
 AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Errors of calls that are retried. Batches are delivered while the coordinator is unreachable, or its disk full."""
+"""Errors after which a call to the coordinator is tried again: the coordinator is unreachable, or its disk is full.
+Batches are delivered meanwhile."""
 SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
-"""Smallest deadline of one attempt to query a state, in seconds."""
+"""Smallest deadline in seconds of one attempt to fetch a state from the coordinator."""
 ABANDONED_SENT = 4096
 """Largest number of abandoned epochs in one report; equal to the coordinator's limit (Limits.abandoned_at_once)."""
 AWAY_S = 3600.0
-"""Seconds that a state query waits for an unreachable coordinator: as long as a coordinator keeps an attempt without
-heartbeats (Limits.abandoned_s). Training continues without a coordinator, so saves wait for it too."""
+"""Seconds for which a save waits for an unreachable coordinator, which has the state. A coordinator keeps an attempt
+(launch of the run) without heartbeats for as long (Limits.abandoned_s)."""
 AWAY_WARN_S = 30.0
-"""Seconds that a state query waits for the coordinator before the first warning. Each later warning comes after twice
-the time."""
+"""Seconds for which a save waits for the coordinator before the first warning. Each later warning comes after twice the
+time."""
 
 _Result = TypeVar("_Result")
 _TEXTS = ("note", "doing", "stack", "worker", "target_worker", "host_id", "tcp_address", "ticket")
@@ -76,7 +77,8 @@ _log = logging.getLogger("penstock.client")
 
 
 def _plain(view: pb.SlotView) -> pb.SlotView:
-    """Shorten and escape the texts of a slot's view, because warnings and errors print them. Return the view."""
+    """Shorten and escape the texts in a slot's view (the coordinator's message about the slot), because warnings and
+    errors print them. Return the view."""
     for name in _TEXTS:
         text = getattr(view, name)
         if not text.isprintable() or len(text) > LONGEST:
@@ -85,25 +87,27 @@ def _plain(view: pb.SlotView) -> pb.SlotView:
 
 
 class RunLink(Protocol):
-    """Interface to an Appliance for the runs on it."""
+    """Interface by which a run uses the Appliance that it was opened on."""
 
     host: str
     """Id of this host; see penstock.proto.rpc.channel.host_id."""
     force_tcp: bool
     compression: str | None
-    """Codec of batches over TCP, see penstock.proto.lane.compression.NAMES; None: no compression."""
+    """Name of the codec that compresses batches over TCP, see penstock.proto.lane.compression.NAMES; None: no
+    compression."""
     embedded: bool
 
     def client(self) -> CoordinatorClient:
         """Return a new client of the coordinator."""
 
     def receiver(self) -> str:
-        """Return the address of this process's receiver. Start the receiver if none runs."""
+        """Return the address of this process's receiver, the process that takes batches from other hosts. Start the
+        receiver if none runs."""
 
 
 class OpenRun:
-    """Open run of one box (a data-parallel rank). Any thread may call `close`; all other methods are for the training
-    thread, unless noted."""
+    """Open run of one box (a data-parallel rank), with its watch thread; see the module's docstring. Any thread may
+    call `close`. The other methods are for the training thread, unless their docstring says otherwise."""
 
     def __init__(
         self,
@@ -114,41 +118,43 @@ class OpenRun:
     ) -> None:
         self.link = link
         self.notice = notice or WaitNotice()
-        """Writer of lines about the wait for the first batch."""
+        """Writer of the lines on stderr that say what the loop waits for before its first batch."""
         self.box = request.box
         self.num_slots = request.num_workers_per_box
         self.num_workers = request.num_boxes * request.num_workers_per_box
-        """Number of workers of all boxes."""
+        """Number of slots of all boxes together."""
         self.cover = cover_of(request.loader.options)
         self.name = f"{request.job}/{request.ordinal}"
         self.attempt = 0
         self.seed = 0
         self._lease_s = 0.0
-        """Duration in seconds of the lease that the coordinator has granted; depends on the number of boxes."""
+        """Seconds of silence after which the coordinator takes this box for dead, as it has said in its last reply."""
         self._confirmed_epoch = -1
-        """Newest abandoned epoch that the coordinator has confirmed. This epoch and all earlier ones are in the
-        journal, and are not sent again."""
+        """Number of the newest abandoned epoch that the coordinator has in its journal; -1: none. This epoch and
+        earlier ones are not reported again."""
         self._commit_mark = b""
         """Signed number of the last commit in the coordinator's journal, from its last reply. Each report returns it,
         so that a coordinator with an older journal notices that."""
         self.ended_boxes: dict[int, int] = {}
-        """Number of each box that has ended its epoch -> last step of that epoch."""
+        """Last step of the epoch, for each box of the run that has ended its epoch and not begun another, by the box's
+        number."""
         self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
         self._taken = 0
-        """Version of the newest reply from which views were taken. Versions increase over all runs of the
-        coordinator."""
+        """Version of the newest reply that was applied to `views`. The coordinator's versions only increase."""
         self._take_lock = threading.Lock()
         self.version = 0
-        """Counter that increases with each change of `views` or `error`."""
+        """Counter that the watch thread increases after each change of `views` or `error`, so that the training thread
+        notices the change."""
         self.error: PenstockError | None = None
         """Error that has ended the run, such as a newer attempt of the job; None while the run is open."""
         self.away_since: float | None = None
-        """Monotonic time since which the coordinator has not answered; None while it answers."""
+        """Start of the first call since which the coordinator has not answered, a time of time.monotonic(); None while
+        it answers."""
         self.replied_at = 0.0
-        """Monotonic time of the coordinator's last reply."""
+        """Time of the coordinator's last reply, a time of time.monotonic(); 0 before the first."""
         self._reporting: threading.Thread | None = None
         self.away_because = ""
-        """Message of the last failed call to the unreachable coordinator."""
+        """Message of the error of the last call that did not reach the coordinator."""
         self.progress = BoxProgress()
         self.fence = StepFence()
         self.abandoned = False
@@ -164,7 +170,8 @@ class OpenRun:
         forks.keep(self)
 
     def forked(self) -> None:
-        """End the run in a forked child with an error that names the fork (see penstock.runtime.process.forks)."""
+        """Make the run unusable in a fork of this process: its methods raise an error that names the fork (see
+        penstock.runtime.process.forks)."""
         self.error = self._owner.error(f"run {self.name}, box {self.box}")
         self._closed = True
         self.version += 1  # readers check `error` first
@@ -173,7 +180,8 @@ class OpenRun:
     # ---- opening
 
     def open(self) -> None:
-        """Join the run as this box. Raises the coordinator's error if the coordinator refuses."""
+        """Register this box with the coordinator, and start the watch thread. Raises the coordinator's error if the
+        coordinator refuses the box."""
         reply = self._client.open_run(self._request)
         self.name, self.attempt, self.seed = reply.run, reply.attempt, reply.seed
         hold_s, self._lease_s = intervals(reply)
@@ -192,7 +200,7 @@ class OpenRun:
         progress = self.progress
         waits = progress.waits()
         fence_key, fence_taken = self.fence.answer
-        return pb.WatchRunRequest(
+        request = pb.WatchRunRequest(
             run=self.name,
             attempt=self.attempt,
             box=self.box,
@@ -215,24 +223,29 @@ class OpenRun:
             sources=_sources(progress),
             imbalance=imbalance_of(progress.counts.rows()) or 0.0 if progress.counts is not None else 0.0,
         )
+        progress.epoch_starts.put_into(request)
+        return request
 
     def _report(self, seen: int, hold_s: float) -> pb.WatchRunReply:
-        """Report progress to the coordinator, and return the reply. From then on the reported abandoned epochs are in
-        the coordinator's journal."""
+        """Report progress to the coordinator, and return the reply. The reply shows that the reported abandoned epochs
+        are in the coordinator's journal. `seen`: version of the last reply. `hold_s`: seconds for which the coordinator
+        may delay the reply if nothing is newer than that version."""
         request = self._watch_request(seen, hold_s)
         reply = self._client.watch_run(request)
+        self.progress.epoch_starts.answered(request, reply)
         if request.abandoned:
             self._confirmed_epoch = max(self._confirmed_epoch, request.abandoned[-1].epoch)
         return reply
 
     def _unconfirmed(self) -> tuple[tuple[int, int], ...]:
-        """Return the abandoned epochs that the coordinator has not confirmed yet, in ascending order."""
+        """Return the abandoned epochs that the coordinator has not confirmed yet, in ascending order, as pairs (epoch,
+        last step)."""
         abandoned = self.progress.abandoned
         return abandoned[bisect_right(abandoned, self._confirmed_epoch, key=itemgetter(0)) :]
 
     def _report_abandoned(self) -> None:
-        """Report abandoned epochs until the rest fits in one report. After a long time without a coordinator, one
-        report may be too small for all abandoned epochs."""
+        """Report abandoned epochs until at most ABANDONED_SENT are unreported, which fit in one report. After a long
+        time without a coordinator there may be more."""
         while len(self._unconfirmed()) > ABANDONED_SENT:
             self._report(0, 0.0)
 
@@ -268,21 +281,22 @@ class OpenRun:
 
     def reach(self, seconds: float) -> None:
         """Wait until the coordinator can be reached, or until `seconds` have passed. Wait at least SHORTEST_BACKOFF_S,
-        because a reachable coordinator may still refuse a call. May be called from any thread."""
+        because a reachable coordinator may still refuse calls. May be called from any thread."""
         self._closing.wait(SHORTEST_BACKOFF_S)
         if not self._closing.is_set():
             self._client.reach(seconds)
 
     def _linger(self) -> None:
-        """Wait until the loader drops this run. The coordinator has ended the run already."""
+        """Wait in the watch thread, after the run has ended with an error, until the run is closed, or its loader is
+        garbage-collected and the run must be closed here."""
         while not self._closing.wait(HOLD_S):
             if self.abandoned:
                 self.close()
                 return
 
     def _take(self, reply: pb.WatchRunReply) -> None:
-        """Apply the slots' views in a reply. Ignore a reply that is older than one already applied: `report` sends
-        requests in parallel with the watch thread."""
+        """Apply the slots' views in a reply of the coordinator. Ignore a reply that is older than the last applied one,
+        because `report` and the watch thread may get replies in another order."""
         with self._take_lock:
             if reply.version <= self._taken:
                 return
@@ -304,15 +318,17 @@ class OpenRun:
         try:
             os.eventfd_write(self.wake_fd, 1)
         except OSError:
-            pass  # the counter is full, so it is readable; or the run was closed meanwhile
+            pass  # the eventfd's counter is full, so wake_fd is readable already; or the run was closed meanwhile
 
     def fail(self, error: PenstockError) -> None:
-        """End the run with an error, and wake the training thread. May be called from any thread."""
+        """End the run with an error, which the training thread will raise, and wake the training thread. May be called
+        from any thread."""
         self.error = error
         self._notify()
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until `ready` returns True for this run. Return False after `timeout_s`. Raises the run's error."""
+        """Wait until `ready(self)` is True, and return True. Return False after `timeout_s` seconds, or if the run is
+        closed. Raises the error that has ended the run."""
         until = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self.wake_fd, select.POLLIN)
@@ -327,7 +343,8 @@ class OpenRun:
         return True
 
     def hold(self, step: int, timeout_s: float) -> None:
-        """Wait until the box may take this step; see StepFence. Raises DeadlineError after `timeout_s`."""
+        """Wait until the box may take `step`, because the coordinator has decided about a change of the mixture; see
+        StepFence. Raises DeadlineError after `timeout_s` seconds."""
         if not self.wait_for(lambda run: step < self.fence.step, timeout_s) and not self._closed:
             raise DeadlineError(
                 f"run {self.name}, box {self.box} waited {timeout_s:.0f} s before step {step} for the coordinator to "
@@ -335,8 +352,8 @@ class OpenRun:
             )
 
     def report(self) -> None:
-        """Report progress now instead of within HOLD_S. If the coordinator is unreachable, the watch thread reports the
-        progress later."""
+        """Report progress to the coordinator now, without waiting for the watch thread's next report. If the
+        coordinator is unreachable, the watch thread reports the progress later."""
         try:
             reply = self._report(0, 0.0)
         except PenstockError:
@@ -345,7 +362,8 @@ class OpenRun:
         self._take(reply)
 
     def report_soon(self) -> None:
-        """Report progress now from another thread. Do nothing if that thread is sending a report already."""
+        """Start a thread that reports progress to the coordinator now. Do nothing if such a thread is at work
+        already."""
         if self._reporting is None or not self._reporting.is_alive():
             self._reporting = threading.Thread(target=self.report, name=f"penstock-report-{self.name}", daemon=True)
             self._reporting.start()
@@ -353,7 +371,8 @@ class OpenRun:
     # ---- calls of the training thread
 
     def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
-        """Connect to the slot's runner, or for a runner on another host to the receiver, and send the Hello.
+        """Connect to the slot's runner and send the Hello, the first message on a lane. For a runner on another host,
+        connect to the receiver instead, which connects to the runner. `view`: address of the runner.
 
         Raises OSError or LaneLostError if nothing listens at the address.
         """
@@ -376,7 +395,8 @@ class OpenRun:
         return sock
 
     def is_remote(self, view: pb.SlotView) -> bool:
-        """Return True if the slot's batches come over TCP."""
+        """Return True if the slot's batches come over TCP, because its worker is on another host or the user asked for
+        TCP."""
         return self.link.force_tcp or view.host_id != self.link.host or not view.local_address
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
@@ -396,9 +416,9 @@ class OpenRun:
         return self._when_back(fetch, f"the state of step {request.step}", request.deadline_s)
 
     def _when_back(self, call: Callable[[float], _Result], what: str, deadline_s: float) -> _Result:
-        """Return the result of `call`. Retry it while the coordinator is unreachable (because it restarts or moves),
-        for AWAY_S or `deadline_s`, whichever is longer. `call` gets the seconds of unreachability so far, to add to its
-        deadline."""
+        """Return the result of `call`, a call to the coordinator. Repeat the call while the coordinator is unreachable,
+        for AWAY_S or `deadline_s`, whichever is longer. `call` gets the seconds for which the coordinator was
+        unreachable so far, to add to its deadline. `what`: operation, for warnings."""
         away_s, since, warn_at = 0.0, 0.0, AWAY_WARN_S
         while True:
             called_at = time.monotonic()
@@ -421,8 +441,8 @@ class OpenRun:
                 away_s += time.monotonic() - called_at
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
-        """Run the loader's aggregate_state_dict on a worker, and return the envelope of the result. states: envelope of
-        the list of the workers' states."""
+        """Run the loader's aggregate_state_dict on a worker. `states`: envelope (encoded bytes) with the list of the
+        workers' states. Return an envelope with the result."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, deadline_s=deadline_s)
         put = self._client.put_blob
         request.aggregate_blob = self._when_back(lambda _: put(states, self.name), "an aggregation", deadline_s)
@@ -433,7 +453,8 @@ class OpenRun:
     def close(self, *, forget: bool = True) -> None:
         """Close the run. Raises no error if the coordinator is unreachable. May be called again.
 
-        forget: True if the run will not be opened again. Only embedded mode uses this argument.
+        forget: True if the run will not be opened again, so that an embedded coordinator can drop what it knows of the
+        run.
         """
         with self._close_lock:
             if self._closed:
@@ -442,18 +463,7 @@ class OpenRun:
         self._closing.set()
         try:
             if self.attempt and not isinstance(self.error, UnknownRunError):
-                self._report_abandoned()
-                self._client.close_run(
-                    pb.CloseRunRequest(
-                        run=self.name,
-                        attempt=self.attempt,
-                        box=self.box,
-                        client_id=self._request.client_id,
-                        forget=forget and self.link.embedded,
-                        progress=self._watch_request(0, 0.0),
-                    ),
-                    deadline_s=CLOSE_S,
-                )
+                self._tell_end(forget=forget)
         except PenstockError:
             pass  # superseded, or the coordinator has ended: there is nothing to close
         self._client.close()
@@ -464,6 +474,30 @@ class OpenRun:
         os.eventfd_write(self.wake_fd, 1)
         self._on_closed(self)
 
+    def _tell_end(self, *, forget: bool) -> None:
+        """Report the end of the box, for at most CLOSE_S. A coordinator that is restarted just now is called again,
+        because it would wait for the box in each later state query; an embedded one is not restarted."""
+        until = time.monotonic() + CLOSE_S
+        while True:
+            left = max(RETRY_S, until - time.monotonic())
+            try:
+                self._report_abandoned()
+                request = pb.CloseRunRequest(
+                    run=self.name,
+                    attempt=self.attempt,
+                    box=self.box,
+                    client_id=self._request.client_id,
+                    forget=forget and self.link.embedded,
+                    progress=self._watch_request(0, 0.0),
+                )
+                self._client.close_run(request, deadline_s=left)
+                return
+            except AWAY:
+                if self.link.embedded or time.monotonic() >= until:
+                    return
+            time.sleep(SHORTEST_BACKOFF_S)
+            self._client.reach(max(0.0, until - time.monotonic()))
+
     def __del__(self) -> None:
         try:
             os.close(self.wake_fd)
@@ -472,7 +506,7 @@ class OpenRun:
 
 
 def _sources(progress: BoxProgress) -> list[pb.SourceCount]:
-    """Return the counts of the delivered samples by source, for a report."""
+    """Return the counts of the delivered samples by source, as messages for a report to the coordinator."""
     if progress.counts is None:
         return []
     return [

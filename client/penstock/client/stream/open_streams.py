@@ -48,7 +48,7 @@ class SaveCounters:
     """Total time that save() blocked the training loop, in seconds."""
     last_stall_s: float = 0.0
     last_write_s: float = 0.0
-    """Seconds from the last return of save() to the commit of its checkpoint."""
+    """Seconds from the return of save() until the checkpoint was complete, for the last complete checkpoint."""
     written_bytes: int = 0
     last_step: int = -1
     """Step of the last complete checkpoint; -1: none."""
@@ -56,7 +56,7 @@ class SaveCounters:
     """Reentrant lock, because a signal handler may call save() during a save."""
 
     def stalled(self, seconds: float) -> None:
-        """Add the seconds for which a call of save() blocked the training loop."""
+        """Count a call of save() that blocked the training loop for `seconds`."""
         with self._lock:
             self.stalled_s += seconds
             self.last_stall_s = seconds
@@ -67,7 +67,8 @@ class SaveCounters:
             self.in_flight += 1
 
     def ended(self, step: int, seconds: float, written: int, *, ok: bool) -> None:
-        """Count a checkpoint at the end of its writing, complete or failed."""
+        """Count a checkpoint at the end of its writing. `seconds`: since save() returned. `written`: bytes. `ok`: True
+        if the checkpoint is complete, False if writing failed."""
         with self._lock:
             self.in_flight -= 1
             self.written_bytes += written

@@ -1,10 +1,11 @@
-"""Ordered reader: takes frames from several lanes (connections of worker slots) and returns batches in the order of the
-position. The reader is the hot path, and all of its code runs in the training thread.
+"""Ordered reader: reads frames (messages) from the lanes of a box, one for each worker slot, and returns batches in the
+order that the box's position says. Each batch passes through this code, and all of it runs in the training thread.
 
-`OrderedReader.next` reads a frame from the lane with the due batch, makes a batch of the frame and advances the
-position. Without a frame, `next` waits for that lane or for changes of the slots. A batch is acknowledged in a later
-call of `next`, because the loop gets the batch only when `next` returns. Acks are sent in groups. A long wait sends all
-acks of all lanes, because a producer without credits would wait for acks.
+The due batch is the one that the loop must get next. `OrderedReader.next` reads a frame from the lane of the due batch,
+makes a batch of the frame and advances the position. Without a frame, `next` waits for that lane or for the
+coordinator's news. A batch is acknowledged in a later call of `next`, because the loop gets it only when `next`
+returns. Acks are sent for groups of batches. A long wait sends all acks, because a producer whose ring is full waits
+for them.
 
 Order is checked: a batch that is not exactly the next one of its slot is an error, except that a batch repeated after a
 reconnect is released unread. Content is checked too: a damaged batch is fetched again from the ring at the lane's other
@@ -58,18 +59,18 @@ from penstock.proto.v1 import lane_pb2, records_pb2
 __all__ = ["OrderedReader"]
 
 OUTRUN = 2 * (MAX_ENTRIES + 8)
-"""Number of batches of each slot for which checkpoint steps are announced ahead. A worker may be a whole ring ahead of
-the loop, and the next announcement is sent when the loop has taken half of these batches."""
+"""Number of a slot's next batches for which checkpoint steps are announced. A worker may be a whole ring ahead of the
+loop, and the next announcement is sent when the loop has taken half of these batches."""
 FAILED_GRACE_S = 2.0
-"""Seconds that the reader waits, after a slot has failed, for the remaining batches and the error to arrive over the
-slot's lane."""
+"""Seconds to wait, after the coordinator has reported a failed slot, for the slot's last batches and error on its
+lane."""
 RETRY_FLUSH_S = 0.02
 LAZY_S = 0.002
-"""Seconds of a wait after which the acks of incomplete groups are sent. If these acks were sent at once, a loop that is
-faster than its workers would pay one system call and one wake-up of the producer for each batch."""
+"""Seconds of waiting after which the acks of incomplete groups are sent. If they were sent at once, a loop that is
+faster than its workers would cost one system call and one wake-up of the producer for each batch."""
 
 NO_WORKER = (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING)
-"""Phases of a slot that no worker has."""
+"""Phases in which a slot is assigned to no worker."""
 
 _log = logging.getLogger("penstock.client")
 
@@ -81,28 +82,28 @@ class OrderedReader:
         self.position = position
         self.stats = StreamStats()
         self.first_step = position.step
-        """Number of the step before the first batch of this reader."""
+        """Number of the last step before the first batch of this reader."""
         self.wait_s = 0.0
         """Seconds that the loop waited for the last batch."""
         self.layout: tuple[Structure, list[int]] | None = None
-        """Structure and dims of the last batch."""
+        """Structure (nesting, keys, dtypes) and shapes of the last batch."""
         self.thread = threading.get_ident()
         """Id of the thread that reads. Only this thread uses the lanes."""
         self.counts = DeliveredCounts(run.num_slots)
         self._run, self._label, self._timeout_s = run, label, timeout_s
         self._version = -1
-        self._poll = select.poll()  # waits for slots without a lane
+        self._poll = select.poll()  # a poll for slots whose lane is not connected
         self._poll.register(run.wake_fd, select.POLLIN)
         self._lanes = [self._first_lane(slot) for slot in range(run.num_slots)]
         self._restarts = [0] * run.num_slots
         self._slow = [""] * run.num_slots
         self._start_places = [0] * run.num_slots
         self._queue_moved = 0.0
-        """Monotonic time at which a waiting runner last moved up in its worker's queue of runners to start."""
+        """Monotonic time at which the awaited runner last moved up in its worker's queue of runners to start."""
         self._notice = run.notice
         self._notice.pause()
         self._later_notice: WaitNotice | None = None
-        """Notice of a later wait, for a slot without a worker; None in any other wait."""
+        """Writer of lines about a wait after the first batch, for a slot without a worker; None in any other wait."""
         self._open_epochs = position.epoch
         self._waiting_since, self._moving = 0.0, False
         self._abandoned: list[tuple[int, int]] = []
@@ -115,7 +116,7 @@ class OrderedReader:
     # ---- the hot path
 
     def next(self) -> Any:
-        """Wait for the next batch and return it; return EPOCH_ENDED at the end of an epoch.
+        """Wait for the next batch of the box and return it. Return EPOCH_ENDED at the end of an epoch.
 
         Raises:
             DeadlineError: no batch came within the deadline; the error names slot and worker.
@@ -170,7 +171,7 @@ class OrderedReader:
             return batch
 
     def _count(self, lane: SlotLane, digest: int, counts: bytes) -> None:
-        """Count the due batch as delivered: advance the position, add the digest and the counts, and ack a group."""
+        """Count the due batch as delivered: advance the position, add its digest and its counts of samples."""
         if self._waiting_since:
             self._waiting_since = 0.0
         lane.last_digest = digest
@@ -184,8 +185,8 @@ class OrderedReader:
         self._moving = False
 
     def _corrupt(self, lane: SlotLane, what: str) -> None:
-        """Drop the lane's connection, so that damaged data are fetched again. Raises BatchCorruptError if they stay
-        damaged."""
+        """Handle damaged data on a lane: drop the connection, so that the batch is sent again on the next one. Raises
+        BatchCorruptError if the batch has arrived damaged CORRUPT_TRIES times in a row."""
         lane.corrupt += 1
         self.stats.corrupt += 1
         lane.lose(time.monotonic(), what)
@@ -203,7 +204,8 @@ class OrderedReader:
         _log.warning("%s: damaged data arrived and is fetched again: %s", self._label, what)
 
     def _other(self, lane: SlotLane, frame: Frame) -> bool:
-        """Handle a frame that is not the due batch. Return True if the epoch has ended."""
+        """Handle a frame that is not the due batch, such as an error or the end of the slot's epoch. Return True if the
+        box's epoch has ended."""
         position, kind, slot = self.position, frame.kind, lane.slot
         if kind == ERROR:
             if frame.error.name == BatchCorruptError.__name__:
@@ -222,9 +224,12 @@ class OrderedReader:
                 position.carry()
             self._moving = True
             try:
-                return position.exhaust()
+                epoch_over = position.exhaust()
             finally:
                 self._moving = False
+            if epoch_over:
+                self._run.progress.epoch_starts.add(position)
+            return epoch_over
         if kind == BATCH:
             if frame.total <= position.total[slot]:
                 lane.skip(frame)
@@ -238,18 +243,16 @@ class OrderedReader:
         return False
 
     def _cut_off(self, lane: SlotLane, error: records_pb2.ErrorDetail) -> None:
-        """Handle the receiver's message that it cannot reach the lane's worker. Report it to the coordinator at once:
-        the first report shows whether the coordinator can be reached from here, and a later one requests another
-        worker."""
+        """Handle the receiver's message that it cannot reach the worker of a lane. Report to the coordinator at once:
+        its reply shows that this host's network works, and a later report requests another worker."""
         silent_s = USER_TIMEOUT_S if error.name == DeadlineError.__name__ else 0.0
         first = not lane.cut_off_at
         if lane.cut_off(time.monotonic(), silent_s, error.message) or first:
             self._run.report_soon()
 
     def _unreachable(self) -> list[tuple[int, int, str]]:
-        """Return (slot, generation, reason) of all slots on unreachable workers, for the watch thread. The slots of a
-        worker are listed together, because the loop waits for one slot at a time and would notice each only when its
-        batch is due."""
+        """Return (slot, generation, reason) for all slots on unreachable workers, for the watch thread's reports. If
+        one lane finds its worker unreachable, all slots of this worker are listed, whose batches are not due yet."""
         views, lanes = self._run.views, list(self._lanes)
         why = {views[lane.slot].worker: lane.unreachable for lane in lanes if lane.unreachable}
         known = [(lane, views[lane.slot]) for lane in lanes]
@@ -260,8 +263,8 @@ class OrderedReader:
         ]
 
     def _pass_over(self, lane: SlotLane) -> None:
-        """Count an unneeded frame. Raises ProtocolError if more than MAX_UNUSED arrive, because the deadline is not
-        checked while such frames arrive."""
+        """Count a frame that is not needed. Raises ProtocolError after more than MAX_UNUSED in a row, because no
+        deadline is checked while they arrive."""
         lane.unused += 1
         if lane.unused > MAX_UNUSED:
             raise self._confused(lane, f"{lane.unused} batches and messages that are not needed")
@@ -324,7 +327,7 @@ class OrderedReader:
             self._waited(lane.slot, worker, time.monotonic() - now)
 
     def _notice_of(self, view: pb.SlotView) -> WaitNotice | None:
-        """Return the notice of a wait for the first batch or for a slot without a worker; None for any other wait."""
+        """Return the notice for a wait for the first batch or for a slot without a worker; None for any other wait."""
         if self.position.step == self.first_step:
             return self._notice
         if view.phase in NO_WORKER and self._later_notice is None:
@@ -354,8 +357,8 @@ class OrderedReader:
         self._run.progress.waited_by_slot[slot] += seconds
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
-        """Raise the error of a slot that has failed and is not restarted, if nothing more can arrive over its lane.
-        Otherwise return the time of the next check."""
+        """Raise the error of a slot that has failed and is not restarted, once nothing more can arrive over its lane.
+        Until then return the time of the next check."""
         if lane.consumer is None:
             if lane.tried_failed:
                 raise self._slot_error(view)
@@ -367,7 +370,7 @@ class OrderedReader:
         return lane.failed_since + FAILED_GRACE_S
 
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
-        """Raise the error of a slot that has failed and is not restarted."""
+        """Raise the error of a slot that has failed and is not restarted; `view` has the error."""
         raise self._slot_error(view)
 
     def _slot_error(self, view: pb.SlotView) -> PenstockError:
@@ -413,15 +416,15 @@ class OrderedReader:
     # ---- slots and their lanes
 
     def _first_lane(self, slot: int) -> SlotLane:
-        """Return the first lane of a slot, with generation 0 until the coordinator reports a generation."""
+        """Return a slot's lane before the coordinator reports the slot's generation; the lane has generation 0."""
         return SlotLane(slot, 0, self._lane_name(slot, ""))
 
     def _lane_name(self, slot: int, worker: str) -> str:
         return f"box {self._run.box}, slot {slot}, worker {worker or 'unknown'}"
 
     def _refresh(self) -> None:
-        """Apply the views that the watch thread has received: replace lanes of slots that have moved, and note slots
-        that are ready."""
+        """Apply the slots' views from the watch thread: give each slot that moved to another runner a new lane, and
+        connect the lanes of ready slots."""
         run = self._run
         if isinstance(run.error, ForkedProcessError):
             raise run.error  # even if unprocessed frames remain, because they belong to the parent
@@ -460,7 +463,7 @@ class OrderedReader:
             warn_user(f"{self._label}: {note}")
 
     def _log_not_used(self, views: Sequence[pb.SlotView]) -> None:
-        """Log once why the states of the loader's own methods are not used, which makes saves and recoveries slower."""
+        """Log once why a worker replays instead of using the loader's state methods; saves are slower then."""
         why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
         if why and not self._logged_not_used:
             self._logged_not_used = True
@@ -492,7 +495,7 @@ class OrderedReader:
     # ---- between batches
 
     def flush(self) -> bool:
-        """Send the acks of all lanes. Return False while the buffer of a socket is full."""
+        """Send the acks of all lanes. Return False if a full socket buffer keeps an ack back."""
         total = self.position.total
         done = True
         for lane in self._lanes:
@@ -500,7 +503,7 @@ class OrderedReader:
         return done
 
     def open_epochs(self, limit: int) -> None:
-        """Allow the workers to begin epochs up to and including `limit`."""
+        """Allow the workers to make batches of the epochs up to and including number `limit`."""
         if limit > self._open_epochs:
             self._open_epochs = limit
             for lane in self._lanes:
@@ -508,7 +511,8 @@ class OrderedReader:
                     lane.consumer.open_epochs(limit)
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps to the workers. Return the step of the next announcement, or None."""
+        """Announce the next checkpoint steps to the workers, up to the executor's `last` step if it is known. Return
+        the step at which to announce again; None if no checkpoint step was announced."""
         position = self.position
         steps = schedule.ahead(position.step, last, OUTRUN * len(self._lanes))
         pairs: list[list[int]] = [[] for _ in self._lanes]
@@ -530,7 +534,7 @@ class OrderedReader:
         return steps[(len(steps) - 1) // 2] if steps else None
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch at the present position. The workers drop the epoch's remaining batches."""
+        """Abandon the epoch after the last delivered batch. The workers drop the rest and begin the next epoch."""
         position = self.position
         if not any(position.delivered):
             return  # no batch of the epoch was taken
@@ -548,6 +552,7 @@ class OrderedReader:
         self._moving = True
         position.abandon_epoch()
         self._moving = False
+        self._run.progress.epoch_starts.add(position)
         # Report now: if another box requests a state before this box's next report, the state would lack the abandoned
         # epoch.
         self._run.report()
@@ -570,12 +575,12 @@ class OrderedReader:
 
     @property
     def held(self) -> int:
-        """Number of delivered batches with views that the loop still has. May be read from any thread."""
+        """Number of delivered batches of which the loop still has views. May be read from any thread."""
         return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
     def snapshot(self) -> records_pb2.BoxPosition | None:
-        """Return the present position, for the watch thread. Return None if the training thread keeps changing the
-        position, so that no consistent value can be read."""
+        """Return the position, for the watch thread. Return None if the training thread changes it during each attempt
+        to read it."""
         position = self.position
         for _ in range(1000):
             before = (position.step, position.epoch, len(position.live))
@@ -589,7 +594,7 @@ class OrderedReader:
     def close(self) -> None:
         """Close all lanes. Batches that the loop still holds stay valid."""
         last = self.snapshot()
-        self._run.progress.position = lambda: last  # the run's last report needs the position
+        self._run.progress.position = lambda: last  # the run's last report still needs the position
         self._run.progress.unreachable = list
         for lane in self._lanes:
             lane.close()

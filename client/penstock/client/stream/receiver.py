@@ -1,29 +1,31 @@
 """The receiver: a process that receives batches over TCP into a ring on this host, for a training job with workers on
 other hosts.
 
-The receiver is a process, without torch or numpy, because a thread of the training process would share the interpreter
-lock with the training loop. `receiver_process.Receiver` starts the process by this file's path, because `python -m`
-would import penstock.client, and with that torch.
+The receiver is a process, because a thread of the training process would share the interpreter lock with the loop. It
+imports neither torch nor numpy: `receiver_process.Receiver` starts this file by its path, because `python -m` would
+import penstock.client, and with that torch.
 
-A consumer connects to the receiver as to a daemon on its own host, and the consumer's Hello names the address of the
-worker's daemon (`target`). For the consumer the receiver is a producer like any other, with two differences: each batch
-is received from TCP straight into a ring entry, and the consumer's acks are forwarded to the sender. One lane is one
-state machine, and one thread serves all lanes. No step waits for a single socket. A receiver that waited for the
-network without reading from its consumer would not forward the consumer's acks, and then both sides would wait forever.
+The consumer of a lane, its end in the training process, connects to the receiver as to a daemon on its own host. Its
+first message, the Hello, names the address of the worker's daemon (`target`). For the consumer the receiver is a
+producer like any other, with two differences: each batch is received from TCP straight into a ring entry, and the
+consumer's acks (delivered batches and released entries) are forwarded to the sender, the worker's thread at the other
+end. Each lane is a state machine, and one thread serves all lanes. No code waits for a single socket. A receiver that
+waited for the network without reading from its consumer would not forward the consumer's acks, and then both sides
+would wait forever.
 
 The ring is the flow control: without a free entry the receiver does not read from TCP until the consumer releases an
 entry. Small batches are copied out of the receive buffer, and one receive gets many of them. A large batch is received
 into its entry, and the bytes after it are received into the buffer in the same call. A compressed batch comes in
 pieces: each is received into a buffer of the lane, and unpacked into the entry while the next is on its way.
 
-Arrived data are verified: frames by their seals, payloads by the check after them (penstock.proto.lane.tcp), and each
-piece right after its arrival, while it is in the processor's cache. A difference is an ERROR frame to the consumer,
-which reconnects and gets the data again.
+Arrived data are verified: frames by the checksum in them, payloads by the checksum after them
+(penstock.proto.lane.tcp). Each piece of a payload is summed right after its arrival, while it is in the processor's
+cache. A difference is an ERROR frame to the consumer, which reconnects and gets the data again.
 
 With TLS a receive returns at most 16 KiB, and epoll does not report the bytes that TLS has already read. So a lane that
-has not read all of these bytes by the end of its turn enters itself in `ReceiverLoop.again`. An invalid certificate of
-the worker, or the worker's refusal of this end's certificate, is an error and not a lost connection, because a retry
-would not help.
+has not read all of these bytes when the next lane is served enters itself in `ReceiverLoop.again`. An invalid
+certificate of the worker, or the worker's refusal of this end's certificate, is an error and not a lost connection,
+because a retry would not help.
 
 Ends. If the TCP connection is lost or refused, complete batches are forwarded, then the consumer's socket ends, and the
 consumer reconnects. Only an error from the daemon, or an invalid stream, reaches the consumer as an ERROR frame. If the
@@ -80,20 +82,20 @@ from penstock.runtime.telemetry.logs import log_lines
 _log = logging.getLogger("penstock.client.stream.receiver")
 
 HELLO_S = 10.0
-"""Deadline in seconds of a consumer's Hello, and of a lane's last acks after its consumer has left."""
+"""Deadline in seconds of a new consumer's Hello, and of a lane's last acks once its consumer has left."""
 SMALL = 16 << 10
-"""Largest payload in bytes that is copied out of the receive buffer; one receive gets many such payloads."""
+"""Largest payload, in bytes, that is copied out of the receive buffer. One system call receives many such payloads."""
 AHEAD = 4 << 10
-"""Bytes that are received after a large payload in the same call. So many bytes are enough for the next frame, and are
+"""Number of bytes after a large payload that are received in the same call. They are enough for the next frame, and are
 copied quickly."""
 WAKE_AT = 512 << 10
-"""Bytes of a large payload that must have arrived before the next receive. Without this limit one receive gets 160 KiB
-of 8 MiB, and the wake-ups cost sender and receiver a tenth of their time (docs/benchmarks.md)."""
+"""Number of bytes of a large payload that must have arrived before they are received. Without this limit one call gets
+160 KiB of 8 MiB, and the wake-ups cost sender and receiver a tenth of their time (docs/benchmarks.md)."""
 READS_A_TURN = 32
-"""Largest number of receives of one lane before the other lanes are served."""
+"""Largest number of receive calls for one lane before the other lanes are served."""
 PACKED_AHEAD = 32 << 10
-"""Bytes that are received after a piece of a compressed payload in the same call. The number is small, because
-compressed data may unpack to many times their length."""
+"""Number of bytes after a compressed piece that are received in the same call. The number is small, because compressed
+data may unpack to many times their length."""
 PACKED_READS_A_TURN = 8
 """Limit in place of READS_A_TURN for a lane in the middle of a compressed payload, because unpacking a piece takes 0.2
 ms."""
@@ -104,8 +106,8 @@ Connection = socket.socket | OSError | PenstockError
 
 
 class ReceiverLane:
-    """Lane (connection for the batches of a worker slot), with one consumer, one TCP connection to a worker, and the
-    ring between the two."""
+    """Lane (connection for the batches of a worker slot) through the receiver: a socket to the consumer in the training
+    process, a TCP connection to the worker, and the ring between the two."""
 
     def __init__(self, loop: ReceiverLoop, sock: socket.socket, max_batch_bytes: int) -> None:
         sock.setblocking(False)
@@ -126,7 +128,7 @@ class ReceiverLane:
         self._ended = False  # True if TCP is not read any more
         self._inbox = tcp.SealedInbox()
         self._out: deque[bytes | memoryview] = deque()  # hello and acks that wait to be sent to the sender
-        self._frame = Frame()  # the frame that was read last
+        self._frame = Frame()  # frame that was read last
         self._waiting = False  # True if `_frame` is a batch that waits for a ring entry
         self._reserved: FreeEntry | None = None  # ring entry for its payload
         self._target: memoryview | None = None  # the part of the payload that is still to come
@@ -137,7 +139,7 @@ class ReceiverLane:
         self._to_skip = 0  # bytes of an unneeded payload that are still to come
         self._wake_at = 1  # bytes that must arrive before TCP counts as readable
         self._limit = 1 << 20  # largest receive into the buffer, in bytes
-        self._entry_bytes: dict[int, int] = {}  # entry sizes of the sender's rings
+        self._entry_bytes: dict[int, int] = {}  # entry sizes of the sender's rings in bytes
         self._pieces = StructurePieces()
         loop.watch(self, self._consumer_fd, select.EPOLLIN)
 
@@ -159,7 +161,8 @@ class ReceiverLane:
             self.fail(error)
 
     def end(self, why: str) -> None:
-        """End the lane and close both sockets. The consumer can still read everything that was sent to it."""
+        """End the lane for the reason `why`, and close both sockets. The consumer can still read what was sent to
+        it."""
         if self.over:
             return
         _log.info("the lane to %s has ended: %s", self._address or "no worker yet", why)
@@ -194,7 +197,7 @@ class ReceiverLane:
             hello.ParseFromString(data)
             host, _, port = hello.target.rpartition(":")
             if len(data) > MAX_FRAME:
-                raise ProtocolError(f"a Hello must have at most {MAX_FRAME} bytes, got more")
+                raise ProtocolError(f"a Hello of a consumer must have at most {MAX_FRAME} bytes, got more")
             if not host or not port.isdecimal() or int(port) > 65535:
                 raise ProtocolError(f"target of a Hello must be HOST:PORT, got {hello.target!r}")
         except BlockingIOError:
@@ -239,14 +242,13 @@ class ReceiverLane:
             self._settle()
 
     def _cut_off(self, error: PenstockError) -> None:
-        """End the lane because the worker's host cannot be reached, and send the consumer a CLOSE frame with the
-        reason."""
+        """End the lane because the worker's host cannot be reached. A CLOSE frame tells the consumer the reason."""
         detail = records_pb2.ErrorDetail(name=type(error).__name__, message=error.message)
         self._producer.forward_end(Frame(CLOSE, rest=detail.SerializeToString()))
         self.end(error.message)
 
     def _receive(self) -> None:
-        """Read from TCP until no bytes are left, the lane's turn is over, or no ring entry is free."""
+        """Read from TCP until no bytes have arrived, the lane has made READS_A_TURN reads, or no ring entry is free."""
         sock, inbox = self._tcp, self._inbox
         if sock is None or self._ended:
             return
@@ -285,14 +287,14 @@ class ReceiverLane:
             self.fail(error)
 
     def _crowded(self) -> bool:
-        """Return True if the consumer does not read its frames. The lane then receives nothing more, so that TCP stops
-        the sender."""
+        """Return True if the consumer does not read its frames. Then nothing more is received, so that TCP stops the
+        sender."""
         if self._producer.crowded:
             self._producer.flush()
         return self._producer.crowded
 
     def _work_through(self) -> bool:
-        """Process the frames in the receive buffer. Return False if a batch waits for a ring entry."""
+        """Process the frames in the receive buffer. Return False if a batch must wait for a free ring entry."""
         inbox, producer = self._inbox, self._producer
         while True:
             if self._waiting and not self._open_entry():
@@ -335,7 +337,7 @@ class ReceiverLane:
                 raise malformed(f"a worker must send frames of known kinds, got kind {kind}")
 
     def _check_claims(self, frame: Frame) -> None:
-        """Check the sizes that a BATCH frame states before memory is allocated for the batch. Raises ProtocolError."""
+        """Check the sizes in a worker's BATCH frame before memory is allocated for the batch. Raises ProtocolError."""
         size = frame.nbytes + 8 * frame.size
         if size > self._entry_bytes.get(frame.ring, -1):
             raise malformed(f"a batch must fit into an entry of a ring that the worker announced, got {size} bytes")
@@ -347,8 +349,8 @@ class ReceiverLane:
             raise malformed(f"a batch's structure must be announced before it, got structure {frame.structure}")
 
     def _fill(self) -> bool:
-        """Copy the payload's bytes from the receive buffer to `_target`. Return False if the payload is not complete
-        yet."""
+        """Copy bytes of the payload from the receive buffer to `_target`, the part of the ring entry that is still
+        empty. Return False if the payload is not complete yet."""
         while self._target is not None:
             if self._target:
                 piece = self._inbox.take_bytes(len(self._target))
@@ -366,7 +368,7 @@ class ReceiverLane:
 
     def _open_entry(self) -> bool:
         """Get a ring entry for the batch in `_frame`, or skip the batch if its epoch was abandoned. Return False if no
-        entry is free. The entry is as large as the sender's, so that both rings grow in the same way."""
+        entry is free. Entries are as large as in the sender's ring, so that both rings grow in the same way."""
         frame, producer = self._frame, self._producer
         size = frame.nbytes + 8 * frame.size
         if frame.abandons < producer.abandons:
@@ -403,7 +405,7 @@ class ReceiverLane:
             self._unpacker, self._whole = None, True
 
     def _publish(self) -> None:
-        """Announce the batch in `_frame` to the consumer, once the payload is complete in the ring entry."""
+        """Announce the batch of `_frame` to the consumer. Its payload is complete in the ring entry."""
         reserved, self._reserved, self._whole = self._reserved, None, False
         assert reserved is not None
         if self._frame.abandons < self._producer.abandons:
@@ -412,7 +414,7 @@ class ReceiverLane:
             self._producer.forward(reserved, self._frame, more=True)  # `_settle` flushes
 
     def _settle(self) -> None:
-        """Send pending bytes to the worker, check whether the lane has ended, and set the events to wait for."""
+        """Send pending bytes to consumer and worker, end the lane if it is over, and set the events to wait for."""
         if self.over or not self._has_hello:
             return
         sock, out, producer = self._tcp, self._out, self._producer
@@ -479,7 +481,7 @@ class ReceiverLoop:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def run(self) -> None:
-        """Serve lanes until the parent process has ended."""
+        """Serve all lanes, and new consumers, until the parent process has ended."""
         special = {self._wake: self._take_connections, self._listener.fileno(): self._accept}
         while True:
             soonest = min((lane.deadline for lane in self._lanes), default=NEVER)
@@ -511,7 +513,7 @@ class ReceiverLoop:
         os.close(self._wake)
 
     def watch(self, lane: ReceiverLane, fd: int, mask: int) -> None:
-        """Report these events to the lane from now on. A mask of 0 reports none, not even a hang-up."""
+        """Report events of `fd` to the lane. `mask`: the events, bits of select.epoll; 0: none, not even a hang-up."""
         before = self._watched.get(fd)
         if before is None:
             if mask:
@@ -526,7 +528,7 @@ class ReceiverLoop:
             self._watched[fd] = (mask, lane)
 
     def forget(self, lane: ReceiverLane, *fds: int) -> None:
-        """Drop a lane that has ended."""
+        """Forget a lane that has ended, and its descriptors `fds`."""
         self._lanes.discard(lane)
         for fd in fds:
             self.watch(lane, fd, 0)

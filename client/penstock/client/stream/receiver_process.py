@@ -49,10 +49,10 @@ class Receiver:
         return process.pid if process is not None and process.status is None else None
 
     def start(self, parent_watch: int | None = None) -> str:
-        """Start the receiver if necessary. Return the name to connect to (`lane.connect_local`) once the receiver
-        listens.
+        """Start the receiver if it does not run. Wait until it listens, and return the name of its socket, to connect
+        to by `lane.connect_local`.
 
-        parent_watch: pid of the process with which the receiver ends; None: this process.
+        parent_watch: id of the process whose end also ends the receiver; None: this process.
 
         Raises DeadlineError or PenstockError if no receiver can be started.
         """
@@ -63,7 +63,7 @@ class Receiver:
             return self.name
 
     def stop(self) -> None:
-        """End the receiver process, and with it all its lanes."""
+        """End the receiver process, if one runs, and with it all its lanes."""
         with self._lock:
             self._end()
 

@@ -1,6 +1,7 @@
-"""Interfaces of an open run and of its reader. There are two implementations. In the first, batches come from worker
-processes over lanes (open_run.py, ordered_reader.py). In the second, batches are made in this process
-(penstock.client.in_process). The module also contains the parts that both share: progress, statistics, messages."""
+"""Interfaces of an open run and of its reader, which returns the run's batches. There are two implementations of each.
+In the first, batches come from worker processes over lanes (open_run.py, ordered_reader.py). In the second, batches are
+made in this process (penstock.client.in_process). The module also contains what both share: progress, statistics,
+messages."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn, Protocol
 
 from penstock.client.states.delivered_counts import DeliveredCounts
+from penstock.client.states.epoch_starts import EpochStarts
 from penstock.client.stream.checkpoint_schedule import CheckpointSchedule
 from penstock.proto.batch.digest import DigestCover
 from penstock.proto.batch.structure import Structure
@@ -36,32 +38,33 @@ __all__ = [
 EPOCH_ENDED: Final = object()
 """Result of `Reader.next` at the end of an epoch, instead of a batch."""
 NEVER: Final = 1 << 63
-"""Step that no box comes to."""
+"""Step number that no box ever comes to: the value of StepFence.step if there is no fence."""
 
 
 @dataclass
 class BoxProgress:
-    """Progress of a box (a data-parallel rank), written by the training thread and reported to the coordinator by
-    another thread. The training thread replaces values, and never changes a value in place."""
+    """Progress of a box (a data-parallel rank). The training thread writes it, and another thread reports it to the
+    coordinator. Values are replaced and never changed in place, so that the other thread reads whole values."""
 
     position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
     waiting_for: int = 0
-    """Number of the slot for which the loop waits, plus 1; 0: none."""
+    """1 + number of the slot for whose batch the loop waits; 0 if it does not wait."""
     waiting_since: float = 0.0
     """Start of the present wait, a time of time.monotonic()."""
     waited_by_slot: list[float] = field(default_factory=list)
-    """Seconds that the loop has waited for each slot. Assign a new list to reset the counts."""
+    """Seconds for which the loop has waited for each slot's batches. Assign a new list to start again from 0."""
     epoch_ended: bool = False
     unreachable: Callable[[], list[tuple[int, int, str]]] = list
     """Function that returns (slot, generation, reason) for each slot on a worker that this host cannot reach."""
     counts: DeliveredCounts | None = None
-    """Counts of the delivered samples, by source and key; None before there is a reader."""
+    """Counts of the delivered samples, by source and key; None before the run has a reader."""
     abandoned: tuple[tuple[int, int], ...] = field(default=())
     """Pairs (epoch, last step) of the epochs that the loop left by `break`."""
+    epoch_starts: EpochStarts = field(default_factory=EpochStarts)
     _reported_waits: tuple[list[float], list[float]] = field(default=([], []))
 
     def waits(self) -> list[float]:
-        """Return the seconds that the loop has waited for each slot so far, including the present wait.
+        """Return the seconds for which the loop has waited for each slot's batches so far, including the present wait.
 
         A value never decreases between calls, even if the training thread has just ended a wait and not yet added it to
         the list.
@@ -78,10 +81,12 @@ class BoxProgress:
 
 
 class StepFence:
-    """Step before which this box waits while the coordinator decides about a change of the mixture from this step on.
+    """Fence of a box: the step that the box must not take while the coordinator decides whether a mixture of sources
+    changes from this step on. Without a fence `step` is NEVER.
 
-    The reader writes `taken` before it reads `step`. The watch thread writes `step` before it reads `taken`. So one of
-    the two notices the other: a box never takes the step after it has reported that it has not.
+    The training thread writes `taken` before it reads `step`. The watch thread writes `step` before it reads `taken`.
+    So one of the two always sees what the other has written. Once the box has reported that it has not taken the step,
+    it does not take the step.
     """
 
     __slots__ = ("answer", "step", "taken")
@@ -89,18 +94,19 @@ class StepFence:
     def __init__(self) -> None:
         self.step = NEVER
         self.taken = 0
-        """Last step that the reader has taken, or is taking."""
+        """Last step that the training thread has taken, or is taking now."""
         self.answer = ("", 0)
-        """Key of the newest fence, and `taken` when it was set."""
+        """Key by which the coordinator names the newest fence, and the value of `taken` when the fence was set."""
 
     def set(self, key: str, step: int) -> None:
-        """Let the reader wait before the step."""
+        """Set the fence: the training thread waits before it takes `step`. `key`: the coordinator's name of this
+        fence."""
         self.step = step
         if self.answer[0] != key:
             self.answer = (key, self.taken)
 
     def clear(self) -> None:
-        """Let the reader continue."""
+        """Remove the fence: the training thread may take further steps."""
         self.step = NEVER
 
 
@@ -109,15 +115,16 @@ class StreamStats:
     """Statistics of a run's stream since the loader was opened."""
 
     steps: int = 0
-    """Batches delivered to the loop."""
+    """Number of batches delivered to the loop."""
     waited_s: float = 0.0
-    """Seconds that the loop waited for data."""
+    """Seconds for which the loop waited for batches."""
     waited_by_worker: dict[str, float] = field(default_factory=dict)
-    """Seconds that the loop waited, by worker."""
+    """Seconds for which the loop waited for batches, by the name of the worker that made them."""
     copies: int = 0
-    """Batches delivered as copies, because the loop held too many views."""
+    """Number of batches delivered as copies and not as views of the ring, because the loop held views of too many
+    batches."""
     ahead: int = 0
-    """Batches that were being copied to the device before the loop requested them; 0 without a device."""
+    """Number of batches whose copy to the device was started before the loop requested them; 0 without a device."""
     recoveries: int = 0
     """Number of times that a slot moved to another runner while the loop was reading."""
     corrupt: int = 0
@@ -132,8 +139,9 @@ class StreamStats:
     keys: dict[str, SampleCounts] = field(default_factory=dict)
     """The same counts by key; empty unless the loader counts by a key."""
     imbalance: float | None = None
-    """Cost of a step's most expensive box, divided by the mean of all boxes; the mean over this box's delivered steps.
-    None unless the loader has `counts` and `balance` (penstock.data.Balance)."""
+    """Imbalance of the boxes: cost of the most expensive box in a step, divided by the mean cost of all boxes, as the
+    mean over this box's delivered steps. 1: all boxes cost the same. None unless the loader has `counts` and `balance`
+    (penstock.data.Balance)."""
 
 
 class StreamRun(Protocol):
@@ -162,7 +170,7 @@ class StreamRun(Protocol):
         """Wait until `ready` returns True for this run. Return False after `timeout_s`."""
 
     def report(self) -> None:
-        """Report progress to the coordinator now."""
+        """Report this box's progress to the coordinator now."""
 
     def fail(self, error: PenstockError) -> None:
         """End the run with an error. May be called from any thread."""
@@ -171,8 +179,8 @@ class StreamRun(Protocol):
         """Return the state records of all workers of all boxes at a step."""
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
-        """Run the loader's aggregate_state_dict, and return the envelope of the result. states: envelope of the list of
-        the workers' states."""
+        """Run the loader's aggregate_state_dict. `states`: envelope (encoded bytes) with the list of the workers'
+        states. Return an envelope with the result."""
 
     def close(self, *, forget: bool = True) -> None:
         """Close the run. May be called again."""
@@ -197,22 +205,24 @@ class Reader(Protocol):
     def held(self) -> int: ...
 
     def next(self) -> Any:
-        """Return the next batch, or EPOCH_ENDED."""
+        """Return the next batch of the box, or EPOCH_ENDED at the end of an epoch."""
 
     def flush(self) -> bool:
         """Send acknowledgements of all delivered batches. Return False if some could not be sent yet."""
 
     def open_epochs(self, limit: int) -> None:
-        """Allow the workers to begin epochs up to and including `limit`."""
+        """Allow the workers to make batches of the epochs up to and including number `limit`."""
 
     def announce(self, schedule: CheckpointSchedule, last: int | None) -> int | None:
-        """Announce the next checkpoint steps to the workers. Return the step of the next announcement, or None."""
+        """Announce the next checkpoint steps to the workers. `last`: the executor's last step; None if unknown. Return
+        the step at which to announce again; None if no checkpoint step was announced."""
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch at the present position."""
+        """Abandon the epoch after the last delivered batch; the next batch is the first of the next epoch."""
 
     def raise_failed(self, view: pb.SlotView) -> NoReturn:
-        """Raise the error of a slot that has failed and is not restarted."""
+        """Raise the error of a slot that has failed and is not restarted. `view`: the coordinator's view of the
+        slot."""
 
     def open_lanes(self) -> list[Literal["local", "tcp"]]:
         """Return the transport of each open lane (connection of a worker slot)."""
@@ -229,13 +239,13 @@ def placed(error: PenstockError, worker: str, box: int, slot: int, step: int) ->
 
 
 def recovered(box: int, slot: int, why: str) -> str:
-    """Return the text of the warning that a slot was recovered."""
+    """Return the text of the warning that a slot moved to another runner without a loss. `why`: reason of the move."""
     return f"worker slot {slot} of box {box} was recovered: {why}; the batches are the same as without the fault"
 
 
 def warn_of_whole_input(label: str, views: Sequence[pb.SlotView], num_workers: int) -> bool:
-    """Warn if no worker has looked at its assignment by the time of the first batches, because then each worker reads
-    the whole input. Return True after a warning. num_workers: number of workers of all boxes."""
+    """Warn if no loader has called current_assignment() when the first batches arrive, because then each worker reads
+    the whole input. Return True after a warning. `num_workers`: number of workers of all boxes together."""
     if num_workers < 2 or not all(
         view.HasField("capabilities") and not view.capabilities.looked_at_assignment for view in views
     ):

@@ -18,8 +18,8 @@ __all__ = ["STAGES", "WaitNotice"]
 FIRST_S = 2.0
 """Seconds of waiting before the first line."""
 LEAST_S, MOST_S = 10.0, 60.0
-"""Smallest and largest number of seconds between two lines. In between, the next line is due when the time waited so
-far has doubled."""
+"""Smallest and largest number of seconds between two lines. Within these limits, the next line is due when the time
+waited so far has doubled."""
 
 STAGES: dict[int, str] = {
     pb.FORK_SERVER: "import of torch in the fork server",
@@ -27,7 +27,8 @@ STAGES: dict[int, str] = {
     pb.RESTORE: "restore of its state",
     pb.FIRST_BATCH: "first batch of its loader",
 }
-"""Text for each stage of a runner's start, for messages about what the start waits for."""
+"""Text for each stage in the start of a runner (the process that runs input_fn), shown in messages about what the loop
+waits for."""
 
 
 def _print(line: str) -> None:
@@ -38,10 +39,11 @@ def _print(line: str) -> None:
 
 
 class WaitNotice:
-    """Clock of the wait for the first batch, and writer of the lines about that wait. The clock runs from its creation.
+    """Writer of the lines that say what a training job waits for, with the clock of that wait. The clock starts when
+    the object is created.
 
     Args:
-        clock: returns a monotonic time in seconds.
+        clock: function that returns a monotonic time in seconds.
         write: function that writes a line.
     """
 
@@ -49,12 +51,12 @@ class WaitNotice:
         self._clock, self._write = clock, write
         self._since = clock()
         self._waited_s: float | None = None
-        """Seconds waited before the clock was paused; None while it runs."""
+        """Seconds that had been waited when the clock was paused; None while the clock runs."""
         self._next_s = FIRST_S
 
     @property
     def due(self) -> float:
-        """Time of `clock` at which the next line is due if the wait continues."""
+        """Time of `clock`, in seconds, at which the next line is due if the wait continues."""
         return self._since + self._next_s
 
     def pause(self) -> None:
@@ -68,7 +70,8 @@ class WaitNotice:
             self._since, self._waited_s = self._clock() - self._waited_s, None
 
     def tell(self, what: str, why: str) -> None:
-        """Write the line "waiting for WHAT (WHY, N s)" if one is due."""
+        """Write the line "waiting for WHAT (WHY, N s)" if the next line is due. `what`: what the job waits for. `why`:
+        why that takes time."""
         waited_s = self._clock() - self._since
         if waited_s >= self._next_s:
             self._next_s = waited_s + min(max(waited_s, LEAST_S), MOST_S)

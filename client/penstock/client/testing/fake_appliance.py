@@ -39,16 +39,16 @@ class FakeAppliance(Appliance):
     Args:
         num_workers_per_box: number of worker slots (logical workers) of each box (1).
         box, num_boxes: number of this box, and number of boxes (0 of 1).
-        job: name of the job (a new name).
+        job: name of the job (a new name, "test-" and random digits).
         seed: seed of the run, 0 to 2**64 - 1 (that of a loaded state, or a random one).
         device: device where the tensors of a batch arrive (None: the CPU). Batches have memory of their own.
         max_batch_bytes: largest size of a batch in bytes; a larger one is an error (1 GiB).
         digest: bytes that the digest of a batch covers (that of the loaded state, else "sample").
-        strict_structure: refuse a batch whose structure or dtypes differ from the first one's (False).
-        replay: save loaders without state methods too (False).
+        strict_structure: refuse a batch whose structure or dtypes differ from those of the first batch (False).
+        replay: save loaders without state methods too, by counting their batches and making them again (False).
         retention_steps: number of delivered steps for which a state stays available (256).
         timeout_s: deadline of a batch in seconds, for SlowBatch (120).
-        faults: faults to inject into each run: InputError, LostWorker, SlowBatch.
+        faults: faults that happen in each run, each once at its step: InputError, LostWorker, SlowBatch.
 
     Raises:
         InvalidArgumentError, BoxOutOfRangeError: an argument has an invalid value, as for Appliance; or the step of a
@@ -76,7 +76,9 @@ class FakeAppliance(Appliance):
         forbid_in_runner("creating a FakeAppliance")
         for fault in faults:
             if fault.step < 1:
-                raise InvalidArgumentError(f"step of {fault} must be >= 1, got {fault.step}: steps count from 1")
+                raise InvalidArgumentError(
+                    f"step of the fault {fault} must be >= 1, got {fault.step}: steps count from 1"
+                )
         settings = resolve_given(
             num_workers_per_box=num_workers_per_box,
             box=box,

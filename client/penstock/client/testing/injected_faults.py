@@ -1,4 +1,4 @@
-"""Faults that a test injects into a FakeAppliance's runs, each before a step."""
+"""Faults that a test injects into the runs of a FakeAppliance, each before the batch of a chosen step is delivered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Assembly of a received batch from its shapes and a region of memory. The batch's leaves are views of the region.
+"""Assembly of a received batch, from its shapes and a region of memory (the part of a ring that holds its bytes). The
+batch's leaves (tensors, arrays and scalars) are made of the region; tensors and arrays are views of it.
 
 Each tensor and array of an assembled batch wraps its own slice of the ring, so that `torch.save` of one leaf saves only
 that leaf. All leaves of a batch have one `_Region` as their base object. When the last leaf and the last view of a leaf
@@ -39,7 +40,8 @@ _U8: Final = np.dtype(np.uint8)
 
 
 def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
-    """Return the entry of CARRIERS for a torch dtype."""
+    """Return the value of CARRIERS for a torch dtype: a numpy dtype, and the torch dtype to view the tensor as, or
+    None."""
     try:
         native = np.dtype(TORCH_NAMES[dtype])
         if torch.from_numpy(np.empty(0, native)).dtype is dtype:
@@ -50,19 +52,19 @@ def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
 
 
 CARRIERS: Final = {dtype: _carrier(dtype) for dtype in TORCH_NAMES}
-"""torch dtype -> the numpy dtype with which its memory is read, and the torch dtype as which the resulting tensor is
-viewed (None: no view is needed)."""
+"""torch dtype -> the numpy dtype with which its bytes are read, and the torch dtype as which the resulting tensor is
+viewed; None if the tensor has the right dtype already."""
 
 
 class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Bytes of a whole ring as an array; see wrap_buffer."""
+    """Whole ring as an array of bytes; see wrap_buffer."""
 
     __slots__ = ()
 
 
 class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Base object of all views of one batch, which appends `token` (an int of the caller's for this batch) to `release`
-    when it is deleted. A view that a user makes of this object has no `release` and appends nothing."""
+    """Bytes of one batch, the base object of all views of the batch. When it is deleted, it appends `token`, the
+    caller's number of the batch, to `release`. A view of it that a user makes has no `release` and appends nothing."""
 
     __slots__ = ("pid", "release", "token")
 
@@ -79,14 +81,15 @@ class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def wrap_buffer(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return an mmap or another writable buffer as a uint8 array, the form of a ring that `Assembler.assemble` handles
-    fastest.
+    """Return an mmap or another writable buffer as a uint8 array of one dimension, the form of a ring that
+    `Assembler.assemble` handles fastest.
 
     Call this function once per ring. While the result or a view of a batch exists, `mmap.close()` raises BufferError
-    instead of unmapping memory in use. Raises InvalidArgumentError for read-only memory."""
+    instead of unmapping memory in use. Raises InvalidArgumentError for read-only memory.
+    """
     ring = np.frombuffer(buffer, _U8).view(_Ring)
     if not ring.flags.writeable:
-        raise InvalidArgumentError("buffer must be writable memory, got read-only memory")
+        raise InvalidArgumentError("buffer must be writable memory, got read-only memory: pass a writable buffer")
     return ring
 
 
@@ -95,8 +98,8 @@ _TENSOR, _ARRAY, _SCALAR, _FLOAT, _BOOL, _BYTES = range(6)
 
 
 class Assembler:
-    """Assembler of batches of one structure. The constructor compiles the structure, and `assemble` is then called for
-    each batch that has it.
+    """Maker of batches of one structure, from received bytes. The constructor compiles the structure; then call
+    `assemble` for each batch that has it.
 
     Raises UnsupportedLeafError if the structure names a class that this process has not imported or registered (see
     penstock.proto.batch.classes), or a dtype that this version of torch does not have.
@@ -122,21 +125,23 @@ class Assembler:
         copy: bool = False,
         move: Callable[[list[Any]], list[Any]] | None = None,
     ) -> Any:
-        """Return the batch whose region is the `nbytes` bytes at `offset` of `buffer`.
+        """Return the batch whose bytes are the `nbytes` bytes at `offset` of `buffer`.
 
         Args:
-            shapes: FlatBatch.shapes of the batch.
+            shapes: FlatBatch.shapes of the batch: the dimensions of all leaves, in order.
             buffer: writable memory, preferably the result of wrap_buffer. Tensors and arrays are writable views of it.
-            offset: bytes, a multiple of 64.
+            offset: position of the batch in the buffer in bytes, a multiple of 64.
             nbytes: exactly FlatBatch.nbytes.
             release: deque to which `token` is appended exactly once: when the last leaf and the last view of a leaf are
                 gone, or before the return if the batch has no leaf that is a view. A forked child appends nothing.
+            token: the caller's number of the batch.
             copy: make the leaves copies instead of views.
             move: function called with the list of all leaves in order, which returns the leaves to build the batch from
-                (for example copies on a GPU). The caller then keeps the region in memory as long as `move` needs it,
-                and passes no `release`.
+                (for example copies on a GPU). The caller then keeps the memory as long as `move` needs it, and passes
+                no `release`.
 
-        Raises ProtocolError if shapes, nbytes and the bytes do not fit together; then no token is appended."""
+        Raises ProtocolError if shapes, nbytes and the bytes do not fit together; then no token is appended.
+        """
         ring = buffer if type(buffer) is _Ring else wrap_buffer(buffer)
         if type(shapes) is not list:
             shapes = list(shapes)
@@ -199,7 +204,7 @@ class Assembler:
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return a new array without elements."""
+    """Return a new array that has no elements, because one of its dimensions is 0."""
     try:
         return np.ndarray(shape, dtype, bytearray())  # without a buffer numpy 1 allocates an item, of any width
     except (ValueError, OverflowError) as error:
@@ -207,7 +212,8 @@ def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def _scalar(kind: int, memory: Any, start: int, size: int, dtype: Any, decode: Any) -> Any:
-    """Return the value of a leaf that is neither a tensor nor an array, copied out of the region."""
+    """Return the value of a leaf that is neither a tensor nor an array, decoded from a copy of its bytes. `kind`: kind
+    of step, such as _FLOAT."""
     if kind == _FLOAT:
         return _unpack_float(memory, start)[0]
     if kind == _SCALAR:
@@ -250,8 +256,9 @@ _Step = tuple[int, int, int, Any, Any]
 
 
 def _step(leaf: Leaf) -> _Step:
-    """Return what `assemble` needs to know about a leaf: kind, number of dims in `shapes`, bytes of an element, numpy
-    dtype, and tensor dtype or decoder."""
+    """Return what `assemble` needs to know about a leaf: kind of step, number of its dimensions in `shapes`, bytes of
+    an element, numpy dtype, and the tensor's dtype or a decoder. Raises UnsupportedLeafError for a dtype that torch
+    lacks."""
     if leaf.kind == "t":
         dtype = getattr(torch, leaf.dtype, None)
         if dtype not in CARRIERS:
@@ -267,7 +274,7 @@ def _step(leaf: Leaf) -> _Step:
 
 
 def _builder(tree: Tree) -> Callable[[Iterator[Any]], Any]:
-    """Return a function that takes leaves from an iterator and returns them in containers as in `tree`."""
+    """Return a function that takes leaves from an iterator and returns them in containers nested as in `tree`."""
     if tree is None:
         return lambda leaves: None
     if isinstance(tree, Leaf):

@@ -34,14 +34,14 @@ __all__ = [
 ]
 
 MAIN_MODULES: Final = ("__main__", "__mp_main__", "penstock_main")
-"""Names that the module of the user's main script has in different processes."""
+"""Names that the module of the user's main script has: `__main__`, in a multiprocessing child, in a runner."""
 
 MAX_NAME: Final = 1024
-"""Longest class name, in characters."""
+"""Largest number of characters of a class name."""
 
 T = TypeVar("T", bound=type)
 RecordKind = Literal["nt", "dc"]
-"""Kind of record class: "nt" for a namedtuple, "dc" for a dataclass."""
+"""Kind of class whose instances batches may hold: "nt" for a namedtuple, "dc" for a dataclass."""
 
 _WORDS: Final = {"nt": "namedtuple", "dc": "dataclass"}
 
@@ -50,12 +50,13 @@ _names: dict[type, str] = {}
 
 
 def qualified(cls: type) -> str:
-    """Return `module.qualname` of a class for messages, without the module for a builtin."""
+    """Return the name of a class for messages: `module.qualname`, or the name alone for a builtin."""
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def class_fields(cls: type) -> tuple[RecordKind, tuple[str, ...]] | None:
-    """Return the kind of a record class and its field names in order. Return None for other classes.
+    """Return the kind of a class, "nt" for a namedtuple or "dc" for a dataclass, and its field names in order. Return
+    None for other classes.
 
     Return None also for a dataclass that cannot be rebuilt from its fields, because it is abstract or has a base that
     `object.__new__` cannot make (dict or another class written in C).
@@ -74,12 +75,13 @@ def class_fields(cls: type) -> tuple[RecordKind, tuple[str, ...]] | None:
 
 
 def register_class(cls: T, name: str | None = None) -> T:
-    """Register `name` (default "module:qualname") for a namedtuple or dataclass, so that batches may hold its
+    """Register a name (default "module:qualname") for a namedtuple or dataclass, so that batches may hold its
     instances.
 
-    Call this function in both processes, with the same name, for a class that is not an attribute of its module (it is
-    defined inside a function) or that the processes import under different module names. Can be used as a decorator. A
-    class that is defined again (by a notebook cell that is run twice) replaces the earlier class.
+    Needed for a class that is not an attribute of its module (it is defined inside a function), or that the runner and
+    the training process import under different module names: call this function in both processes, with the same name.
+    It can be used as a decorator. A class that is defined again (by a notebook cell that is run twice) replaces the
+    earlier class.
 
     Raises InvalidArgumentError if `cls` is neither a namedtuple nor a dataclass, or `name` belongs to another class.
     """
@@ -102,14 +104,14 @@ def register_class(cls: T, name: str | None = None) -> T:
 
 
 def class_name(cls: type) -> str:
-    """Return the name under which instances of `cls` are sent: the registered one, or "module:qualname"."""
+    """Return the name under which instances of `cls` are sent: the registered name, or else "module:qualname"."""
     return _names.get(cls) or f"{cls.__module__}:{cls.__qualname__}"
 
 
 def resolve_class(name: str, kind: RecordKind, fields: tuple[str, ...]) -> type:
-    """Return the class with this name in this process, which must be of this `kind` and have exactly these `fields`.
+    """Return the class with this name in this process. It must be of this `kind` and have exactly these `fields`.
 
-    Raises UnsupportedLeafError, with the class and the remedy, if this process does not have the class.
+    Raises UnsupportedLeafError, with the remedy, if this process does not have such a class.
     """
     found = _by_name.get(name)
     if found is None:
@@ -130,7 +132,8 @@ def resolve_class(name: str, kind: RecordKind, fields: tuple[str, ...]) -> type:
 
 
 def _imported(name: str) -> type | None:
-    """Return the class at "module:qualname" if its module is imported already, read through `__dict__`s; else None."""
+    """Return the class at "module:qualname"; None if its module is not imported yet or has no such class. Only
+    `__dict__`s are read, so that nothing is imported."""
     module_name, colon, qualname = name.partition(":")
     if not colon:
         return None

@@ -1,4 +1,5 @@
-"""Cheap digest of a batch: added to the stream digest, and compared at delivery and after a replay.
+"""Digest of a batch: a number of 64 bits, cheap to compute, that is added to the stream digest, and compared at
+delivery and after a replay.
 
 The digest distinguishes a wrong batch from the right one; it is not a checksum of every byte. The structure, all
 shapes, and data up to 64 KiB are covered in full. Of larger data the digest covers the first and last 4 KiB, and 64 to
@@ -6,9 +7,8 @@ shapes, and data up to 64 KiB are covered in full. Of larger data the digest cov
 to 2 us at any size; all bytes of 1 MiB would take 9 to 18 us. Data up to 64 KiB are still in the cache, where all bytes
 cost no more than the words. The words lie an odd number of words apart, so that with rows of a power of two (images,
 padded sequences) they do not all fall on one column. With DigestCover.FULL the digest covers every byte of any batch.
-
-The stream digest is the chain of a box's digests in the order of delivery (penstock.proto.state.position): equal chains
-at a step are equal streams up to it.
+The stream digest combines the digests of a box's batches in the order of delivery (penstock.proto.state.position):
+equal stream digests at a step mean equal streams up to it.
 
 With DigestCover.ROWS the digest is a sum over the rows of the batch, of every byte of each row in all tensors and
 arrays that have as many rows. This sum identifies the rows that a step delivered, on any number of boxes. The sum does
@@ -50,8 +50,8 @@ __all__ = [
 
 
 class DigestCover(IntEnum):
-    """Bytes of a batch that its digest covers: a SAMPLE of large batches, all bytes (FULL), or each row by itself
-    (ROWS). The values are sent in a BATCH frame's flags."""
+    """Bytes of a batch that its digest covers: a SAMPLE of a large batch, all bytes (FULL), or each row by itself
+    (ROWS). The flags of a BATCH frame contain the value."""
 
     SAMPLE = 0
     FULL = 1
@@ -59,7 +59,7 @@ class DigestCover(IntEnum):
 
 
 def cover_of(options: records_pb2.Options) -> DigestCover:
-    """Return the bytes that digests must cover by a run's options."""
+    """Return which bytes the digests of a run must cover, according to the run's options."""
     if options.row_digest:
         return DigestCover.ROWS
     return DigestCover.FULL if options.full_digest else DigestCover.SAMPLE
@@ -69,23 +69,25 @@ MASK: Final = (1 << 64) - 1
 """Mask for sums of digests, which are computed modulo 2^64."""
 
 FULL_BELOW: Final = 64 << 10
-"""Size in bytes up to which a batch's region is covered completely."""
+"""Size in bytes of a batch's data up to which its digest covers all of them."""
 
 EDGE: Final = 4 << 10
-"""Bytes covered at each end of a larger region."""
+"""Number of bytes at each end of larger data that the digest covers."""
 
 WORDS: Final = 64
-"""Smallest number of 8-byte words that are covered between the two ends."""
+"""Smallest number of 8-byte words between the two ends that the digest covers."""
 
 _LAYOUTS_KEPT: Final = 1024
 _layouts: dict[tuple[int, int, tuple[int, ...]], tuple[int, bytes]] = {}
-"""Cache of `layout`: arguments -> result. Emptied at _LAYOUTS_KEPT entries; a stream has few layouts."""
+"""Cache of `layout`: arguments -> result. It is emptied at _LAYOUTS_KEPT entries; a stream has few layouts."""
 _DIMS_KEPT: Final = 64 << 10
-"""Largest size in bytes of the packed shapes that a `Layouts` caches. As lists they take about six times as much."""
+"""Largest size in bytes of all packed shapes in the cache of a `Layouts`. As lists they take about six times as
+much."""
 
 
 def layout(structure_key: int, nbytes: int, shapes: Sequence[int]) -> tuple[int, bytes]:
-    """Return the seed of a batch's digest, and its shapes packed as they are sent. structure_key: Structure.key."""
+    """Return the seed of a batch's digest, made of everything but its data, and its shapes packed as they are sent.
+    `structure_key`: Structure.key; `shapes`: FlatBatch.shapes."""
     key = structure_key, nbytes, tuple(shapes)
     found = _layouts.get(key)
     if found is None:
@@ -97,8 +99,8 @@ def layout(structure_key: int, nbytes: int, shapes: Sequence[int]) -> tuple[int,
 
 
 class Layouts:
-    """Cache of results like those of `layout`, for a receiver of batches with one structure. Its keys are shapes as
-    received."""
+    """Cache of unpacked shapes and seeds of digests, for a receiver of batches with one structure. Its keys are packed
+    shapes as received."""
 
     __slots__ = ("_held", "_key", "_known")
 
@@ -108,8 +110,8 @@ class Layouts:
         self._held = 0
 
     def find(self, nbytes: int, dims: bytes) -> tuple[list[int], int]:
-        """Return a batch's shapes, which the caller must not change, and the seed of its digest. dims: packed shapes, 8
-        bytes each."""
+        """Return a batch's shapes as a list, which the caller must not change, and the seed of its digest. `dims`:
+        packed shapes, 8 bytes for each number."""
         found = self._known.get((nbytes, dims))
         if found is None:
             shapes = list(struct.unpack(f"<{len(dims) >> 3}Q", dims))
@@ -127,11 +129,11 @@ class Layouts:
 def batch_digest(
     structure_key: int, region: Any, offset: int, nbytes: int, shapes: Sequence[int], full: bool = False
 ) -> int:
-    """Return the digest of a batch, an unsigned number of 64 bits. Its region is the `nbytes` bytes at `offset` of
-    `region`.
+    """Return the digest of a batch, an unsigned number of 64 bits. The batch's data are the `nbytes` bytes at `offset`
+    of `region`.
 
     structure_key: Structure.key. shapes: FlatBatch.shapes. full: cover every byte. Padding between leaves is covered,
-    because FlatBatch.write_to sets it to zero. Raises ValueError if the region is not inside the buffer.
+    because FlatBatch.write_to sets it to zero. Raises ValueError if the data are not inside `region`.
     """
     memory = _checked(region, offset, nbytes)
     return region_digest(layout(structure_key, nbytes, shapes)[0], memory, offset, nbytes, full)
@@ -143,14 +145,14 @@ def _checked(region: Any, offset: int, nbytes: int) -> memoryview:
         memory = memory.cast("B")
     if offset < 0 or nbytes < 0 or offset + nbytes > len(memory):
         raise ValueError(
-            f"a region must lie within its buffer of {len(memory)} bytes, got {nbytes} bytes at offset {offset}"
+            f"a batch must lie within its buffer of {len(memory)} bytes, got {nbytes} bytes at offset {offset}"
         )
     return memory
 
 
 def rows_in(structure: Structure, shapes: Sequence[int]) -> int:
-    """Return the number of rows of a batch: the first dimension of its first tensor or array that has one; 1 if none
-    has. shapes: FlatBatch.shapes."""
+    """Return the number of rows of a batch: the first dimension of its first tensor or array that has a dimension; 1 if
+    none has. `shapes`: FlatBatch.shapes."""
     dims = 0
     for leaf in structure.leaves:
         if leaf.rank:
@@ -160,8 +162,8 @@ def rows_in(structure: Structure, shapes: Sequence[int]) -> int:
 
 
 def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset: int, nbytes: int) -> int:
-    """Return the sum, modulo 2^64, of the digests of a batch's rows. Its region is the `nbytes` bytes at `offset` of
-    `region`.
+    """Return the sum, modulo 2^64, of the digests of a batch's rows. The batch's data are the `nbytes` bytes at
+    `offset` of `region`.
 
     The digest of a row is computed by xxh3_64 over its bytes in each tensor or array in turn. The result for one tensor
     is the seed for the next, and the first seed is the structure's key. Raises ValueError for shapes that do not match
@@ -178,9 +180,7 @@ def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset
         at += leaf.dims
         size = prod(shape, start=leaf.itemsize)
         if start + size > nbytes:
-            raise ValueError(
-                f"a leaf must end within its region of {nbytes} bytes, got one that ends at {start + size}"
-            )
+            raise ValueError(f"a leaf must end within its batch of {nbytes} bytes, got one that ends at {start + size}")
         if leaf.rank and size and shape[0] == count:
             columns.append((offset + start, size // count))
         start += (size + 63) & -64
@@ -195,8 +195,8 @@ def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset
 
 
 def region_digest(seed: int, memory: memoryview, offset: int, nbytes: int, full: bool) -> int:
-    """Return the digest of the batch at `offset` of `memory`, without a check of bounds. seed: as returned by
-    `layout`."""
+    """Return the digest of the batch whose data are the `nbytes` bytes at `offset` of `memory`. Bounds are not checked.
+    `seed`: as returned by `layout`; `full`: cover every byte."""
     end = offset + nbytes
     if full or nbytes <= FULL_BELOW:
         return xxh3_64_intdigest(memory[offset:end], seed)

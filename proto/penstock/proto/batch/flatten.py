@@ -62,11 +62,11 @@ __all__ = [
 ]
 
 HOLD_LOCK_UP_TO: Final = 256 << 10
-"""Size in bytes up to which a copy keeps the interpreter lock; a copy of this size takes about 5 us."""
+"""Largest size in bytes of a copy that keeps the interpreter lock; such a copy takes about 5 us."""
 
 PAD_UP_TO: Final = 4096
-"""Size in bytes up to which a str, bytes or int is padded in Python, which is faster than a call that clears the gap
-after it."""
+"""Largest size in bytes of a str, bytes or int that is padded to a multiple of 64 bytes in Python. For these this is
+faster than a call that clears the gap after the value."""
 
 _Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
 _ndarray, _memmap, _generic = np.ndarray, np.memmap, np.generic
@@ -92,17 +92,17 @@ _WRITE: Final = 0x200
 
 
 class FlatBatch:
-    """Batch in the form in which it can be written to memory, made by `Flattener.flatten`. A FlatBatch keeps the
-    batch's leaves alive, so drop it after writing."""
+    """Batch prepared for writing to memory by `Flattener.flatten`. It keeps the batch's leaves alive, so drop it after
+    writing."""
 
     __slots__ = ("_held", "_sizes", "_sources", "nbytes", "shapes", "structure")
 
     structure: Structure
     shapes: list[int]
-    """Dimensions of all leaves in order, concatenated. A str, bytes or int has one dimension: its length in bytes.
-    Other scalars have none."""
+    """Dimensions of all leaves in order, in one list. A str, bytes or int has one dimension: its length in bytes. Other
+    scalars have none."""
     nbytes: int
-    """Bytes of the region. Each leaf begins at a multiple of 64, and the end is padded to a multiple of 64."""
+    """Number of bytes that the batch takes. Each leaf begins at a multiple of 64, and the end is padded to one."""
 
     def __init__(
         self,
@@ -124,7 +124,8 @@ class FlatBatch:
         """Copy all leaves to the `nbytes` bytes of memory at `address`, and set the gaps between leaves to zero.
 
         A leaf that is already at its position (see `settle`) is not copied. The caller must provide `nbytes` bytes of
-        writable memory; with less the process crashes. `write_to` may be called again."""
+        writable memory; with less the process crashes. `write_to` may be called again.
+        """
         memory: Any = None
         start = 0
         for source, size in zip(self._sources, self._sizes, strict=True):
@@ -153,14 +154,13 @@ class FlatBatch:
                 start += gap
 
     def settle(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-        """Mark the leaves that are already in `entry` at the positions where `write_to` would put them, and return
-        their number.
+        """Find the leaves that are already in `entry` at the positions where `write_to` would put them, so that
+        `write_to` does not copy them. Return their number.
 
-        entry: the memory that the batch may be written to, 1-d and contiguous. Returns -1, and changes nothing, if a
-        leaf overlaps `entry` anywhere else: writing one leaf there could destroy another before it is copied.
-
-        Afterwards this object no longer keeps the marked leaves alive, but `write_to` to any address still reads their
-        bytes. So the caller must not change the memory before the last `write_to`.
+        `entry`: memory to which the batch may be written, a contiguous array of one dimension. Returns -1, and changes
+        nothing, if a leaf overlaps `entry` anywhere else: writing one leaf there could destroy another before it is
+        copied. Afterwards this object no longer keeps these leaves alive, but `write_to` to any address still reads
+        their bytes. So the caller must not change the memory before the last `write_to`.
         """
         low, inside = _address(entry), self._inside(entry)
         if not all(fits for _, _, fits in inside):
@@ -173,12 +173,13 @@ class FlatBatch:
         return len(inside)
 
     def leaf_ranges(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of the positions where `write_to` puts the leaves that overlap `entry` now."""
+        """Return (offset, bytes) of the positions to which `write_to` will put those leaves that overlap `entry`
+        now."""
         return [(offset, self._sizes[index]) for index, offset, _ in self._inside(entry)]
 
     def _inside(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int, bool]]:
-        """Return (index, offset in the region, whether the leaf is already at this offset of `entry`) of each leaf that
-        overlaps `entry`."""
+        """Return a tuple for each leaf that overlaps `entry`: its index, its offset in the batch, and whether it is
+        already at this offset of `entry`."""
         low = _address(entry)
         high = low + entry.nbytes
         found: list[tuple[int, int, bool]] = []
@@ -206,18 +207,21 @@ def _address(array: np.ndarray[Any, Any]) -> int:
 
 
 def _copy_strided(source: torch.Tensor, memory: memoryview, start: int) -> None:
-    """Copy a tensor that is not contiguous, or that is a conjugate or negative view, without an intermediate copy."""
+    """Copy a tensor that is not contiguous, or that is a conjugate or negative view, into `memory` at offset `start`,
+    without an intermediate copy."""
     carrier, dtype = CARRIERS[source.dtype]
     target = torch.from_numpy(_ndarray(source.shape, carrier, memory, start))
     (target if dtype is None else target.view(dtype)).copy_(source)
 
 
 class Flattener:
-    """Flattener of batches into FlatBatch, for one stream of batches and one thread.
+    """Maker of FlatBatch objects, for one stream of batches and one thread.
 
-    strict: require that every batch has the structure of the first. max_leaves, max_depth: limits of one batch, at most
-    65,536 and 64, which is what a receiver accepts. max_structures: number of structures to cache; batches with a
-    cached structure share one Structure object.
+    Args:
+        strict: require that every batch has the structure of the first.
+        max_leaves: largest number of leaves of a batch, at most 65,536, which is what a receiver accepts.
+        max_depth: largest number of nested containers in a batch, at most 64.
+        max_structures: number of structures to cache; batches with a cached structure share one Structure object.
     """
 
     def __init__(
@@ -247,7 +251,7 @@ class Flattener:
         the result is written.
 
         Raises UnsupportedLeafError, with path and type, for a value that cannot be sent. Raises StructureChangedError
-        if the structure differs from the first batch's and `strict` is set.
+        if `strict` is set and the structure differs from the first batch's.
         """
         signature: list[Any] = []
         shapes: list[int] = []
@@ -276,8 +280,8 @@ class Flattener:
         held: list[Any],
         depth: int,
     ) -> None:
-        """Collect the leaves in one container. After any exception here, `flatten` runs the slow traversal, which finds
-        the error for the user.
+        """Collect the leaves in one container, into the lists that are passed. After any exception here, `flatten` runs
+        the slow traversal, which finds the error for the user.
 
         Two values have the same signature only if they have the same structure. The signature is a prefix code: a
         container writes its type and its number of children first, and keys are written after their types (1 == True).
@@ -352,7 +356,8 @@ class Flattener:
             raise _give_up()
 
     def _record(self, cls: type) -> Callable[[Any], Sequence[Any]]:
-        """Return the function that takes an instance of this namedtuple or dataclass and returns its fields."""
+        """Return a function that takes an instance of the namedtuple or dataclass `cls` and returns the values of its
+        fields."""
         record = class_fields(cls)
         if record is None:
             raise _give_up()
@@ -369,7 +374,8 @@ class Flattener:
         return values_of
 
     def _intern(self, batch: Any, signature: list[Any]) -> Structure:
-        """Return the Structure for a signature: the cached one, or a new one that replaces the least recently used."""
+        """Return the Structure for a batch's signature: the cached one, or a new one, which replaces the least recently
+        used."""
         key = tuple(signature)
         try:
             structure = self._table.get(key)
@@ -397,8 +403,8 @@ class Flattener:
 
 
 def _give_up() -> UnsupportedLeafError:
-    """Return the error with which the fast traversal stops. A user gets this error only if the slow traversal finds
-    nothing wrong."""
+    """Return the error with which the fast traversal stops. Users see this error only if the slow traversal finds
+    nothing wrong, because another thread has changed the batch meanwhile."""
     return UnsupportedLeafError("the batch was changed while it was copied: do not change a batch after yielding it")
 
 

@@ -1,5 +1,5 @@
-"""Digest of a batch that a replay makes again to compare it with the delivered batch. The batch is flattened into
-private memory instead of a ring, and not sent."""
+"""Digest of a batch that a replay makes again, to compare it with the digest of the delivered batch. The replayed batch
+is written to private memory instead of a ring, and not sent."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["ReplayDigest"]
 
 
 class ReplayDigest:
-    """Calculator of digests of replayed batches, with a buffer that grows as needed. cover: bytes that the digests
-    cover."""
+    """Calculator of the digests of replayed batches. It has a buffer that grows as needed. `cover`: bytes of a batch
+    that the digests cover."""
 
     def __init__(self, flattener: Flattener | None = None, *, cover: DigestCover = DigestCover.SAMPLE) -> None:
         self._flattener = flattener or Flattener()
@@ -22,7 +22,8 @@ class ReplayDigest:
         self._buffer = ctypes.create_string_buffer(1 << 16)
 
     def take(self, batch: Any) -> tuple[int, int]:
-        """Return (digest, number of samples) of a batch: the values that the batch also has when it is delivered."""
+        """Return the digest of a batch, and its number of rows (samples). Both are equal to those of the delivered
+        batch if the loader is deterministic."""
         flat = self._flattener.flatten(batch)
         if flat.nbytes > len(self._buffer):
             self._buffer = ctypes.create_string_buffer(2 * flat.nbytes)

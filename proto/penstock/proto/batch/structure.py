@@ -1,16 +1,16 @@
-"""Structure of a batch (the part that does not change from batch to batch), and its encoding on the wire.
+"""Structure of a batch (the part that does not change from batch to batch), and how it is sent.
 
-A `Structure` is the tree of containers, and for each leaf its kind, dtype and rank. Shapes and values are sent with
-each batch instead, so that a batch of another length, or with other strings, needs no new structure. A Structure is
+A batch is a tree: containers (dict, list ...) hold leaves (tensors, arrays, scalars). A `Structure` is the tree of
+containers, and for each leaf its kind, dtype and rank (number of dimensions). Shapes and values are sent with each
+batch instead, so that a batch of another length, or with other strings, needs no new structure. A Structure is
 announced once, and BATCH frames name it by an id.
 
-On the wire a structure is JSON: a format number and one node. JSON is safe to read from any peer, and distinguishes
-keys that are int, str, bool and None. Each structure is read once, so the speed of JSON does not matter. `from_bytes`
+A structure is sent as JSON: a format number and one node. JSON is safe to read from any peer, and distinguishes keys
+that are int, str, bool and None. Each structure is read once, so the speed of JSON does not matter. `from_bytes`
 accepts only what `to_bytes` would write, so a structure has one encoding and the hash of that encoding (`key`) is its
 identity.
 
     [1,["d",["x","y"],[["t","float32",2],["a","<i8",1]]]]
-
     null                        None                     ["t",dtype,rank]      torch tensor
     "s" "b" "i" "f" "o"         str bytes int float bool ["a",dtype,rank]      numpy array
     "S" "B"                     numpy.str_, numpy.bytes_ ["n",dtype]           another numpy scalar
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 ALIGN: Final = 64
-"""Alignment of every leaf in bytes: that of a cache line, the widest vector load, and torch's own memory."""
+"""Alignment of every leaf in bytes: the size of a cache line, of the widest vector load, and torch's own alignment."""
 
 MAX_LEAVES: Final = 65_536
 MAX_VALUES: Final = 4 * MAX_LEAVES
@@ -81,7 +81,7 @@ MAX_BRACKETS: Final = 1 << 19
 2**18 brackets."""
 
 MAX_TEXT: Final = 2000
-"""Largest number of characters that describe() returns."""
+"""Largest number of characters of the text that describe() returns."""
 
 FORMAT: Final = 1
 
@@ -101,8 +101,8 @@ _NUMPY_NAME = re.compile(
 
 Key = str | int | bool | None
 Path = tuple["Path", str] | None
-"""Path of a value in its batch: (path of the container, last step); None for the batch itself. `render_path` makes it
-text for an error."""
+"""Path of a value in its batch: (path of the container, step from there), or None for the batch itself. `render_path`
+makes it text for an error."""
 
 _SCALARS = {"s": "str", "b": "bytes", "i": "int", "f": "float", "o": "bool", "S": "numpy.str_", "B": "numpy.bytes_"}
 _ONE_DIM = frozenset("sbiSB")
@@ -110,12 +110,12 @@ _ARRAYS = frozenset("ta")
 
 
 def padded(nbytes: int) -> int:
-    """Return `nbytes` rounded up to the alignment of leaves."""
+    """Return `nbytes` rounded up to a multiple of ALIGN, the alignment of leaves."""
     return (nbytes + ALIGN - 1) & -ALIGN
 
 
 def render_path(path: Path) -> str:
-    """Return a path as a Python expression: `batch['images'][3].label`."""
+    """Return a path as a Python expression, such as `batch['images'][3].label`."""
     steps: list[str] = []
     while path is not None:
         path, step = path
@@ -124,14 +124,14 @@ def render_path(path: Path) -> str:
 
 
 def numpy_dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name by which a numpy dtype is sent: its `str` with the byte order. For C's long long the name is
-    "<q", because its `str` is that of int64."""
+    """Return the name by which a numpy dtype is sent: its `str`, which has the byte order. For C's long long the name
+    is "<q", because its `str` is that of int64."""
     name = dtype.str
     return name if np.dtype(name).char == dtype.char else name[0] + dtype.char
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype for a name that was received. Raises ValueError for a name that numpy_dtype_name does not
+    """Return the numpy dtype for a received name. Raises ValueError for a name that numpy_dtype_name does not
     return."""
     if not _NUMPY_NAME.fullmatch(name):
         raise ValueError(f"{name[:80]!r} must be the name of a numpy dtype that batches may have")
@@ -148,7 +148,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Value in a batch whose data are in the region: tensor, array or scalar."""
+    """Value in a batch that has data: a tensor, array or scalar. This object describes it; the data are sent with each
+    batch."""
 
     kind: str
     """Kind of leaf: "t" tensor, "a" array, "n" numpy scalar, or another letter in the table of this module's
@@ -160,13 +161,14 @@ class Leaf:
 
     @property
     def dims(self) -> int:
-        """Number of values in `shapes` that belong to this leaf: the rank of a tensor or array; 1 (the length in bytes)
-        for str, bytes and int; else 0."""
+        """Number of values in a batch's `shapes` that belong to this leaf: the rank of a tensor or array; 1 (the length
+        in bytes) for str, bytes and int; else 0."""
         return self.rank if self.kind in _ARRAYS else int(self.kind in _ONE_DIM)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of a tensor or array, or of the whole value for a scalar of fixed size."""
+        """Size in bytes of one element of a tensor or array, or of the whole value for a scalar of fixed size; 1 for
+        str, bytes and int."""
         if self.kind == "t":
             return TORCH_DTYPES[self.dtype]
         if self.kind in "an":
@@ -176,13 +178,13 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Container in the tree of a batch."""
+    """Container in the tree of a batch: a dict, list, tuple, namedtuple or dataclass."""
 
     kind: str
     """Kind of container: "d" dict, "od" OrderedDict, "l" list, "u" tuple, "nt" namedtuple, "dc" dataclass."""
     children: tuple[Tree, ...]
     keys: tuple[Key, ...] = ()
-    """Keys of a dict, or names of a record's fields, one for each child; () for a list or tuple."""
+    """Keys of a dict, or field names of a namedtuple or dataclass, one for each child; () for a list or tuple."""
     name: str = ""
     """Name of the class of a namedtuple or dataclass; else ""."""
 
@@ -192,15 +194,15 @@ Tree = Leaf | Node | None
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Part of a batch that does not change from batch to batch: containers, kinds, dtypes and ranks. Structures with
-    equal encodings are equal. Make a Structure with `of` or `from_bytes`."""
+    """Part of a batch that does not change from batch to batch: containers, kinds of leaves, dtypes and ranks.
+    Structures are equal if their encodings are. Make a Structure by `of` or `from_bytes`."""
 
     encoded: bytes
     key: int = field(compare=False)
     """Hash of `encoded` (xxh3, 64 bits), which is the same in every process."""
     tree: Tree = field(compare=False, repr=False)
     leaves: tuple[Leaf, ...] = field(compare=False, repr=False)
-    """Leaves in the order of their data in the region (depth first)."""
+    """Leaves, in the order in which a batch's data contain them (depth first)."""
     dims: int = field(compare=False)
     """Number of values in the `shapes` of a batch with this structure."""
 
@@ -209,7 +211,7 @@ class Structure:
 
     @classmethod
     def of(cls, tree: Tree) -> Structure:
-        """Return the structure of a tree that was made in this process.
+        """Return the structure of a tree of containers and leaves that was made in this process.
 
         Raises UnsupportedLeafError if the structure is too long to be announced.
         """
@@ -222,7 +224,8 @@ class Structure:
         return cls(encoded, xxhash.xxh3_64_intdigest(encoded), tree, leaves, sum(leaf.dims for leaf in leaves))
 
     def to_bytes(self) -> bytes:
-        """Return the encoding: compact JSON in UTF-8. A lone surrogate in a key becomes three bytes."""
+        """Return the encoding of the structure: compact JSON in UTF-8. A lone surrogate in a key becomes three
+        bytes."""
         return self.encoded
 
     @classmethod
@@ -230,7 +233,7 @@ class Structure:
         """Return the structure that a peer announced. Classes are not looked up, because a process that only forwards
         batches does not have them.
 
-        Raises ProtocolError for anything that `to_bytes` would not have written.
+        Raises ProtocolError for bytes that `to_bytes` would not have written.
         """
         data = bytes(data) if len(data) <= MAX_STRUCTURE_BYTES else b""
         problem = _too_long(data) if data else f"0 bytes, or more than {MAX_STRUCTURE_BYTES}"
@@ -263,7 +266,7 @@ class Structure:
 
 
 def required_nbytes(structure: Structure, shapes: Sequence[int]) -> int:
-    """Return the bytes of the region of a batch with these `shapes`; equal to `FlatBatch.nbytes`.
+    """Return the number of bytes that a batch with these `shapes` takes; equal to `FlatBatch.nbytes`.
 
     Raises ProtocolError if a dimension, or the number of dimensions, is invalid.
     """
@@ -298,7 +301,7 @@ def _leaves(tree: Tree) -> Iterator[Leaf]:
 
 
 def _plain(tree: Tree) -> Any:
-    """Return a tree as values for JSON."""
+    """Return a tree as lists, texts and numbers, to be written as JSON."""
     if tree is None:
         return None
     if isinstance(tree, Leaf):
@@ -314,8 +317,8 @@ def _plain(tree: Tree) -> Any:
 
 
 def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
-    """Return the tree that JSON values encode. Raises ProtocolError, with the path, for an invalid value. count:
-    numbers of leaves and of all values so far."""
+    """Return the tree that the JSON value `raw` encodes. Raises ProtocolError, with the path, for an invalid value.
+    `count`: number of leaves and number of all values so far, which the function raises."""
     count[1] += 1
     if count[1] > MAX_VALUES:
         raise _wrong(path, f"a batch must have at most {MAX_VALUES} values, got more")
@@ -352,14 +355,15 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
 
 
 def path_steps(kind: str, keys: Sequence[Key], count: int) -> Iterator[str]:
-    """Return the last steps of the paths of a container's children. kind, keys: as in Node."""
+    """Return the step to each child of a container, such as "[0]" or ".label". `kind`, `keys`: as in Node; `count`:
+    number of children."""
     if kind in ("l", "u"):
         return (f"[{i}]" for i in range(count))
     return (f"[{key!r}]" for key in keys) if kind in ("d", "od") else (f".{key}" for key in keys)
 
 
 def allowed_key(key: object) -> bool:
-    """Return whether this dict key, which is not a str, may be in a batch."""
+    """Return whether a dict key that is not a str may be in a batch: None, a bool, or an int of 64 bits."""
     return key is None or type(key) is bool or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
 
@@ -398,8 +402,8 @@ def _wrong(path: Path, what: str) -> ProtocolError:
 
 
 def _describe(tree: Tree, budget: list[int]) -> str:
-    """Return a text for a tree. budget: list with the number of characters left, which limits the work for a huge
-    structure, whose text is cut anyway."""
+    """Return a tree as a text for people. `budget`: list with the number of characters that are left. It limits the
+    work for a huge structure, whose text is cut anyway."""
     if isinstance(tree, Leaf):
         text = (
             _SCALARS.get(tree.kind)

@@ -1,4 +1,5 @@
-"""Slow traversal of a batch: returns its tree, or raises an error that names the first unsupported value.
+"""Slow traversal of a batch: returns its tree of containers and leaves, or raises an error that names the first
+unsupported value.
 
 `flatten.Flattener` uses it for a batch whose signature it has not seen recently, and for a batch at which its fast
 traversal stopped. This traversal records the path of every value, so each error names the path, the type and how to
@@ -37,14 +38,14 @@ __all__ = ["TORCH_NAMES", "survey"]
 TORCH_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in TORCH_DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
-"""Supported dtypes that this version of torch has -> their names."""
+"""dtype that batches may have and that this version of torch has -> its name."""
 
 _PLAIN = {str: Leaf("s"), bytes: Leaf("b"), float: Leaf("f"), bool: Leaf("o")}
 
 
 def survey(batch: Any, max_leaves: int, max_depth: int) -> Tree:
-    """Return the tree of a batch, which may have at most `max_leaves` leaves, 4 * max_leaves values (containers
-    included), and `max_depth` nested containers.
+    """Return the tree of a batch. It may have at most `max_leaves` leaves, 4 * max_leaves values (leaves, containers
+    and Nones), and `max_depth` nested containers.
 
     Raises UnsupportedLeafError with the path and type of the first unsupported value.
     """

@@ -1,2 +1,2 @@
-"""Lanes, which carry batches from a runner to the training loop: rings of shared memory on one host, and TCP between
+"""Lanes, which carry batches from a runner to the training loop: rings (shared memory) on one host, TCP between
 hosts."""

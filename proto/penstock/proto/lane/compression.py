@@ -1,20 +1,20 @@
-"""Compression of payloads on the TCP lane by lz4 or zstd, from sender to receiver, if the consumer requests it.
+"""Compression of batches on the TCP lane by lz4 or zstd, from sender to receiver, if the consumer requests it.
 
 The format is in lane.proto: a table of compressed lengths, then the compressed pieces, which have PIECE bytes each
 before compression. Pieces have four advantages over one long stream: memory is bounded by a piece on both sides, all
 lengths are checked against the batch before decompression, a piece is still in the processor's cache when it is copied
-into its entry, and decompression runs while the rest is being received. The ratio is the same: pieces of 256 KiB
+into its ring entry, and decompression runs while the rest is being received. The ratio is the same: pieces of 256 KiB
 compress as well as 8 MiB.
 
 Some data are sent uncompressed: batches smaller than SMALLEST, and batches and pieces that do not shrink to ENOUGH of
-their size. If a batch does not shrink enough, the next batch is sent without a try. After each further failure twice as
-many batches are: 2, 4, up to MOST_SKIPPED. A batch that shrinks resets this number to 1.
+their size. If a batch does not shrink enough, the next batch is sent uncompressed without a try. After each further
+failure twice as many batches are: 2, 4, up to MOST_SKIPPED. A batch that shrinks resets this number to 1.
 
 A piece is copied before it is compressed, because user code can write into the ring at any time, and compressors may
 write outside their memory if their input changes meanwhile. The copy runs at 20 GB/s, the compressor below 1 GB/s.
 
-Both packages are optional (the extra `compression`), and imported only when requested. Both release the
-interpreter lock while they work.
+Both packages are optional (the extra `compression`), and imported only when requested. Both release the interpreter
+lock while they work.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ ENOUGH = 7 / 8
 """Largest share of its original size that a compressed batch or piece may have. Noisy float32 images decided the value:
 zstd saves 12 % of them at 1.2 GB/s, which pays only on networks below 1 Gbit/s, and little there."""
 MOST_SKIPPED = 64
-"""Largest number of batches between two tries. With it tries cost almost nothing, and a change of the data is detected
-soon enough."""
+"""Largest number of batches that are sent uncompressed between two tries to compress one. At this number tries cost
+almost nothing, and data that become compressible are noticed soon enough."""
 ZSTD_LEVEL = 1
 """Compression level of zstd. Levels 2 and 3 are slower and make token ids larger (438 and 386 MB/s with ratios of 3.5
 and 3.3, against 605 MB/s with 4.0). Level 5 makes quantised images a quarter smaller, at a third of the speed. Level -1
 is a tenth faster on skewed ids, with a quarter less compression (benchmarks/compression.md)."""
 
 NAMES: dict[str, int] = {"lz4": lane_pb2.LZ4, "zstd": lane_pb2.ZSTD}
-"""Name of a codec, as users write it -> its number in frames."""
+"""Name of a codec, as users write it -> the codec's number in frames."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Codec that compresses and decompresses single pieces."""
+    """Codec (lz4 or zstd), which compresses and decompresses single pieces of a batch."""
 
     name: str
     number: int
     compress: Callable[[Buffer], bytes]
     decompress: Callable[[Buffer, int], bytes]
-    """Function that decompresses a piece, called with the compressed bytes and the number of decompressed bytes. It
-    allocates no more than this number of bytes, and raises ProtocolError if the piece is damaged. The message has no
-    remedy, because the receiver adds it."""
+    """Function that decompresses a piece, called with the compressed bytes and the number of bytes that they must make.
+    It allocates no more memory than this number. Raises ProtocolError without a remedy if the piece is damaged; the
+    receiver adds the remedy."""
 
 
 def _lz4() -> Codec:
@@ -104,8 +104,8 @@ _MAKERS = {lane_pb2.LZ4: _lz4, lane_pb2.ZSTD: _zstd}
 
 
 def load(number: int) -> Codec | None:
-    """Return the codec with this number (a value of NAMES), for one lane and one thread. Return None if the number is
-    unknown, or the codec's package is not installed."""
+    """Return the codec with this number (a value of NAMES), for use by one lane in one thread. Return None if the
+    number is unknown, or if the codec's package is not installed."""
     maker = _MAKERS.get(number)  # type: ignore[call-overload]  # a peer may name any number
     try:
         return None if maker is None else maker()
@@ -114,17 +114,19 @@ def load(number: int) -> Codec | None:
 
 
 def first_of(numbers: Iterable[int]) -> Codec | None:
-    """Return the first codec among these numbers that this process can load; None if it can load none."""
+    """Return the first codec among these numbers that this process can load; None if it can load none of them."""
     return next((codec for codec in map(load, numbers) if codec is not None), None)
 
 
 @cache
 def require(name: str) -> int:
-    """Return the number of the codec "lz4" or "zstd". Raises InvalidArgumentError, with the remedy, if its package is
-    not installed or the name is another one."""
+    """Return the number of the codec called "lz4" or "zstd". Raises InvalidArgumentError for another name, and if the
+    codec's package is not installed."""
     number = NAMES.get(name)
     if number is None:
-        raise InvalidArgumentError(f"compression must be one of {', '.join(map(repr, NAMES))} or None, got {name!r}")
+        raise InvalidArgumentError(
+            f"compression must be one of {', '.join(map(repr, NAMES))} or None, got {name!r}: pass one of these"
+        )
     if load(number) is None:
         raise InvalidArgumentError(
             f"compression={name!r} needs a package that is not installed here: run pip install 'penstock[compression]' "
@@ -134,7 +136,7 @@ def require(name: str) -> int:
 
 
 class Packer:
-    """Compressor of the batches of one lane, used by the sender."""
+    """Compressor of one lane's batches, used by the sender (on the worker's host)."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -143,8 +145,8 @@ class Packer:
         self._next_skip = 1  # the same, after the next failed try
 
     def pack(self, payload: memoryview) -> tuple[int, list[bytes | memoryview]] | None:
-        """Return the number of compressed bytes and the buffers that contain them. Return None if the payload is to be
-        sent uncompressed."""
+        """Return the number of bytes to send for a batch and the buffers that contain them. Return None if the batch is
+        to be sent uncompressed. `payload`: the batch's bytes."""
         size = len(payload)
         if size < SMALLEST:
             return None
@@ -170,7 +172,7 @@ class Packer:
 
 
 def check_claim(wire: int, size: int) -> None:
-    """Raise ProtocolError if a batch of `size` bytes cannot have `wire` bytes when compressed."""
+    """Raise ProtocolError if a batch of `size` bytes cannot have `wire` bytes when it is compressed."""
     if not _table(size) < wire < size:
         raise malformed(
             f"a batch of {size} bytes must have {_table(size) + 1} to {size - 1} bytes when compressed, got {wire}"
@@ -178,17 +180,17 @@ def check_claim(wire: int, size: int) -> None:
 
 
 class Unpacker:
-    """Decompressor of the batches of one lane, used by the receiver. An Unpacker provides buffers to fill, and
-    decompresses pieces as they arrive.
+    """Decompressor of one lane's batches, used by the receiver (on the training host). It decompresses pieces as they
+    arrive.
 
-    Call `begin` and fill the buffer that it returns. Then call `step` and fill the buffer that it returns, until it
-    returns None.
+    For each batch call `begin`, and receive into the buffer that it returns until the buffer is full. Then call `step`,
+    and do the same with the buffer that it returns, until `step` returns None.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.left = 0
-        """Bytes of the payload that come after the buffer that is being filled."""
+        """Number of the batch's compressed bytes that come after the buffer that is being filled."""
         self._buffer = memoryview(bytearray(PIECE))  # reused for all pieces
         self._entry = self._buffer[:0]
         self._lengths: tuple[int, ...] = ()
@@ -196,8 +198,8 @@ class Unpacker:
         self._index = -1  # index of the piece that is being filled; -1 is the table
 
     def begin(self, entry: memoryview, wire: int) -> memoryview:
-        """Start a batch that is to fill all of `entry`. Return the first buffer to fill. wire: compressed bytes,
-        checked by `check_claim`."""
+        """Start a batch that is to fill all of `entry`, the memory of a ring entry. Return the first buffer to receive
+        into. `wire`: number of compressed bytes, which `check_claim` has checked."""
         table = _table(len(entry))
         self._entry = entry
         self._index = -1
@@ -206,7 +208,7 @@ class Unpacker:
         return self._table
 
     def step(self) -> memoryview | None:
-        """Process the buffer that was filled. Return the next buffer to fill; None if the batch is complete.
+        """Process the buffer, which is now full. Return the next buffer to receive into; None if the batch is complete.
 
         Raises ProtocolError if the pieces do not make exactly the batch.
         """
@@ -231,7 +233,7 @@ class Unpacker:
         return piece if length == len(piece) else self._buffer[:length]
 
     def drop(self) -> None:
-        """Drop the unfinished batch."""
+        """Drop the batch that is not complete, so that its ring entry is not used any more."""
         self._entry = self._buffer[:0]
 
     def _read_table(self) -> None:
@@ -249,5 +251,6 @@ class Unpacker:
 
 
 def _table(size: int) -> int:
-    """Return the bytes of the table of lengths that precedes the pieces of a batch of `size` bytes."""
+    """Return the size in bytes of the table of lengths that precedes the compressed pieces of a batch of `size`
+    bytes."""
     return 4 * ((size + PIECE - 1) // PIECE)

@@ -1,17 +1,18 @@
 """Consumer: the reading end of a lane. The training loop has one for each lane. If the training loop is on another
-host, the sender has one in its place.
+host, the sender (beside the runner) has one in its place.
 
-The hot path is one `recv_into` for a packet of frames, and for each frame one `unpack` and the checks that keep a
-faulty peer from causing reads outside its ring. A peer may stop reading or sending at any time. Two rules follow:
+For each batch the consumer makes one `recv_into` for a packet of frames, and for each frame one `unpack` and the checks
+that keep a faulty peer from causing reads outside its ring. A peer may stop reading or sending at any time. Two rules
+follow:
 
-A ring's descriptor comes in the packet after its RING frame. The producer may send the first packet, and then be in
-user code for minutes before it sends the second. So the consumer never blocks for the second packet; it only records
-that the next packet must hold the descriptor.
+The descriptor of a ring comes in the packet after the RING frame that announces the ring. The producer may send the
+first packet, and then be in user code for minutes before it sends the second. So the consumer never blocks for the
+second packet; it only records that the next packet must hold the descriptor.
 
-Acks are collected in one message until `flush`. While an earlier message waits for the socket, acks are still added to
-the same message, so a producer that does not read costs no memory here. Only the abandonment of an epoch ends the
-message at once, because the order of the abandonment among the other acks matters. The sender, which forwards another
-process's acks, limits their number by `backlog`.
+Acks (what was delivered, which ring entries are free again) are collected in one message until `flush`. While an
+earlier message waits for the socket, acks are still added to the same message, so a producer that does not read costs
+no memory here. Only the abandonment of an epoch ends the message at once, because its order among the other acks
+matters. The sender, which forwards another process's acks, limits their number by `backlog`.
 """
 
 from __future__ import annotations
@@ -51,31 +52,32 @@ _log = logging.getLogger(__name__)
 _length = HEAD.unpack_from
 _ANNOUNCEMENTS = frozenset((RING, STRUCTURE))
 _GROUP = 2048
-"""Largest number of values of one kind in one ack, so that the ack stays far below MAX_FRAME; even, because values come
-in pairs."""
+"""Largest number of values of one kind in one ack, so that the ack stays far below MAX_FRAME. It is even, because
+values come in pairs."""
 
 
 class Consumer:
-    """Reading end of a lane: its socket, the mapped rings, and the structures announced so far.
+    """Reading end of a lane: its socket, the rings that are mapped, and the structures announced so far. (A structure
+    describes how the tensors of a batch are nested.)
 
-    Frames are read on request, a packet at a time. Unread frames wait in the socket, which has room for those of all
-    ring entries.
+    Frames are read on request, a packet at a time. Unread frames wait in the socket, which has room for the frames of
+    all ring entries.
     """
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self.name = name
         """Name for messages: worker, box and slot of the producer."""
         self.rings: dict[int, Ring] = {}
-        """Id of a ring -> ring, for the rings that a frame may still name: the ring of the last batch, and newer
+        """Id of a ring -> ring, for the rings that a frame may still name: the ring of the newest batch, and newer
         rings."""
         self.structures: dict[int, bytes] = {}
         self.compiled: dict[int, Any] = {}
-        """Id of a structure -> object that the reader keeps for the structure (an Assembler). Dropped when the
+        """Id of a structure -> object that the reader has made for the structure (an Assembler). It is dropped when the
         structure is dropped or announced again."""
         self.closed = False
         self.abandons = 0
-        """Number of epochs abandoned so far, over all connections of this worker slot. Copy it from the previous
-        consumer."""
+        """Number of epochs abandoned so far, over all connections of this worker slot. A new consumer gets the number
+        of the previous one."""
         sock.setblocking(False)
         self._sock = sock
         self._buffer = bytearray(MAX_PACKET)
@@ -100,7 +102,7 @@ class Consumer:
         return self._sock.fileno()
 
     def forked(self) -> None:
-        """Close the lane in a forked child, for penstock.runtime.process.forks."""
+        """Close the lane in a process that user code has forked; penstock.runtime.process.forks calls this there."""
         silence(self._sock.fileno())
         self.closed = True
 
@@ -109,11 +111,11 @@ class Consumer:
     def receive(self) -> Frame | None:
         """Return the next BATCH, END, ERROR or CLOSE frame; None if none has arrived.
 
-        The producer sends END and ERROR again after a reconnect, until a later batch is delivered.
+        After a reconnect the producer sends END and ERROR again, until a later batch is delivered.
 
         Raises:
-            LaneLostError: the peer is gone. Raised after all frames that the peer sent have been read. ProtocolError:
-            the peer sent invalid frames.
+            LaneLostError: the peer is gone, and all frames that it sent have been read.
+            ProtocolError: the peer sent invalid frames.
         """
         while True:
             frame = self.receive_any()
@@ -121,11 +123,9 @@ class Consumer:
                 return frame
 
     def receive_any(self) -> Frame | None:
-        """Return the next frame of any kind, as `receive` does, for a caller that forwards frames. A RING frame is
-        returned once its descriptor has arrived.
-
-        `framed` returns the frame's bytes.
-        """
+        """Return the next frame of any kind, for a caller that forwards frames; None if none has arrived. A RING frame
+        is returned once its descriptor has arrived. `framed` then has the frame's bytes. Raises the errors of
+        `receive`."""
         view = self._view
         while self._coming is None:
             if self._unused > MAX_UNUSED:
@@ -196,16 +196,16 @@ class Consumer:
 
     @property
     def framed(self) -> memoryview:
-        """Bytes of the last received frame, preceded by their length. Valid until the next call."""
+        """Last received frame as bytes, preceded by its length. Valid until the next frame is received."""
         return self._view[self._begin : self._at]
 
     @property
     def frame_bytes(self) -> bytes:
-        """Bytes of the last received frame, without their length."""
+        """Last received frame as bytes, without its length."""
         return self._view[self._begin + HEAD.size : self._at].tobytes()
 
     def _receive_packet(self) -> bool:
-        """Receive the next packet into the buffer. Return False while there is none."""
+        """Receive the next packet into the buffer. Return False if none has arrived."""
         try:
             size = self._sock.recv_into(self._buffer, MAX_PACKET, socket.MSG_TRUNC)
         except BlockingIOError:
@@ -225,7 +225,7 @@ class Consumer:
 
     def _after_error(self, error: OSError) -> int | None:
         """Receive once more after an error, because a killed peer causes one ECONNRESET before its last frames. Return
-        the number of received bytes; None if nothing can be read now."""
+        the number of bytes of the packet; None if nothing can be read now. Raises LaneClosedError, LaneLostError."""
         if self.closed:
             raise self._was_closed() from None
         try:
@@ -236,13 +236,14 @@ class Consumer:
             raise LaneLostError(f"{self.name}: the connection was lost: {error}") from error
 
     def _was_closed(self) -> LaneClosedError:
+        """Return the error for a lane that this process itself has closed."""
         return LaneClosedError(
             f"{self.name}: this process has closed the lane. Do not iterate over a loader whose appliance is closed"
         )
 
     def _turn_to(self, ring_id: int) -> Ring | None:
-        """Return the ring with this id, and make this ring the current one. Older rings are dropped, because producers
-        never return to an older ring."""
+        """Return the ring with this id, None if it is unknown, and make it the current ring. Drop older rings, because
+        producers never return to an older ring."""
         ring = self.rings.get(ring_id)
         if ring is not None:
             self._ring_id, self._ring = ring_id, ring
@@ -259,8 +260,8 @@ class Consumer:
         self._coming = frame
 
     def _take_ring(self, frame: Frame) -> Frame | None:
-        """Return `frame`, which announces a new ring, once the ring's descriptor has arrived and its memory is mapped;
-        None until then."""
+        """Map the memory of the new ring that `frame` announces, once the ring's descriptor has arrived. Return `frame`
+        then, None before. Raises LaneClosedError, LaneLostError, ProtocolError."""
         try:
             data, fds, _, _ = socket.recv_fds(self._sock, 8, 4, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -315,39 +316,41 @@ class Consumer:
     # ---- acks
 
     def delivered(self, total: int) -> None:
-        """Record that all batches up to number `total` (counted over all epochs) are delivered. The next flush sends
-        this number."""
+        """Record that all batches up to number `total`, counted over the run, are delivered. The next flush tells the
+        producer."""
         self._delivered = total
         self._dirty = True
 
     def release(self, entries: Iterable[int]) -> None:
-        """Release the ring entries of delivered batches whose last view is gone. entries: ring, entry, ring, entry ...
-        The next flush sends the numbers. Do not release the entries of batches that were abandoned before delivery,
-        because the producer has taken these entries back already."""
+        """Record that the views of delivered batches are gone, so that their ring entries may be filled again.
+        `entries`: id of a ring, number of the entry, ring, entry ... The next flush tells the producer. Do not release
+        the entries of batches that were abandoned before delivery, because the producer has taken these entries back
+        already."""
         self._released += entries
         self._dirty = True
 
     def open_epochs(self, epoch: int) -> None:
-        """Allow the producer to begin epochs up to and including `epoch`. The next flush sends it."""
+        """Allow the producer to begin epochs up to and including `epoch`. The next flush tells the producer."""
         self._open_epochs = epoch
         self._dirty = True
 
     def abandon(self, epoch: int) -> None:
-        """Tell the producer that the loop has abandoned this epoch, at once and after all earlier acks."""
+        """Tell the producer at once, after all earlier acks, that the loop has abandoned this epoch."""
         self.abandons += 1
         self._abandon = epoch + 1
         self._seal()
         self.flush()
 
     def want(self, pairs: Iterable[int]) -> None:
-        """Request snapshots (states of the loader) at steps. pairs: step, number of the slot's batches up to this step,
-        step, number ... The next flush sends the request."""
+        """Request snapshots (states of the loader) at steps. `pairs`: step, number of the slot's batches up to this
+        step, step, number ... The next flush sends the request."""
         self._wanted += pairs
         self._dirty = True
 
     @property
     def backlog(self) -> int:
-        """Number of unsent messages, plus the count of values in the message that is still being collected."""
+        """Number of messages that wait for the socket, plus the number of values in the message that is being
+        collected."""
         return len(self._unsent) + len(self._released) + len(self._wanted)
 
     def flush(self) -> bool:
@@ -380,8 +383,8 @@ class Consumer:
             self._seal()
 
     def _seal(self) -> None:
-        """Complete the message of collected acks, and begin a new one. Too many numbers for one message are split over
-        several."""
+        """Put the message of collected acks into the queue, and begin a new one. Too many values for one message are
+        split over several."""
         unsent, released, wanted = self._unsent, self._released, self._wanted
         while len(released) > _GROUP or len(wanted) > _GROUP:
             first = Ack(self._delivered, released=released[:_GROUP], wanted=wanted[:_GROUP])
@@ -394,15 +397,15 @@ class Consumer:
         self._begin_ack()
 
     def _begin_ack(self) -> None:
-        """Begin a new message of acks."""
+        """Begin a new message of acks, without values."""
         self._delivered = self._open_epochs = self._abandon = 0
         self._released.clear()
         self._wanted.clear()
         self._leaving = self._dirty = False
 
     def close(self, *, say_so: bool = True) -> None:
-        """Close the lane. say_so: tell the producer that this is on purpose. A ring stays mapped while views of the
-        ring exist."""
+        """Close the lane. `say_so`: tell the producer that this is on purpose. A ring stays mapped while views of its
+        batches exist."""
         if self.closed:
             return
         if say_so:

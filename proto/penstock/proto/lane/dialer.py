@@ -3,7 +3,7 @@
 A first connection may have a long round trip, so its timeout is `CONNECT_S`, in which the kernel sends two SYNs. If a
 host has acknowledged nothing for two seconds, or has not answered an attempt, each lane to it makes one short attempt
 before it requests another worker. A short attempt lasts three of the host's round trips, and starts a few connections,
-`AGAIN_S` apart, so that one lost packet does not move a slot. After `SOON_S` seconds, attempts have the long timeout
+`AGAIN_S` apart, so that one lost packet does not move a slot. `SOON_S` seconds later, attempts have the long timeout
 again.
 """
 
@@ -21,14 +21,14 @@ from penstock.proto.rpc.tls import Renewing, Tls, explain, host_of
 __all__ = ["SHAKE_S", "Dialer", "LaneDialer"]
 
 CONNECT_S = 1.25
-"""Timeout of a connection to a daemon in seconds. The kernel repeats a SYN after one second, and a consumer retries at
-once after a timeout."""
+"""Timeout in seconds of a connection to a worker daemon. The kernel repeats a SYN after one second, and the caller
+retries at once after a timeout."""
 LOOK_S = 0.45
-"""Smallest timeout of a short attempt in seconds, used if three round trips take less time."""
+"""Smallest timeout of a short attempt in seconds. It is used if three round trips take less time."""
 AGAIN_S = 0.12
 """Seconds between the connections that a short attempt starts."""
 SOON_S = 1.0
-"""Seconds for which attempts are short after a host has stopped answering."""
+"""Seconds after a host has stopped answering during which attempts are short."""
 SHAKE_S = 10.0
 """Deadline in seconds of each step of the TLS handshake."""
 _MOST = 64
@@ -36,23 +36,24 @@ _MOST = 64
 
 
 class Dialer:
-    """Maker of connections from one process to workers' hosts. Several threads may use it at the same time."""
+    """Maker of TCP connections from this process to workers' hosts. Several threads may use it at the same time."""
 
     def __init__(self) -> None:
         self._silent: dict[tuple[str, int], tuple[float, float]] = {}
-        """Address of a silent host -> (timeout of a short attempt in seconds, monotonic time until which attempts are
-        short)."""
+        """(host, port) of a silent host -> (timeout of a short attempt in seconds, monotonic time until which attempts
+        are short)."""
 
     def fell_silent(self, where: tuple[str, int], sock: socket.socket | None = None) -> None:
-        """Record that a host has stopped answering. sock: connection on which this was noticed."""
+        """Record that a host has stopped answering. `where`: host and port; `sock`: connection on which this was
+        noticed."""
         rtt = 0.0 if sock is None else round_trip_s(sock)
         self._silent[where] = min(CONNECT_S, max(LOOK_S, 3 * rtt)), time.monotonic() + SOON_S
         for old in list(self._silent)[:-_MOST]:
             self._silent.pop(old, None)
 
     def connect(self, where: tuple[str, int]) -> socket.socket:
-        """Return a new blocking connection to (host, port). Raises OSError, and TimeoutError if the host does not
-        answer."""
+        """Return a new blocking connection to (host, port). Raises TimeoutError if the host does not answer, OSError if
+        the connection fails otherwise."""
         look_s, until = self._silent.get(where, (0.0, 0.0))
         if time.monotonic() < until:
             return _look(where, look_s)
@@ -64,14 +65,15 @@ class Dialer:
 
 
 class LaneDialer(Dialer):
-    """Maker of connections to workers' lanes. tls: TLS files of this process; None: connections without TLS."""
+    """Maker of connections to lanes, for a consumer. `tls`: TLS files of this process; None: connections without
+    TLS."""
 
     def __init__(self, tls: Tls | None) -> None:
         super().__init__()
         self._files = None if tls is None else Renewing(tls)
 
     def open(self, address: str) -> socket.socket:
-        """Return a blocking connection to a worker's lanes at "host:port". Raises OSError, TlsError,
+        """Return a blocking connection to the lanes of a worker at "host:port". Raises OSError, TlsError,
         BatchCorruptError."""
         where = host_of(address)
         sock = self.connect(where)
@@ -86,14 +88,15 @@ class LaneDialer(Dialer):
             raise
 
     def check_refusal(self, error: OSError, address: str) -> None:
-        """Raise TlsError if TLS is the cause of an error of a connection."""
+        """Raise TlsError, with the reason, if TLS is the cause of `error`, a connection's error."""
         trouble = None if self._files is None else explain(error, f"the worker's lane at {address}", self._files.tls)
         if trouble is not None:
             raise trouble from error
 
 
 def _look(where: tuple[str, int], look_s: float) -> socket.socket:
-    """Start several connections to a host, and return the first that succeeds within `look_s` seconds."""
+    """Start several connections to a host. Return the first that succeeds. Raises TimeoutError after `look_s` seconds,
+    and OSError if all have failed."""
     targets = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
     began, poll = time.monotonic(), select.poll()
     trying: dict[int, socket.socket] = {}

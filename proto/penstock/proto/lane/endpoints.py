@@ -1,7 +1,7 @@
-"""Ends of a lane (the connection that carries one worker slot's batches to the training process): the producer, which
-fills a ring, and the consumer, which reads the ring.
+"""The two ends of a lane: the producer, which fills a ring, and the consumer, which reads the ring. (A lane is the
+connection that carries one slot's batches to the training process.)
 
-Both ends speak the frames of lane.proto over a SEQPACKET Unix socket, which keeps each frame whole, while the payload
+Both ends speak the frames of lane.proto over a SEQPACKET Unix socket, which keeps each frame whole, while the batch
 stays in the ring. `Producer` is the runner's end (and, on another host, the receiver's); `Consumer` is the training
 loop's end (and, for another host, the sender's). So the same two classes serve lanes on one host and between hosts: a
 TCP lane is two local lanes with TCP between them.
@@ -13,7 +13,7 @@ undelivered batches from the ring, and no batch is computed again.
 Three rules prevent deadlock. A consumer sends its acks before it waits for anything. A producer that waits for a free
 entry reads acks. Neither ever waits to write: messages that do not fit in the socket stay queued until the next call.
 
-The parts are in frames.py, producer.py and consumer.py; the rest of Penstock imports them from here.
+The code is in frames.py, producer.py and consumer.py; the rest of Penstock imports it from here.
 """
 
 from __future__ import annotations

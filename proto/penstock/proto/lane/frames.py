@@ -1,4 +1,5 @@
-"""Frames, acks, limits and checks that both ends of a lane share.
+"""Frames and acks, which the two ends of a lane exchange, with their limits and checks. A frame is a message from the
+producer to the consumer (a batch is in the ring, for example), an ack one from the consumer to the producer.
 
 Frames and acks are fixed headers, as lane.proto describes them: one `struct` call writes or reads one, in a quarter of
 the time of a protobuf message, and without memory that stays allocated. (A protobuf message object that is reused for
@@ -74,35 +75,35 @@ MAX_PACKET = HEAD.size + MAX_FRAME
 PIECE = 32 << 10
 """Largest part of a structure in one STRUCTURE frame, in bytes."""
 LONG_SHAPES = 2048
-"""Largest number of dims in a frame. Longer shapes follow the batch in its ring entry."""
+"""Largest number of dims (sizes of tensors' dimensions) in a frame. Longer lists follow the batch in its ring entry."""
 MAX_DIMS = 65_536 * 32
-"""Largest number of dims of a batch: MAX_LEAVES leaves with MAX_RANK dims each. Each dim becomes a Python object."""
+"""Largest number of dims of a batch: MAX_LEAVES tensors with MAX_RANK dims each. Each dim becomes a Python object."""
 MAX_STRUCTURE = 4 << 20
-"""Largest size of a structure in bytes, as in penstock.proto.batch.structure."""
+"""Largest size of a batch's structure in bytes, as in penstock.proto.batch.structure."""
 MAX_RINGS = 64
 """Largest number of rings in use at a time. The entries of each new ring are at least twice as large as those of the
 last, so no correct peer reaches this number."""
 KNOWN_STRUCTURES = 64
-"""Largest number of structures that each end keeps. Above this number, both drop the structure that was announced
-longest ago."""
+"""Largest number of structures that each end of a lane keeps. Above this number, both ends drop the structure that was
+announced longest ago."""
 KNOWN_BYTES = 8 << 20
-"""Largest size of all kept structures together in bytes: that of two of the largest structures. Compiled structures
-take up to sixty times as much memory. An ordinary structure has some hundred bytes."""
+"""Largest size of all kept structures together in bytes: that of two of the largest structures. The objects that are
+made for structures take up to sixty times as much memory. An ordinary structure has some hundred bytes."""
 MAX_UNUSED = 1 << 16
 """Largest number of frames in a row without a batch, so that a peer cannot keep its reader busy forever. After a
-reconnect there are a few thousand at most: 64 structures in 128 pieces each."""
+reconnect there are 8,192 at most: 64 structures in 128 pieces each."""
 
 BATCH, RING, STRUCTURE, END, ERROR, CLOSE = range(1, 7)
 """Kinds of frames."""
 
 COVER = 0x03
-"""Bits of a BATCH frame's flags that hold the digest's cover (penstock.proto.batch.digest.DigestCover)."""
+"""Mask of the bits in a BATCH frame's flags that say which bytes of the batch its digest covers (DigestCover in
+penstock.proto.batch.digest)."""
 COUNTED = 0x80
-"""Flag of a BATCH frame that ends with counts of the user's (penstock.proto.state.counts) and the length of the counts,
-a u32."""
+"""Flag of a BATCH frame that ends with the user's counts (penstock.proto.state.counts) and their length, a u32."""
 
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})
-"""Errors of a send that show that the peer is gone. Data that the peer sent before may still be read."""
+"""Error numbers of a send that show that the peer is gone. Data that the peer sent before may still be read."""
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
@@ -113,12 +114,12 @@ def framed(message: bytes) -> bytes:
 
 
 def pack_shapes(shapes: Sequence[int]) -> bytes:
-    """Return shapes in the form in which frames contain shapes: little-endian u64."""
+    """Return the dims of a batch's tensors in the form in which frames contain them: little-endian u64."""
     return struct.pack(f"<{len(shapes)}Q", *shapes)
 
 
 def unpack_shapes(packed: bytes) -> list[int]:
-    """Return the shapes that `pack_shapes` has packed. Raises ProtocolError for a wrong length."""
+    """Return the dims that `pack_shapes` has packed. Raises ProtocolError for a length that is no multiple of 8."""
     if len(packed) & 7:
         raise malformed(f"the packed shapes of a batch must have 8 bytes for each dimension, got {len(packed)} bytes")
     return list(struct.unpack(f"<{len(packed) >> 3}Q", packed))
@@ -132,8 +133,8 @@ _pack_frame, _unpack_frame, _new = _FRAME.pack, _FRAME.unpack_from, tuple.__new_
 
 
 class Frame(NamedTuple):
-    """Frame that a producer sends. The fields are those of the header, in order; lane.proto documents them for each
-    kind.
+    """Frame: a message that a producer sends. The fields are those of the header, in order; lane.proto says what they
+    mean in each kind of frame.
 
     A Frame is immutable, and each received frame is a new object, so the caller may keep it.
     """
@@ -159,12 +160,13 @@ class Frame(NamedTuple):
 
     @property
     def shapes(self) -> list[int]:
-        """Shapes of a BATCH frame's batch. For shapes that are in the ring entry instead, use `dims_of`."""
+        """Dims of the batch that a BATCH frame announces. For dims that are in the ring entry instead, use
+        `dims_of`."""
         return unpack_shapes(self.dims)
 
     @property
     def dims(self) -> bytes:
-        """Packed shapes of a BATCH frame, without the counts that may follow them."""
+        """Packed dims in a BATCH frame, without the counts that may follow them."""
         return self.rest[: -HEAD.size - len(counts_of(self))] if self.flags & COUNTED else self.rest
 
     @property
@@ -174,12 +176,12 @@ class Frame(NamedTuple):
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of each entry of the ring that a RING frame announces."""
+        """Size in bytes of each entry of the ring that a RING frame announces."""
         return self.nbytes
 
     @property
     def error(self) -> records_pb2.ErrorDetail:
-        """Error in an ERROR or CLOSE frame. Raises ProtocolError if the error cannot be decoded."""
+        """Error in an ERROR or CLOSE frame. Raises ProtocolError if it cannot be decoded."""
         try:
             return records_pb2.ErrorDetail.FromString(self.rest)
         except DecodeError as error:
@@ -203,9 +205,9 @@ def framed_batch(
     rest: bytes,
     counts: bytes = b"",
 ) -> bytes:
-    """Return a BATCH frame of the local lane, preceded by its length. The parameters are the fields of Frame; one call
-    makes the whole frame, because each batch needs one. rest: packed shapes, and counts if `flags` has COUNTED. counts:
-    counts to add to the frame."""
+    """Return a BATCH frame of the local lane, preceded by its length. The parameters are fields of Frame. One call
+    makes the whole frame, because each batch needs one. `rest`: packed dims, with counts if `flags` has COUNTED;
+    `counts`: counts to add to the frame."""
     if counts:
         flags, rest = flags | COUNTED, rest + counts + HEAD.pack(len(counts))
     return (
@@ -218,7 +220,8 @@ def framed_batch(
 
 
 def counts_of(frame: Frame) -> bytes:
-    """Return the counts at the end of a BATCH frame; b"" if it has none. Raises ProtocolError for a wrong length."""
+    """Return the encoded counts at the end of a BATCH frame; b"" if it has none. Raises ProtocolError for a wrong
+    length."""
     if not frame.flags & COUNTED:
         return b""
     rest = frame.rest
@@ -230,31 +233,32 @@ def counts_of(frame: Frame) -> bytes:
 
 
 def read_frame(view: memoryview, start: int, stop: int) -> Frame:
-    """Return the frame in the bytes `start` to `stop` of `view`. Raises ProtocolError if there are too few bytes."""
+    """Return the frame in the bytes `start` to `stop` of `view`. Raises ProtocolError for fewer bytes than a header
+    has."""
     if stop - start < FRAME_BYTES:
         raise malformed(f"a frame must have at least {FRAME_BYTES} bytes, the size of its header, got {stop - start}")
     return _new(Frame, (*_unpack_frame(view, start), view[start + FRAME_BYTES : stop].tobytes()))
 
 
 class Ack(NamedTuple):
-    """Acknowledgement that a consumer sends to a producer. A field that is 0 or empty has no news."""
+    """Ack: acknowledgement that a consumer sends to a producer. A field that is 0 or empty says nothing new."""
 
     delivered: int = 0
-    """Number of the last batch (total) delivered to the training loop."""
+    """Number of the last batch delivered to the training loop, counted over the run."""
     open_epochs: int = 0
-    """Number of the last epoch (from 0) that the producer may begin."""
+    """Number (from 0) of the last epoch that the producer may begin."""
     abandon_epoch: int = 0
-    """Number of the abandoned epoch, plus 1. The producer abandons it after batch `delivered`, and continues with the
-    next epoch."""
+    """Number of the epoch that the loop has abandoned, plus 1; 0 = none. The epoch ends after batch `delivered`, and
+    the producer continues with the next one."""
     released: Sequence[int] = ()
-    """Ring entries that the producer may fill again: id of the ring, index of the entry, ring, entry ..."""
+    """Ring entries that the producer may fill again: id of a ring, number of the entry, ring, entry ..."""
     wanted: Sequence[int] = ()
     """Requested snapshots of the loader: step, number of the slot's batches up to this step, step, number ..."""
     close: bool = False
     """True if the consumer closes the lane on purpose."""
 
     def encode(self) -> bytes:
-        """Return the ack as bytes. Return b"" if no field has news; the caller must not send b"", because an empty
+        """Return the ack as bytes. Return b"" if no field says anything; the caller must not send b"", because an empty
         packet means the end of the lane."""
         if not any(self):
             return b""
@@ -264,7 +268,7 @@ class Ack(NamedTuple):
 
 
 def read_ack(view: memoryview, start: int, stop: int) -> Ack:
-    """Return the ack in the bytes `start` to `stop` of `view`. Raises ProtocolError if the ack has more or fewer
+    """Return the ack in the bytes `start` to `stop` of `view`. Raises ProtocolError if these are too few or too many
     bytes."""
     size = stop - start
     if size < _ACK.size:
@@ -282,7 +286,8 @@ def read_ack(view: memoryview, start: int, stop: int) -> Ack:
 
 
 def dims_of(frame: Frame, ring: Ring) -> bytes:
-    """Return the packed shapes of a batch, from its frame or from its ring entry."""
+    """Return the packed dims of a batch, from its frame or from its ring entry. Raises ProtocolError for invalid
+    numbers."""
     if not frame.size:
         return frame.dims
     if frame.size > MAX_DIMS:
@@ -297,23 +302,23 @@ def dims_of(frame: Frame, ring: Ring) -> bytes:
 
 
 def forget_oldest(structures: dict[int, bytes]) -> None:
-    """Drop the oldest announced structures until the rest is within KNOWN_STRUCTURES and KNOWN_BYTES. The newest
-    structure is never dropped. structures: id -> encoded structure, oldest first."""
+    """Drop the structures that were announced first, until the rest is within KNOWN_STRUCTURES and KNOWN_BYTES. The
+    newest structure is never dropped. `structures`: id -> encoded structure, oldest first."""
     held = sum(map(len, structures.values()))
     while len(structures) > KNOWN_STRUCTURES or (held > KNOWN_BYTES and len(structures) > 1):
         held -= len(structures.pop(next(iter(structures))))
 
 
 class StructurePieces:
-    """Assembler of structures from STRUCTURE frames. The frames of one structure arrive in order, before those of the
-    next."""
+    """Assembler of structures from the pieces in STRUCTURE frames. The frames of one structure arrive in order, before
+    those of the next."""
 
     def __init__(self) -> None:
         self._structure = 0
         self._data = bytearray()
 
     def add(self, frame: Frame) -> bytes | None:
-        """Add the piece in a STRUCTURE frame. Return the encoded structure after its last piece, else None.
+        """Add the piece in a STRUCTURE frame. Return the encoded structure if this was its last piece, else None.
 
         Raises ProtocolError for an invalid piece.
         """
@@ -337,8 +342,8 @@ class StructurePieces:
 
 
 def connect_local(address: str, timeout: float) -> socket.socket:
-    """Return a SEQPACKET connection to an abstract Unix socket. timeout: seconds for the connection. Raises
-    ProtocolError unless the peer runs as this user or as root."""
+    """Return a SEQPACKET connection to the abstract Unix socket `address`. `timeout`: seconds for the connection.
+    Raises OSError, and ProtocolError unless the peer runs as this user or as root."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout)
@@ -351,8 +356,8 @@ def connect_local(address: str, timeout: float) -> socket.socket:
 
 
 def check_peer(sock: socket.socket) -> int:
-    """Return the pid of the peer. Raises ProtocolError unless the peer runs as this user or as root: an abstract name
-    has no file permissions."""
+    """Return the pid of the peer of a Unix socket. Raises ProtocolError unless the peer runs as this user or as root:
+    an abstract name has no file permissions that would ensure this."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid not in (0, os.getuid()):
         raise ProtocolError(

@@ -1,11 +1,11 @@
-"""Queue of frames to a consumer on a local lane. Several frames are sent in one packet.
+"""Queue of a producer's frames to a consumer on a local lane. Several frames are sent in one packet.
 
 The largest cost of a small batch on the local lane is waking the consumer: 5 us of the producer's time for each packet
 to a sleeping peer (2-core AMD EPYC, a virtual machine), against 7 us for everything else. So frames are collected here,
 and `flush` sends all of them as one packet: one system call, one wake-up.
 
-A packet contains whole frames, each preceded by its length as over TCP, with at most MAX_PACKET bytes in all. A
-descriptor is sent in a packet of its own, after the packet that ends with its RING frame.
+A packet contains whole frames, each preceded by its length as over TCP, with at most MAX_PACKET bytes in all. The
+descriptor of a ring is sent in a packet of its own, after the packet that ends with the ring's RING frame.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """Queue of framed messages and file descriptors, in order. `len()` is the number of unsent messages and
-    descriptors."""
+    """Queue of frames (each preceded by its length) and file descriptors, in order. `len()` is the number of those that
+    are not sent yet."""
 
     __slots__ = ("_unsent",)
 
@@ -33,10 +33,9 @@ class Outbox:
         return len(self._unsent)
 
     def add(self, message: bytes | int) -> None:
-        """Queue a framed message, or a file descriptor.
+        """Add a frame that is preceded by its length, or a file descriptor, to the queue.
 
-        Raises ProtocolError for a message larger than a packet, which occurs only if the frames of a peer are
-        forwarded.
+        Raises ProtocolError for a frame that is larger than a packet, which occurs only for forwarded frames of a peer.
         """
         if not isinstance(message, int) and len(message) > MAX_PACKET:
             raise malformed(f"a frame must have at most {MAX_PACKET} bytes, got {len(message)}")
@@ -46,10 +45,10 @@ class Outbox:
         self._unsent.clear()
 
     def flush(self, sock: socket.socket) -> None:
-        """Send as many messages as fit into the socket's buffer, without blocking.
+        """Send as many frames as fit into the socket's buffer, without blocking.
 
         Raises OSError if the peer is gone, or if the socket fails for another reason. The queue is then empty, because
-        the order of messages cannot be kept.
+        the order of the frames cannot be kept.
         """
         unsent = self._unsent
         try:
@@ -73,7 +72,7 @@ class Outbox:
             raise
 
     def _packet(self) -> list[bytes]:
-        """Return the first messages of the queue that fit into one packet."""
+        """Return the first frames of the queue that fit into one packet."""
         packet: list[bytes] = []
         room = MAX_PACKET
         for message in islice(self._unsent, None):

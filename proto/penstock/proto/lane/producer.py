@@ -3,11 +3,12 @@
 A ring entry is in one of four states. Only this module changes the state:
 
     free ── reserve ──> reserved ── publish ──> kept ── Ack.delivered ──> lent ── Ack.released ──> free
-                            └─ return_unused ─> free       └─ Ack.abandon_epoch, or a stale epoch ──> free
+                            └─ return_unused ─> free       └─ Ack.abandon_epoch, or an older epoch ──> free
 
 A *kept* batch was sent and is not delivered to the training loop yet. A consumer that reconnects gets the kept batches
 again from the ring. A *lent* batch belongs to the loop, which may have written into it, and is never sent again. Its
-entry is not reused until the consumer releases it, or reconnects without it in Hello.held.
+entry is not reused until the consumer releases it, or reconnects without naming it. (A consumer connects with a Hello,
+whose field `held` names the entries that the loop still uses.)
 
 Ring ids start at a random number, so that a ring of another producer (an older generation of the runner, or a
 receiver's earlier connection) is never mistaken for a ring of this producer.
@@ -57,18 +58,18 @@ __all__ = ["FreeEntry", "Producer", "check_size"]
 _log = logging.getLogger(__name__)
 
 GROUPS = 4
-"""Smallest number of packets per full ring, of which one is released, one read, one sent and one filled at a time."""
+"""Smallest number of packets for a full ring: at a time one is released, one read, one sent and one filled."""
 CROWD = 1024
 """Largest number of frames that are queued for a consumer that does not read. A ring has at most 32 entries, so further
 frames are pieces of a large structure, or come from a peer that sends without end."""
 MOST_WANTED = 4096
-"""Largest number of requested snapshots that are not taken yet. A correct consumer requests at most 200."""
+"""Largest number of requested snapshots that the runner has not taken yet. A correct consumer requests at most 200."""
 MOST_ABANDONED = 1 << 16
-"""Largest number of abandoned epochs that the runner, which may be in user code for long, has not processed yet."""
+"""Largest number of abandoned epochs that the runner, which may be in user code for long, has not noticed yet."""
 MOST_ABANDONS = (1 << 32) - 1
 """Largest value of Frame.abandons."""
 _RESERVED = 1 << 64
-"""Number of the batch in an entry that is being filled: above any real number, so that it never counts as delivered."""
+"""Batch number of an entry that is being filled. It is above any real number, so that it never counts as delivered."""
 
 
 def check_size(nbytes: int, most: int) -> None:
@@ -82,7 +83,7 @@ def check_size(nbytes: int, most: int) -> None:
 
 @dataclass(slots=True)
 class FreeEntry:
-    """Ring entry that the producer's owner (a runner or receiver) may fill."""
+    """Free ring entry, reserved for one batch: the owner of the producer (a runner or receiver) may fill it."""
 
     ring_id: int
     entry: int
@@ -90,37 +91,37 @@ class FreeEntry:
 
     @property
     def offset(self) -> int:
-        """Offset of the entry in the ring's mapping in bytes."""
+        """Offset of the entry in the ring's memory, in bytes."""
         return self.entry * self.ring.entry_bytes
 
     @property
     def view(self) -> memoryview:
-        """Memory of the whole entry."""
+        """Memory of the entry."""
         start = self.entry * self.ring.entry_bytes
         return self.ring.view[start : start + self.ring.entry_bytes]
 
 
 @dataclass(slots=True)
 class _Kept:
-    """Frame that was sent, and that a consumer gets again if it reconnects."""
+    """Frame that was sent, and that is sent again to a consumer that reconnects."""
 
     total: int
     epoch: int
     message: bytes
-    """Encoded frame, preceded by its length."""
+    """Frame as bytes, preceded by its length."""
     reserved: FreeEntry | None
     """Ring entry of a BATCH frame; None for END and ERROR."""
     structure: int
     last: bool = False
-    """True for an ERROR frame: the last frame of the lane, which is kept even if its epoch is abandoned."""
+    """True for an ERROR frame. It is the last frame of the lane, and is kept even if its epoch is abandoned."""
 
 
 class Producer:
-    """End of a lane that owns the rings. Each generation of a worker slot (each runner that the slot has had) has one
-    Producer, which serves its consumers one after another.
+    """End of a lane that owns the rings. Each generation of a slot (each runner that the slot has had) has one
+    Producer, which serves its consumers one after another. All methods run in the owner's thread.
 
-    max_batch_bytes: largest size of a batch. ring_bytes: target size of a ring (see ring.entries_for). budget: limit
-    for all rings of the process together; None: no limit.
+    max_batch_bytes: largest size of a batch. ring_bytes: target size of a ring in bytes (see ring.entries_for). budget:
+    limit on all rings of the process together; None: no limit.
     """
 
     def __init__(self, max_batch_bytes: int, ring_bytes: int = BOX_BYTES, budget: RingBudget | None = None) -> None:
@@ -128,23 +129,23 @@ class Producer:
         self.max_batch_bytes = max_batch_bytes
         self.ring_bytes = ring_bytes
         self.open_epochs = 0
-        """Number of the last epoch that the runner may begin."""
+        """Number (from 0) of the last epoch that the runner may begin."""
         self.abandoned: deque[int] = deque()
-        """Epochs that the consumer has abandoned. The runner empties this list, continues after the last of these
-        epochs, and ignores epochs that it has finished already."""
+        """Epochs that the loop has abandoned. The runner empties this list, continues after the last of these epochs,
+        and ignores those that it has finished already."""
         self.wanted: dict[int, list[int]] = {}
-        """Number of a batch (`total`) -> steps for which the consumer will request the state after this batch."""
+        """Number of a batch, counted over the run -> steps whose state the loop will request after this batch."""
         self.delivered = 0
-        """Number of the last batch that the training loop got, counted over all epochs (its `total`)."""
+        """Number of the last batch that the training loop got, counted over the run."""
         self.closed = False
         """True once the consumer has closed the lane on purpose."""
         self.abandons = 0
-        """Number of abandoned epochs so far. Each frame contains this number, so that the consumer recognises frames of
+        """Number of epochs abandoned so far. Each frame contains this number, so that the consumer recognises frames of
         abandoned epochs."""
         self.on_ack: Callable[[Ack], None] | None = None
-        """Function called with each ack after the ack was applied, for a process that forwards acks."""
+        """Function called with each ack, after the ack was applied, in a process that forwards acks; None elsewhere."""
         self._sent_total = 0
-        """Number of the last batch that was sent, counted over all epochs (its `total`)."""
+        """Number of the last batch that was sent, counted over the run."""
         self._sock: socket.socket | None = None
         self._met = False
         self._rings: dict[int, Ring] = {}
@@ -167,24 +168,23 @@ class Producer:
         return self._sock is not None
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket to poll; -1 if no consumer is attached."""
+        """Return the descriptor of the consumer's socket, to poll; -1 if no consumer is attached."""
         return -1 if self._sock is None else self._sock.fileno()
 
     @property
     def blocked(self) -> bool:
-        """True if frames are left after a `flush`. The caller must then poll for writing too, and call `flush`
-        again."""
+        """True if `flush` could not send all frames. Then poll the socket for writing too, and call `flush` again."""
         return len(self._unsent) > 0
 
     @property
     def crowded(self) -> bool:
-        """True if more than CROWD frames wait for the consumer. The caller must then forward no more."""
+        """True if more than CROWD frames wait for the consumer. A caller that forwards frames must then stop."""
         return len(self._unsent) > CROWD
 
     def attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
         """Attach a new consumer in place of the previous one, and send it the undelivered batches that are in the ring.
 
-        A consumer that requests batches that were already delivered gets an ERROR frame and is not attached.
+        A consumer whose `hello` requests batches that were already delivered gets an ERROR frame and is not attached.
         """
         self.detach()
         sock.setblocking(False)
@@ -222,21 +222,21 @@ class Producer:
         self.flush()
 
     def forked(self) -> None:
-        """Detach the producer in a forked child, which then writes into a private copy of the rings."""
+        """Detach the producer in a process that user code has forked, which then writes into private memory."""
         for ring in self._rings.values():
             ring.forked()
         silence(self.fileno())
         self.detach()
 
     def detach(self) -> None:
-        """Detach the consumer. All batches that are not delivered are kept."""
+        """Detach the consumer. Keep all batches that are not delivered, for the next consumer."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None
         self._unsent.clear()
 
     def take_acks(self) -> None:
-        """Read the consumer's acks, without blocking. Detach a consumer that is gone or sends invalid acks."""
+        """Apply the consumer's acks, without blocking. Detach a consumer that is gone or sends invalid acks."""
         tries = 2
         while (sock := self._sock) is not None:
             try:
@@ -289,12 +289,11 @@ class Producer:
     # ---- batches
 
     def reserve(self, nbytes: int, dims: int = 0) -> FreeEntry | None:
-        """Return a free entry for a batch of `nbytes` whose shapes have `dims` numbers; None if no entry is free.
+        """Return a free entry for a batch of `nbytes` bytes whose tensors have `dims` dimensions together; None if no
+        entry is free. If the batch is larger than an entry, start a ring with larger entries. The caller must publish
+        or return the entry before the next `reserve`.
 
-        For a batch larger than an entry, `reserve` starts a ring with larger entries. Publish or return the entry
-        before the next `reserve`.
-
-        Raises BatchTooLargeError if the batch is larger than max_batch_bytes.
+        Raises BatchTooLargeError if the batch is larger than max_batch_bytes, OSError if memory is short.
         """
         if dims > LONG_SHAPES:
             nbytes += 8 * dims
@@ -305,9 +304,9 @@ class Producer:
         return self.reserve_current()
 
     def reserve_current(self) -> FreeEntry | None:
-        """Return a free entry of the current ring; None if no entry is free, or before the first batch.
+        """Return a free entry of the current ring; None if no entry is free, and before the first batch.
 
-        Used for a batch that is built in the entry before its size is known. Another entry may be reserved meanwhile.
+        For a batch that is built in the entry before its size is known. Another entry may be reserved meanwhile.
         """
         ring = self._rings.get(self._current)
         if ring is None or not self._free:
@@ -317,7 +316,7 @@ class Producer:
         return FreeEntry(self._current, entry, ring)
 
     def is_current(self, reserved: FreeEntry) -> bool:
-        """Return whether an entry belongs to the current ring. Entries of an older ring must not be published."""
+        """Return whether an entry belongs to the current ring. An entry of an older ring must not be published."""
         return reserved.ring_id == self._current
 
     @property
@@ -333,19 +332,20 @@ class Producer:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of an entry of the current ring; 0 before the first batch."""
+        """Size in bytes of an entry of the current ring; 0 before the first batch."""
         ring = self._rings.get(self._current)
         return 0 if ring is None else ring.entry_bytes
 
     def knows_structure(self, structure: int) -> bool:
-        """Return whether the structure is registered, so that a batch may use it at once."""
+        """Return whether the structure with this id is registered, so that a batch may use it at once."""
         return structure in self._structures
 
     def know_structure(self, structure: int, data: bytes) -> None:
-        """Register an encoded structure under an id, before a batch that has this structure.
+        """Register an encoded structure under an id, before a batch that has this structure is published.
 
-        Must be called before each `publish`, and takes almost no time. Above KNOWN_STRUCTURES the oldest structures
-        that no batch needs are dropped, so that a loader with a new structure for every batch does not fill the memory.
+        Call this before each `publish`; it takes almost no time. Above KNOWN_STRUCTURES the oldest structures that no
+        batch needs are dropped, so that a loader with a new structure for every batch does not fill the memory. Raises
+        ProtocolError if the id already stands for another structure.
         """
         known = self._structures
         if structure not in known and (
@@ -375,9 +375,10 @@ class Producer:
     ) -> None:
         """Send the batch in the entry `reserved`, and keep it until it is delivered.
 
-        total: number of the batch, counted over all epochs. dims: packed shapes (frames.pack_shapes). more: True if
-        another `publish` or a `flush` follows at once, so that the batch may share a packet with the next one. cover:
-        bytes that `digest` covers. counts: encoded counts that the batch has changed.
+        total: number of the slot's batch, counted over the run. structure: id of the batch's structure. nbytes: number
+        of bytes of the batch. dims: packed dims of its tensors (frames.pack_shapes). more: True if another `publish` or
+        a `flush` follows at once, so that the batch may share a packet with the next one. cover: bytes that `digest`
+        covers. counts: encoded counts that the batch has changed.
         """
         count = len(dims) >> 3
         if count > LONG_SHAPES:
@@ -394,8 +395,8 @@ class Producer:
         self._keep_and_send(reserved, total, epoch, structure, message, more)
 
     def forward(self, reserved: FreeEntry, frame: Frame, more: bool = False) -> None:
-        """Send a BATCH frame that another producer has made. `reserved`, which contains the uncompressed batch,
-        replaces the entry that the frame names. more: as for `publish`."""
+        """Send a BATCH frame that another producer has made. `reserved`: entry that contains the uncompressed batch; it
+        replaces the entry that the frame names. `more`: as for `publish`."""
         _, _, flags, _, _, structure, abandons, size, total, epoch, nbytes, digest, _, dims = frame
         message = framed_batch(
             flags, reserved.ring_id, reserved.entry, structure, abandons, size, total, epoch, nbytes, digest, dims
@@ -413,15 +414,15 @@ class Producer:
         self._send(message, more)
 
     def return_unused(self, reserved: FreeEntry) -> None:
-        """Return a reserved entry without publishing it."""
+        """Make a reserved entry free again without publishing it."""
         self._give_back(reserved.ring_id, reserved.entry)
 
     def end(self, epoch: int, total: int) -> None:
-        """Send the END frame of an epoch. total: number of the last batch so far."""
+        """Send the END frame of an epoch. `total`: number of the slot's last batch so far, counted over the run."""
         self.forward_end(Frame(END, epoch=epoch, total=total, abandons=self.abandons))
 
     def fail(self, epoch: int, total: int, error: records_pb2.ErrorDetail) -> None:
-        """Send the error with which the input has failed after batch `total`. This ERROR frame is the last frame."""
+        """Send the error with which the input has failed after batch number `total`, as the last frame."""
         self.forward_end(
             Frame(ERROR, epoch=epoch, total=total, abandons=self.abandons, rest=_that_fits(error).SerializeToString())
         )
@@ -434,8 +435,7 @@ class Producer:
         self._send(message)
 
     def close(self, timeout: float = 1.0, *, say_so: bool = True) -> None:
-        """Close the lane for good. say_so: tell the consumer. Waits at most `timeout` seconds until the consumer has
-        taken all frames."""
+        """Close the lane for good. `say_so`: tell the consumer, and wait up to `timeout` s until it has all frames."""
         if self._sock is not None and say_so:
             self.forward_end(Frame(CLOSE))
             deadline = time.monotonic() + timeout
@@ -504,11 +504,11 @@ class Producer:
         sock.close()
 
     def _catch_up(self, hello: lane_pb2.Hello) -> None:
-        """Take over the number of abandoned epochs from a Hello, which may exceed that of the last ack.
+        """Take over the number of abandoned epochs from a consumer's Hello, which is higher than that of the last ack.
 
-        Usually the lane broke before the ack with the abandonment arrived. Then all kept frames belong to an abandoned
-        epoch or to one after it, and are dropped. But if this is the producer's first consumer, the producer may have
-        started after all of these epochs. Then its batches are needed.
+        Usually the lane broke before the ack that told of the abandonment arrived. Then all kept frames belong to an
+        abandoned epoch or to one that was begun ahead after it, and are dropped. But if this is the producer's first
+        consumer, the producer may have started after all of these epochs. Then its batches are needed.
         """
         left = hello.abandon_epoch - 1
         fresh = not self._met and all(kept.epoch > left for kept in self._kept)
@@ -552,7 +552,7 @@ class Producer:
             self.closed = True
 
     def _deliver(self, total: int) -> None:
-        """Count batches up to number `total` as delivered, and drop their frames. Entries stay lent until released."""
+        """Drop the frames of delivered batches, those up to number `total`. Entries stay lent until released."""
         self.delivered = max(self.delivered, total)
         kept = self._kept
         while kept and kept[0].total <= self.delivered:
@@ -561,7 +561,7 @@ class Producer:
             kept.popleft()
 
     def _drop_kept(self) -> None:
-        """Drop all kept frames, because their epochs were abandoned or were begun ahead of the abandoned epoch."""
+        """Drop all kept frames, because their epoch was abandoned, or was begun ahead of the abandonment."""
         dropped, self._kept = self._kept, deque(kept for kept in self._kept if kept.last)
         for kept in dropped:
             if kept.reserved is not None:
@@ -585,14 +585,14 @@ class Producer:
             self._retire(ring_id)
 
     def _retire(self, ring_id: int) -> None:
-        """Drop a ring that a larger ring has replaced, if none of its entries is in use."""
+        """Drop a ring that a larger ring has replaced, once none of its entries is in use."""
         if ring_id in self._rings and ring_id != self._current and not self._lent[ring_id]:
             self._rings.pop(ring_id).close_fd()
             del self._lent[ring_id]
 
 
 def _that_fits(error: records_pb2.ErrorDetail) -> records_pb2.ErrorDetail:
-    """Return the error, shortened so that its frame is below MAX_FRAME. The end of a long traceback is kept."""
+    """Return the error, shortened so that its frame is smaller than MAX_FRAME. Of a long traceback the end is kept."""
     return records_pb2.ErrorDetail(
         name=error.name[:256],
         message=error.message.encode()[:16384].decode(errors="ignore"),

@@ -35,7 +35,7 @@ _BLOCK = 512
 """Bytes of a unit of st_blocks, on every filesystem."""
 MAX_ENTRIES = 32
 MIN_ENTRIES = 4
-"""Smallest number of entries of a ring: one is being filled, one is being sent, and the loop uses two."""
+"""Usual smallest number of entries of a ring: one is being filled, one is being sent, and the loop uses two."""
 FEWEST_ENTRIES = 3
 """Smallest number of entries of a ring if memory is short. With fewer, a loop that keeps its last batch would leave no
 entry to fill."""
@@ -43,32 +43,33 @@ GIANT_BYTES = 512 << 20
 """Size in bytes from which a batch is so large that its ring has a single entry, and the loop gets a copy of the batch.
 Three entries here and three in the receiver would take six times the batch's size."""
 RING_BYTES = 8 << 20
-"""Target size of a ring in bytes, small enough for the last-level cache, from which the reader then reads."""
+"""Target size of a ring in bytes. It is small enough for the last-level cache, from which the reader then reads."""
 LOOKED_AT_BYTES = 64 << 20
 """Size in bytes up to which a ring is made without a check of free memory, which takes 0.1 to 0.4 ms."""
 MOST_OF_FREE = 0.75
+"""Largest share of the free memory that a ring, or all rings of a RingBudget, may take."""
 BOX_BYTES = 512 << 20
 """Target size of all rings of a box together in bytes: that of 64 worker slots with 8 MiB each."""
 
 
 def grown(nbytes: int, previous: int, most: int) -> int:
-    """Return the size of ring entries for batches of `nbytes`, which do not fit into entries of `previous` bytes. The
-    size is at least twice `previous`, so that slightly larger batches do not each start another ring, but at most
-    `most`. From GIANT_BYTES on it is `nbytes`."""
+    """Return the size in bytes of the entries of a new ring, for batches of `nbytes` bytes that do not fit into the old
+    entries of `previous` bytes. The size is at least twice `previous`, so that slightly larger batches do not each
+    start another ring, but at most `most` (max_batch_bytes). From GIANT_BYTES on it is `nbytes`."""
     doubled = min(2 * previous, GIANT_BYTES - PAGE)
     return min(max(nbytes, doubled), max(most, nbytes))
 
 
 def ring_bytes(rings: int) -> int:
-    """Return the bytes that each ring may take if a box has `rings` rings. A ring with FEWEST_ENTRIES entries may take
-    more."""
+    """Return the number of bytes that each ring may take if a box has `rings` rings. A ring with FEWEST_ENTRIES entries
+    may take more."""
     return BOX_BYTES // max(rings, 1)
 
 
 def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
-    """Return the number of entries of `entry_bytes` bytes in a ring. RING_BYTES decides the number, between MIN_ENTRIES
-    and MAX_ENTRIES. If the ring would then exceed `limit` bytes, the number is smaller, down to FEWEST_ENTRIES. From
-    GIANT_BYTES on it is 1."""
+    """Return the number of entries of a ring whose entries have `entry_bytes` bytes. The ring gets about RING_BYTES,
+    with MIN_ENTRIES to MAX_ENTRIES entries. If it would then exceed `limit` bytes, it gets fewer entries, down to
+    FEWEST_ENTRIES. From GIANT_BYTES per entry on it gets 1."""
     size = max(entry_bytes, 1)
     if size >= GIANT_BYTES:
         return 1
@@ -80,8 +81,11 @@ class Ring:
     """Ring that is mapped in this process, with `entries` entries of `entry_bytes` bytes each, a multiple of the page
     size.
 
-    Attributes: fd: descriptor of the memfd; -1 once it is closed. map: the shared, writable mapping, of which batches
-    are views. view: memoryview of the whole mapping. address: address at which the mapping begins in this process.
+    Attributes:
+        fd: descriptor of the ring's memfd; -1 once it is closed.
+        map: the shared, writable mapping, of which batches are views.
+        view: memoryview of the whole mapping.
+        address: address at which the mapping begins in this process.
     """
 
     def __init__(self, fd: int, entry_bytes: int, entries: int) -> None:
@@ -101,8 +105,8 @@ class Ring:
     def create(cls, entry_bytes: int, entries: int) -> Ring:
         """Return a new ring, which is sealed and filled with zeros. `entry_bytes` is rounded up to whole pages.
 
-        Raises OSError if memory is short. Free memory is checked first. All pages are allocated at once, and too many
-        would make the kernel kill a process. (In the receiver process a peer chooses the size.)
+        Raises OSError if memory is short. Free memory is checked first, because all pages are allocated at once, and
+        too many would make the kernel kill a process. (In the receiver process a peer chooses the size.)
         """
         entry_bytes = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE)
         size = entry_bytes * entries
@@ -131,7 +135,7 @@ class Ring:
 
     @classmethod
     def open(cls, fd: int, entry_bytes: int, entries: int) -> Ring:
-        """Map a ring that a peer made.
+        """Map a ring that a peer made. `fd`: descriptor of its memfd.
 
         Raises ProtocolError unless the ring is sealed, of ordinary pages, as large as announced and fully allocated;
         LaneLostError if this process cannot map it, for example because it lacks address space.
@@ -175,24 +179,25 @@ class Ring:
             ) from error
 
     def forked(self) -> None:
-        """Make the ring's memory private in a forked child, for penstock.runtime.process.forks. Does nothing for a ring
-        that was opened, because its descriptor is closed."""
+        """Make the ring's memory private in a process that user code has forked; penstock.runtime.process.forks calls
+        this there. Do nothing for a ring that was mapped by `open`, because its descriptor is closed."""
         if self.fd >= 0:
             unshare(self.map, self.fd)
             silence(self.fd)
 
     def close_fd(self) -> None:
-        """Close the descriptor. The memory stays mapped while views of it exist."""
+        """Close the descriptor of the memfd. The memory stays mapped while views of it exist."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class RingBudget:
-    """Limit on the bytes of all rings of a process together, each counted until its last view is gone. Used for rings
-    whose sizes peers choose: each alone may fit into the free memory, but not all together.
+    """Limit on the bytes of all rings of a process together. A ring counts until its last view is gone. The limit is
+    for rings whose sizes peers choose: each alone may fit into the free memory, but not all together.
 
-    limit: bytes; 0 for a part of the memory that is free now.
+    Args:
+        limit: bytes; 0 for MOST_OF_FREE of the memory that is free now.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -200,7 +205,8 @@ class RingBudget:
         self._used = 0
 
     def create(self, entry_bytes: int, entries: int) -> Ring:
-        """Return a new ring as Ring.create does. Raises OSError also if the ring would exceed the limit."""
+        """Return a new ring as Ring.create does. Raises OSError if memory is short or the ring would exceed the
+        limit."""
         size = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE) * entries
         if self._used + size > self._limit:
             raise OSError(

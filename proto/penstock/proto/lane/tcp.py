@@ -1,8 +1,9 @@
-"""Frames of a lane over TCP. Each frame has a checksum, and a BATCH frame is followed by its payload.
+"""Frames of a lane over TCP. Each frame has a checksum, and a BATCH frame is followed by the batch's bytes, its
+payload.
 
-Frames and payloads are sent to the consumer; one Hello and then acks are sent to the producer. The sender and the
-receiver share only this framing. TCP has no packet borders, so both read into a `SealedInbox`: one large receive takes
-in many small messages, and `SealedInbox.take` returns whole messages without a copy.
+Frames and payloads go to the consumer; one Hello (the consumer's request that opens the lane) and then acks go to the
+producer. Sender and receiver share only this framing. TCP has no packet borders, so both read into a `SealedInbox`: one
+large receive takes in many small messages, and `SealedInbox.take` returns whole messages without a copy.
 
 **Damage is detected.** TCP's own checksum has 16 bits, and a switch or a proxy that damages a packet recomputes it. So
 each message is preceded by a *seal*: its length, sent twice, and an xxh3 of its bytes. (With a damaged length the
@@ -46,25 +47,27 @@ __all__ = [
 ]
 
 SEAL = struct.Struct("<IIQ")
-"""Format of the seal before a message: the message's length, the complement of the length, and the message's xxh3."""
+"""Format of the seal, which precedes a message: the message's length, the complement of the length, and the message's
+xxh3."""
 CHECK_BYTES = 8
-"""Bytes of the check after a payload: the payload's xxh3, little endian."""
+"""Size in bytes of the check that follows a payload: the payload's xxh3, little endian."""
 _ALL = (1 << 32) - 1
 _SEAL_BYTES, _seal, _unseal = SEAL.size, SEAL.pack, SEAL.unpack_from
 
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 10, 5, 4
 PROBE_EVERY_S, USER_TIMEOUT_S = 1, 2
-"""Seconds between keepalive probes, and seconds without an acknowledgement after which the receiver's end treats its
-peer as unreachable. Opening a new lane, to this worker or another, costs less than waiting longer."""
+"""Seconds between keepalive probes, and seconds without an acknowledgement after which the receiver's end counts its
+peer as unreachable. Waiting longer would cost more than opening a new lane, to this worker or another."""
 NEAR_US = 100
-"""Largest round trip in microseconds to a peer that counts as near. The shortest measured round trip is used."""
+"""Longest round trip in microseconds to a peer that counts as near. The shortest round trip that the kernel has
+measured decides."""
 NEAR_BUFFER = 256 << 10
-"""Bytes of the send buffer for a near peer, which the kernel doubles for its own use. Half of it is slower, and twice
-of it is not faster."""
+"""Size in bytes of the send buffer for a near peer; the kernel doubles it for its own use. Half of it is slower, and
+twice of it is not faster."""
 _MIN_RTT_AT = 148
 """Offset of tcpi_min_rtt in Linux's struct tcp_info."""
 _NO_RTT_US = (1 << 32) - 1
-"""Value of tcpi_min_rtt before any measurement."""
+"""Value of tcpi_min_rtt before the kernel has measured a round trip."""
 
 
 def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
@@ -82,14 +85,15 @@ def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
 
 
 def unreachable(address: str, error: OSError) -> DeadlineError | LaneLostError:
-    """Return the error for a failed connection to an address: DeadlineError if nothing answered, else LaneLostError."""
+    """Return the error for a connection to `address` that failed: DeadlineError if nothing answered, else
+    LaneLostError."""
     kind = DeadlineError if isinstance(error, TimeoutError) else LaneLostError
     return kind(f"no connection to {address}: {error}")
 
 
 def silence(address: str, error: OSError) -> DeadlineError | None:
-    """Return a DeadlineError if the kernel ended a connection because acknowledgements were missing; None if the
-    connection ended for another reason."""
+    """Return a DeadlineError if the kernel ended the connection to `address` because acknowledgements were missing;
+    None if it ended for another reason."""
     if error.errno not in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
         return None
     return DeadlineError(
@@ -98,13 +102,14 @@ def silence(address: str, error: OSError) -> DeadlineError | None:
 
 
 def sealed(message: bytes | memoryview) -> bytes:
-    """Return a message preceded by its seal: its length, the complement of it, and an xxh3 of the message."""
+    """Return a message preceded by its seal: its length, the length's complement, and an xxh3 of the message."""
     size = len(message)
     return _seal(size, size ^ _ALL, xxh3_64_intdigest(message)) + message
 
 
 def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
-    """Return the length in bytes of the message after a seal, which is at most MAX_FRAME.
+    """Return the length in bytes of the message after a seal, which is at most MAX_FRAME. The seal begins at offset
+    `at` of `seal`.
 
     Raises BatchCorruptError if the seal is damaged or missing, ProtocolError if the message is too long.
     """
@@ -120,25 +125,25 @@ def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
 
 
 def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes | memoryview) -> None:
-    """Raise BatchCorruptError if the message does not match its seal."""
+    """Raise BatchCorruptError if the message does not match its seal, which begins at offset `at` of `seal`."""
     if SEAL.unpack_from(seal, at)[2] != xxh3_64_intdigest(message):
         raise BatchCorruptError(f"a message of {len(message)} bytes was damaged in transit: its checksum differs")
 
 
 def is_checked(frame: Frame) -> bool:
-    """Return whether a check of CHECK_BYTES follows the payload of this BATCH frame: True if the payload is compressed,
-    or if the batch's digest does not cover every byte."""
+    """Return whether a check (CHECK_BYTES) follows the payload of this BATCH frame. This is so if the payload is
+    compressed, or if the batch's digest does not cover every byte."""
     return frame.codec != 0 or frame.nbytes > FULL_BELOW or frame.flags & COVER == DigestCover.ROWS
 
 
 def check_of(hasher: xxh3_64) -> bytes:
-    """Return the check to send after a payload. hasher: hash of all bytes of the payload."""
+    """Return the check to send after a payload. `hasher`: hash of all bytes of the payload."""
     return hasher.intdigest().to_bytes(CHECK_BYTES, "little")
 
 
 def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
-    """Return the Hello, the consumer's request that opens a TCP lane. No byte after the Hello is read. timeout: seconds
-    for the whole Hello, however slowly it arrives.
+    """Return the Hello, the consumer's request that opens a TCP lane. No byte after it is read. `timeout`: seconds for
+    the whole Hello, however slowly it arrives.
 
     Raises:
         DeadlineError: the Hello did not arrive in time.
@@ -168,7 +173,8 @@ def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
 
 
 class HelloReader:
-    """Assembler of the Hello that opens a TCP lane, from pieces of any size. Raises the errors of `read_hello`."""
+    """Assembler of the Hello, the request that opens a TCP lane, from received pieces of any size. Its methods raise
+    the errors of `read_hello`."""
 
     def __init__(self) -> None:
         self.missing = SEAL.size
@@ -199,7 +205,7 @@ class HelloReader:
 
 
 def fit_send_buffer(sock: socket.socket) -> None:
-    """Limit the unsent data of a connection to a near peer to the size of a processor's cache. sock: a connected
+    """Limit the unsent data of a connection to a near peer to the size of a processor's cache. `sock`: a connected
     socket.
 
     By default the kernel keeps 4 MiB in flight, which does not fit into the cache. On the loopback, 8 MiB batches then
@@ -212,7 +218,8 @@ def fit_send_buffer(sock: socket.socket) -> None:
 
 
 def round_trip_s(sock: socket.socket) -> float:
-    """Return the round trip to the peer in seconds; 0 if the kernel has not measured it. sock: is or was connected."""
+    """Return the shortest round trip to the peer in seconds; 0 if the kernel has not measured it. `sock`: a socket that
+    is or was connected."""
     return min(_min_rtt_us(sock) or 0, _NO_RTT_US) % _NO_RTT_US / 1e6
 
 
@@ -222,10 +229,10 @@ def _min_rtt_us(sock: socket.socket) -> int | None:
 
 
 class SealedInbox:
-    """Receive buffer of a stream, from which whole messages are taken."""
+    """Receive buffer of a TCP connection, from which whole messages are taken."""
 
     def __init__(self, capacity: int = 4 * MAX_FRAME) -> None:
-        """Allocate a buffer of `capacity` bytes, which must be more than the longest message."""
+        """Allocate a buffer of `capacity` bytes, which must be more than the longest message has."""
         self._buffer = memoryview(bytearray(capacity))
         self._start = self._end = 0
 
@@ -233,8 +240,8 @@ class SealedInbox:
         return self._end - self._start
 
     def take_check(self, hasher: xxh3_64) -> bool:
-        """Compare the check after a payload with the payload's hash. hasher: hash of all bytes of the payload. Return
-        False if the check has not arrived completely.
+        """Compare the check that follows a payload with the payload's hash. `hasher`: hash of all bytes of the payload.
+        Return False if the check has not arrived completely.
 
         Raises BatchCorruptError if check and hash differ.
         """
@@ -247,8 +254,8 @@ class SealedInbox:
         return True
 
     def room(self, limit: int) -> memoryview:
-        """Return the memory to receive the next bytes into: at most `limit` bytes, and never empty. Pass the number of
-        received bytes to `add`."""
+        """Return the memory into which to receive the next bytes: at most `limit` bytes, and never empty. Then pass the
+        number of received bytes to `add`."""
         if self._start == self._end:
             self._start = self._end = 0
         elif len(self._buffer) - self._end < SEAL.size + MAX_FRAME:
@@ -258,11 +265,12 @@ class SealedInbox:
         return self._buffer[self._end : self._end + limit]
 
     def add(self, size: int) -> None:
-        """Count `size` bytes as received into the memory that `room` returned."""
+        """Record that `size` bytes were received into the memory that `room` returned."""
         self._end += size
 
     def take(self) -> memoryview | None:
-        """Return the next message, which is valid until the next `room`; None if it has not arrived completely.
+        """Return the next message, without its seal; None if it has not arrived completely. The message is valid until
+        the next call of `room`.
 
         Raises BatchCorruptError if the message was damaged in transit, ProtocolError if it is longer than any frame.
         """
@@ -283,7 +291,7 @@ class SealedInbox:
         return message
 
     def take_bytes(self, limit: int) -> memoryview:
-        """Return up to `limit` received bytes of a payload, which are valid until the next `room`."""
+        """Return up to `limit` received bytes of a payload. They are valid until the next call of `room`."""
         start = self._start
         self._start = min(self._end, start + limit)
         return self._buffer[start : self._start]

@@ -36,8 +36,8 @@ __all__ = [
 
 
 def check_damage(error: OSError, *, heard: bool) -> None:
-    """Raise BatchCorruptError if an error of TLS means that data was damaged. heard: True if data arrived before this
-    error; then any error of TLS means damage."""
+    """Raise BatchCorruptError if a TLS error means that data was damaged in transit. `heard`: whether data had arrived
+    before it; then any TLS error except the connection's end means damage."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
         raise BatchCorruptError(f"data of a TLS connection was damaged in transit: {error}") from error
@@ -46,18 +46,19 @@ def check_damage(error: OSError, *, heard: bool) -> None:
 JOINED = 16 << 10
 """Size in bytes up to which small buffers are joined and sent together: the size of one TLS record."""
 AT_ONCE = 256 << 10
-"""Bytes passed to OpenSSL in one call. OpenSSL makes several records of them without returning to Python in between."""
+"""Largest number of bytes passed to OpenSSL in one call. OpenSSL makes several records of them without returning to
+Python in between."""
 PEEKED = 3
 """Number of first bytes that distinguish a TLS client from a plain one. A TLS handshake begins with 22, 3 and a third
 byte >= 1. A Hello begins with its length; if its first two bytes are 22 and 3, the third is 0."""
 
 
 class TlsSocket(WrappedSocket):
-    """TLS socket with the differences that the module's docstring lists. An SSLContext creates it as its
-    `sslsocket_class`."""
+    """TLS socket of a lane. The module's docstring lists how it differs from Python's SSLSocket. An SSLContext creates
+    it as its `sslsocket_class`."""
 
     _held: bytes | memoryview | None = None
-    """Bytes that OpenSSL has begun to send; None if there are none."""
+    """Bytes that OpenSSL has begun to send and has not finished; None if it has finished."""
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         try:
@@ -91,7 +92,7 @@ class TlsSocket(WrappedSocket):
 
 
 def _first_of(buffers: Iterable[Any]) -> bytes | memoryview:
-    """Return the next bytes to send: a part of a large buffer, or several small buffers joined."""
+    """Return the bytes to send next: a part of a large buffer, or several small buffers joined."""
     joined = bytearray()
     for buffer in buffers:
         view = memoryview(buffer)
@@ -114,7 +115,7 @@ def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
     """Start TLS on a connection that this process opened, and return the TLS socket. The socket's timeout applies to
     each message of the handshake.
 
-    On failure, closes the socket and raises OSError. Pass the error to `tls.explain` for the reason.
+    Raises OSError if the handshake fails, after closing the socket. Pass the error to `tls.explain` for the reason.
     """
     wrapped = _wrapped(tls.client_context(), sock, server_hostname=tls.expected("worker") or host)
     try:
@@ -133,7 +134,7 @@ def looks_like_tls(first: bytes) -> bool:
 async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
     """Start TLS on an accepted non-blocking connection, and return the TLS socket. The caller must set a deadline.
 
-    If the handshake fails, closes the socket and raises TlsError.
+    Raises TlsError if the handshake fails, after closing the socket.
     """
     wrapped = _wrapped(context, sock, server_side=True)
     try:
@@ -165,7 +166,7 @@ def accept_tls_blocking(sock: socket.socket, context: ssl.SSLContext) -> TlsSock
 
 
 async def when_readable(sock: socket.socket) -> None:
-    """Wait until the event loop reports that something can be received."""
+    """Wait until the event loop reports that the socket has something to receive."""
     loop = asyncio.get_running_loop()
     await _when(sock, loop.add_reader, loop.remove_reader)
 

@@ -20,23 +20,25 @@ UNIX = "unix:"
 
 
 def check_address(address: str) -> None:
-    """Raise InvalidArgumentError for an invalid address."""
+    """Raise InvalidArgumentError unless an address has the form "host:port" or "unix:/path"."""
     if (path := socket_path(address)) is not None and path.is_absolute():
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise InvalidArgumentError(f'an address must be "host:port" or "unix:/path", got {address!r}')
+        raise InvalidArgumentError(
+            f'the address of a coordinator must be "host:port" or "unix:/path", got {address!r}: name its host and port'
+        )
 
 
 def socket_path(address: str) -> Path | None:
-    """Return the path in an address "unix:/path"; None for another address."""
+    """Return the path of the socket in an address "unix:/path"; None for another address."""
     return Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
 
 
 def refuse_strangers(address: str) -> None:
     """Raise UnsafeBindError if an address is a Unix socket that another user made, or could replace.
 
-    A missing socket is not refused, but the check of its folder is the same.
+    The folder of the socket is checked even if there is no socket yet.
     """
     path = socket_path(address)
     if path is None:
@@ -71,8 +73,8 @@ def is_local(address: str) -> bool:
 
 
 def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
-    """Raise UnsafeBindError if other machines can reach the address and its traffic would not be encrypted. insecure:
-    raise no error."""
+    """Raise UnsafeBindError if other machines can reach the address and its traffic would not be encrypted. `insecure`:
+    the user allows that, so raise no error."""
     if encrypted or insecure or is_local(listen):
         return
     raise UnsafeBindError(
@@ -82,8 +84,8 @@ def refuse_unsafe(listen: str, *, encrypted: bool, insecure: bool) -> None:
 
 
 def host_id() -> str:
-    """Return an id that is equal in two processes exactly if they share a running kernel and a network namespace, so
-    that each can reach the other's abstract Unix sockets.
+    """Return an id of this host. It is equal in two processes exactly if they share a running kernel and a network
+    namespace, so that each can reach the other's abstract Unix sockets.
 
     A hostname is not enough. Two containers of one pod share a network and may have two names. Two containers of one
     machine may have one name and two networks.

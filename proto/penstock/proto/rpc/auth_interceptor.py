@@ -45,25 +45,29 @@ __all__ = ["SERVICE", "AuthInterceptor", "alone", "credential"]
 SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
 _HEALTH = f"/{health.SERVICE_NAME}/Check"
-"""Method of the health check, which needs no token. The service's other method, Watch, is refused, because any caller
-could leave that stream open."""
+"""Method of the health check, which needs no token. The health service's other method, Watch, is refused, because any
+caller could leave that stream open."""
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-"""Method of gRPC's server reflection, served if grpcio-reflection is installed: see reflection.py."""
+"""Method of gRPC's server reflection, which is served if grpcio-reflection is installed: see reflection.py."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _SHOWN_NAMES = "x509_subject_alternative_name"
-"""Key in a call's auth_context() of the names in the caller's certificate."""
+"""Key, in a call's auth_context(), of the names in the certificate of the caller."""
 MAX_SHOWN = 200
-"""Largest number of characters of a peer's text that an error quotes."""
+"""Largest number of characters of a text from a peer that an error quotes."""
 
 
 class AuthInterceptor(grpc.GenericRpcHandler):
-    """Handler around every method of the server, which checks token, role and protocol number, and translates errors.
+    """Handler around every method of the server. It checks the token, role and protocol number of each call, and
+    translates errors.
 
     Services are added to the interceptor as to a server, and the interceptor is the server's only handler. gRPC's own
     interceptors would take a task and several awaits for each call: 40 us, a third of the time that gRPC itself takes.
 
-    verifier: verifier of tokens. calls: counters of answered calls. connections: record of connections, and of whether
-    a call on them had a token. tls: names that callers' certificates must have, if certificates are requested.
+    Args:
+        verifier: verifier of tokens.
+        calls: counters of answered calls.
+        connections: record of connections, and of whether a call on them had a token.
+        tls: names that callers' certificates must have, if certificates are requested; None without TLS.
     """
 
     def __init__(
@@ -108,10 +112,11 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         return None
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """No-op: a generated `add_..._to_server` passes the same methods again to add_registered_method_handlers."""
+        """Do nothing. A generated `add_..._to_server` passes the same methods again to
+        add_registered_method_handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Add the methods of a service."""
+        """Add the methods of a service, each by its name."""
         connection = partial(self._connections.note_call, proven=service != health.SERVICE_NAME)
         for name, handler in handlers.items():
             on_call = partial(self._accept, name, connection)
@@ -143,8 +148,8 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the handler for a call. Return None for a method of an unknown service, which gRPC refuses with
-        UNIMPLEMENTED."""
+        """Return the handler for a call; one that refuses the call if its token, role or protocol number is wrong.
+        Return None for a method of an unknown service, which gRPC refuses with UNIMPLEMENTED."""
         method = handler_call_details.method
         called = method.removeprefix(_OURS)
         if method.startswith(_OURS) or method == REFLECTION:
@@ -173,8 +178,8 @@ _alone: ContextVar[bool] = ContextVar("penstock-alone", default=True)
 
 
 def alone() -> bool:
-    """Return whether all training jobs use the token of the call that is being answered, so that a limit for each token
-    cannot separate jobs."""
+    """Return whether the token of the call that is being answered is the only one for training jobs. Then all jobs
+    share it, and a limit for each token cannot separate them."""
     return _alone.get()
 
 
@@ -188,13 +193,13 @@ def _proof(caller: Caller | None) -> tuple[tuple[str, str], ...]:
 
 
 def _short(said: object) -> str:
-    """Return a peer's text, shortened and escaped."""
+    """Return a text from a peer, shortened and escaped, to be quoted in an error."""
     return ascii(str(said)[:MAX_SHOWN])[1:-1]
 
 
 def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler that refuses a call with an error. For any method the handler is of the kind stream to stream,
-    which can answer before the request is read."""
+    """Return a handler that refuses a call with `error` and the metadata `trailing`. Whatever the method, the handler
+    is of the kind stream to stream, which can answer before the request is read."""
 
     async def refuse(_: Any, context: _Context) -> AsyncIterator[None]:
         context.set_trailing_metadata(trailing)
@@ -205,20 +210,21 @@ def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> gr
 
 
 def _serialised(serialise: Callable[[Any], bytes], said: Any) -> bytes:
-    """Return the serialised reply. A reply that is bytes is returned unchanged: its handler has serialised one reply
-    for many callers."""
+    """Return the reply `said` as bytes. A reply that is bytes already is returned unchanged: its handler has serialised
+    one reply for many callers."""
     return said if isinstance(said, bytes) else serialise(said)
 
 
 class _Call:
-    """Status of a call that is being answered."""
+    """Call that is being answered, with the name of the status with which it ends."""
 
     status = "OK"
 
 
 @contextmanager
 def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
-    """Count a call when it has ended. A call that ends without an answer or a refusal counts as cancelled."""
+    """Count a call and its duration when it has ended. A call that ends without an answer or a refusal counts as
+    cancelled."""
     began, call = time.perf_counter(), _Call()
     try:
         yield call
@@ -234,8 +240,8 @@ def _counted(calls: CallCounters, method: str) -> Iterator[_Call]:
 def _translated(
     name: str, handler: Any, calls: CallCounters, on_call: Callable[[_Context], None], large: LargeRequests
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return `handler` with its errors converted to gRPC status and trailing metadata. on_call: function called with
-    the context before each call."""
+    """Return `handler`, a method's handler, with its errors converted to gRPC status and trailing metadata. `on_call`:
+    called with the context before each call; `large`: limit on large requests."""
     parse = handler.request_deserializer
 
     def read(request: Any, count: Callable[[int], None]) -> Any:

@@ -1,5 +1,5 @@
-"""Authenticated calls of the two clients in penstock.proto.rpc.calls: answers are accepted only from a server that
-knows the token.
+"""Authenticated calls, for the two clients in penstock.proto.rpc.calls: a client accepts answers only from a server
+that knows the token.
 
 penstock.proto.rpc.credentials.token_proof describes the protocol. This module applies it to gRPC: to the metadata of a
 call, and to the trailing metadata of its answer, which have a challenge or a proof. Parts of a streamed answer are
@@ -34,17 +34,17 @@ from penstock.proto.rpc.wire_errors import ERROR_KEY
 __all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata", "Streams"]
 
 SHOWN = 200
-"""Largest number of characters that an error quotes from a server that has not proven its token."""
+"""Largest number of characters that an error quotes from a server that has not proven that it knows the token."""
 DIAGNOSE_S = 2.0
-"""Time limit in seconds of the search for a TLS error if calls to a listening coordinator fail."""
+"""Longest time in seconds for finding out whether TLS is the reason why calls to a listening coordinator fail."""
 
 Metadata = tuple[tuple[str, str], ...]
 Trailing = Iterable[tuple[str, str | bytes]] | None
 Answer = tuple[Any, Trailing]
-"""Reply of a call, and the reply's trailing metadata."""
+"""Reply of a call, and the trailing metadata that came with it."""
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 _OWN_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Status codes that gRPC itself sets if no coordinator answered. No proof of the token is required for them."""
+"""Status codes that gRPC itself sets if no coordinator has answered. They need no proof of the token."""
 
 
 class AuthenticatedCall:
@@ -68,19 +68,19 @@ class AuthenticatedCall:
         return None if self._files is None else self._files.tls
 
     def _open(self) -> None:
-        """Open a channel with the current certificate files."""
+        """Open a channel with the current certificate files. A subclass implements this."""
         raise NotImplementedError
 
     def _renew_files(self) -> None:
         """Connect with new certificates after a failed call, if the certificate files have changed.
 
-        Calls in progress keep their channel.
+        Calls in progress keep their old channel.
         """
         if self._files is not None and not self._closed and self._files.renew():
             self._open()
 
     def renew_token(self) -> bool:
-        """Read the token file again after a call was refused. Return True if the file has another token, which is used
+        """Read the token file again after a call was refused. Return True if it has another token, which is then used
         from now on."""
         token = read_again(self._token)
         if token == self._token:
@@ -89,9 +89,9 @@ class AuthenticatedCall:
         return True
 
     def wrong_server_error(self, words: str = "") -> PenstockError:
-        """Return the error for an answer of a process that does not know the token: a CoordinatorUnavailableError if
-        the coordinator has answered before, because it may come back, else an AuthenticationError. words: text of the
-        error that the process sent."""
+        """Return the error for an answer of a process that does not know the token. It is a CoordinatorUnavailableError
+        if the coordinator has answered before, because it may come back, else an AuthenticationError. `words`: text of
+        the process's own error, to be quoted."""
         kind = CoordinatorUnavailableError if self._reached else AuthenticationError
         return kind(
             f"the process that answers at {self.address} does not prove that it has the token, so it is not the "
@@ -99,15 +99,15 @@ class AuthenticatedCall:
         )
 
     def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
-        """Return the TLS error that explains why the coordinator has never answered. Return None if it has answered
-        before, because it may come back with another certificate."""
+        """Return the TLS error that explains why the coordinator has never answered; None if TLS is not the reason.
+        Return None also if it has answered before, because it may come back with another certificate."""
         if self._reached or isinstance(error, OverloadedError):
             return None
         return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
 
 
 class Call:
-    """State of one call, which is made again until its answer has a proof of the token; see
+    """One call of a client. It is made again until its answer has a proof that the server knows the token; see
     penstock.proto.rpc.credentials.token_proof."""
 
     def __init__(self, client: AuthenticatedCall) -> None:
@@ -122,8 +122,8 @@ class Call:
         self.metadata: Metadata = (("authorization", self._shown.header), *_RELEASE)
 
     def again(self, error: grpc.RpcError) -> bool:
-        """Return True if the caller must make the call again, because `error` refused the call with a challenge.
-        `metadata` then has the response to the challenge."""
+        """Return True if the call must be made again, because `error` refused it with a challenge. `metadata` then
+        answers the challenge. Raises an error if a server without the token has answered."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return False
         trailing = error.trailing_metadata() or ()
@@ -141,15 +141,15 @@ class Call:
         return True
 
     def require_proof(self, metadata: Trailing, words: str = "") -> None:
-        """Raise an error unless the metadata prove that the server knows the token. words: text of the server's
-        error."""
+        """Raise an error unless the metadata prove that the server knows the token. `words`: text of the server's own
+        error, to be quoted."""
         if not self._shown.proven_by(_found(metadata, PROOF_KEY)):
             raise self._client.wrong_server_error(words)
 
 
 def _words(error: grpc.Call | grpc.aio.AioRpcError) -> str:
-    """Return the escaped text of an error without a proof. The text may be gRPC's own, which helps if, for example, a
-    reply is too large."""
+    """Return the escaped text of an error that came without a proof. The text may be gRPC's own, which helps if, for
+    example, a reply is too large."""
     return f" (it says {error.code().name}: {ascii((error.details() or '')[:SHOWN])[1:-1]})"
 
 
@@ -158,8 +158,8 @@ def _found(trailing: Trailing, name: str) -> Any:
 
 
 class Streams(grpc.UnaryStreamClientInterceptor):
-    """Interceptor that records the last streamed call of each thread, for its metadata. Must be below OpenTelemetry's
-    interceptor, which passes on only the parts."""
+    """Interceptor that remembers the last streamed call of each thread, for its metadata. It must be below
+    OpenTelemetry's interceptor, which passes on only the parts of an answer."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()

@@ -51,38 +51,38 @@ from penstock.runtime.process import forks
 __all__ = ["AsyncCoordinatorClient", "CoordinatorClient", "FetchedState", "blob_name"]
 
 DEADLINE_S = 10.0
-"""Seconds that a call may take, in addition to the hold of a long poll. A coordinator without problems answers in
+"""Seconds that a call may take, in addition to the hold of a long poll. A healthy coordinator answers in
 milliseconds."""
 TRANSFER_DEADLINE_S = 120.0
 """Seconds that a call with a state or a snapshot may take: 1 GiB at 10 MB/s."""
 ARGUMENTS_INLINE = 4 * 1024
-"""Size in bytes above which a loader's arguments are sent as a blob, because otherwise every slot's spec would repeat
-the arguments."""
+"""Size in bytes above which a loader's arguments are sent as a blob. Otherwise every slot's assignment would repeat
+them."""
 
 
 @dataclass
 class FetchedState:
-    """State of a run at a step."""
+    """State of a run at a step, as received from the coordinator."""
 
     records: list[tuple[pb.WorkerRecord, bytes]] = field(default_factory=list)
-    """Record and encoded state of each worker of all boxes, by global_worker_id."""
+    """Record and encoded state of each worker of all boxes, in order of global_worker_id."""
     positions: dict[int, records_pb2.BoxPosition] = field(default_factory=dict)
-    """Box -> position of the box at the step."""
+    """Box -> position of the box at the state's step."""
 
 
 # ------------------------------------------------------------------------------------------------- to and from parts
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
-    """Yield `data` in pieces of CHUNK bytes. Empty data has no pieces."""
+    """Yield `data` in pieces of at most CHUNK bytes; nothing for empty data."""
     view = memoryview(data)
     for start in range(0, len(view), CHUNK):
         yield bytes(view[start : start + CHUNK])
 
 
 def _first(data: bytes) -> tuple[bytes, Iterator[bytes]]:
-    """Return the bytes to send in the same message as the header, and the remaining pieces. So a small value is sent in
-    one message."""
+    """Return the bytes to send in the same message as the header, and the pieces to send after it. A small value is
+    sent with its header."""
     if len(data) <= CHUNK:
         return data, iter(())
     return b"", pieces(data)
@@ -116,7 +116,7 @@ def answer_parts(answer: pb.StateAnswer, data: bytes) -> Iterator[pb.AnswerPart]
 
 def _sendable(address: str, method: str, request: Any) -> Any:
     """Return the request. Raise InvalidArgumentError if it is larger than a coordinator accepts. gRPC would refuse such
-    a request without a proof of the token, and the refusal would look like that of another server."""
+    a request without a proof of the token, as if another server had answered."""
     if isinstance(request, Message) and (size := request.ByteSize()) > REQUEST_MAX:
         raise InvalidArgumentError(
             f"the request {method} to the coordinator at {address} must have at most {REQUEST_MAX} bytes, got {size}. "
@@ -134,12 +134,12 @@ _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
 
 _unusable: ForkedProcessError | None = None
-"""Error that all calls raise in a forked child of a process with a client; None in other processes."""
+"""Error that all calls raise in a process that was forked from one with a client; None in other processes."""
 
 
 class CoordinatorClient(AuthenticatedCall):
-    """Thread-safe client with blocking calls, for training jobs and the command line. `close`, from any thread, ends
-    pending calls with LaneClosedError."""
+    """Client with blocking calls, for training jobs and the command line. Several threads may use it. `close`, from any
+    thread, ends calls under way with LaneClosedError."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
         if _unusable is not None:
@@ -156,8 +156,8 @@ class CoordinatorClient(AuthenticatedCall):
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def forked(self) -> None:
-        """Make calls fail in a forked child, for penstock.runtime.process.forks. gRPC has no threads in the child, so
-        new clients cannot work there either."""
+        """Make all calls fail in a process that user code has forked; penstock.runtime.process.forks calls this there.
+        gRPC has no threads in such a process, so new clients cannot work there either."""
         global _unusable
         if not self._closed:
             _unusable = self._owner.error(f"the connection to the coordinator at {self.address}")
@@ -177,7 +177,7 @@ class CoordinatorClient(AuthenticatedCall):
             raise
 
     def _made(self, method: str, deadline_s: float, once: Callable[[Call], Answer]) -> Any:
-        """Make a call with `once`, again until the server has proven that it knows the token. Return the answer."""
+        """Make a call by `once`, and again until the server has proven that it knows the token. Return the reply."""
         with self._guarded(method, deadline_s):
             call = Call(self)
             while True:
@@ -191,8 +191,8 @@ class CoordinatorClient(AuthenticatedCall):
                     return reply
 
     def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """Return the reply to a request, or to a streamed request. request: function that makes the request, or its
-        parts, for each try."""
+        """Return the reply to a request, or to a streamed request. `request`: makes the request, or its parts, for each
+        try."""
 
         def once(call: Call) -> Answer:
             make = getattr(self._stub, method).with_call
@@ -232,9 +232,9 @@ class CoordinatorClient(AuthenticatedCall):
         self.close()
 
     def reach(self, timeout_s: float) -> bool:
-        """Wait until the channel is connected. Return False after `timeout_s` seconds.
+        """Wait until the channel is connected. Return False if it is not after `timeout_s` seconds.
 
-        Call `reach` instead of sleeping after a CoordinatorUnavailableError. A blocking channel reconnects only while a
+        Call this instead of sleeping after a CoordinatorUnavailableError. A blocking channel reconnects only while a
         call waits for it, and would otherwise stay disconnected for 5 s.
         """
         try:
@@ -246,8 +246,8 @@ class CoordinatorClient(AuthenticatedCall):
         return True
 
     def open_run(self, request: pb.OpenRunRequest, *, deadline_s: float | None = None) -> pb.OpenRunReply:
-        """Open a run. Large arguments of the loader are first sent as a blob. For the rules see OpenRunRequest in
-        coordinator.proto."""
+        """Open a run, or a box of it. Large arguments of the loader are first sent as a blob. OpenRunRequest in
+        coordinator.proto has the rules."""
         deadline_s = deadline_s or self.deadline_s
         arguments = request.loader.arguments
         if len(arguments) > ARGUMENTS_INLINE:
@@ -278,8 +278,8 @@ class CoordinatorClient(AuthenticatedCall):
         return FetchedState(state.records(), state.positions)
 
     def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
-        """Store bytes at the coordinator as a blob, and return its name (for Resume.blob). run_hint: run "job/ordinal"
-        that needs it.
+        """Store bytes at the coordinator as a blob, and return its name (for Resume.blob). `run_hint`: name of the run
+        that needs it, for messages.
 
         If another box has already stored the same bytes, they are not sent again.
         """
@@ -293,8 +293,8 @@ class CoordinatorClient(AuthenticatedCall):
     def get_blob_into(
         self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> None:
-        """Fetch a blob, and pass its bytes to `write` as they arrive. Use the bytes only after the return, because the
-        check of the whole blob comes last. Raises StateCorruptError if the blob is damaged."""
+        """Fetch a blob, and pass its bytes to `write` as they arrive. Use them only after this method has returned,
+        because the blob is checked as a whole at the end. Raises StateCorruptError if it is damaged."""
         blob = BlobParts(name, write)
         self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), blob.add)
         blob.check()
@@ -304,8 +304,8 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("Status", deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)
 
     def drain(self, worker: str, *, undo: bool = False, look: bool = False) -> pb.DrainWorkerReply:
-        """Drain a worker: move its slots to other workers. undo: end the drain instead. look: only return the
-        progress."""
+        """Drain a worker: move its slots to other workers. `undo`: end the drain instead; `look`: only return how far
+        it is."""
         request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
         return self._ask("DrainWorker", self.deadline_s, lambda: request, pb.DrainWorkerReply)
 
@@ -314,25 +314,25 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
 
     def change_mixture(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
-        """Change the weights of a run's mixture, within the request's `deadline_s`."""
+        """Change the weights of a run's mixture. Waits up to the request's `deadline_s` seconds for the boxes."""
         return self._ask("ChangeMixture", request.deadline_s + 5.0, lambda: request, pb.ChangeMixtureReply)
 
     def open_dashboard(self) -> str:
-        """Return the URL of the dashboard, which an embedded coordinator starts at this call. Raises
-        InvalidArgumentError if the coordinator serves none."""
+        """Return the URL of the dashboard. An embedded coordinator starts it at this call. Raises InvalidArgumentError
+        if the coordinator serves none."""
         return self._ask("OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply).url
 
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
-        """Return the histories of a box (one for each kept attempt of the run), oldest first; [] for an unknown run or
-        box."""
+        """Return the histories of a box, one for each attempt of the run that is kept, oldest first; [] for an unknown
+        run or box."""
         request = pb.FetchHistoryRequest(run=run, box=box)
         histories = Histories()
         self._read("FetchHistory", self.deadline_s, request, histories.add)
         return histories.all
 
     def fetch_snapshot(self, header: pb.SnapshotHeader, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
-        """Return the bytes of a snapshot. header: the snapshot's entry in a history. Raises StateUnavailableError if
-        the snapshot was deleted."""
+        """Return the bytes of a snapshot. `header`: its entry in a history. Raises StateUnavailableError if the
+        snapshot was deleted."""
         request = pb.FetchHistoryRequest(snapshot=header)
         parts: list[bytes] = []
         self._read("FetchHistory", deadline_s, request, ValueParts("a snapshot", parts.append).add)
@@ -340,7 +340,7 @@ class CoordinatorClient(AuthenticatedCall):
 
 
 class AsyncCoordinatorClient(AuthenticatedCall):
-    """Client with asyncio calls, for worker daemons. Create it inside the running event loop."""
+    """Client with asyncio calls, for worker daemons. Create it in the running event loop."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
         super().__init__(address, token, tls, deadline_s)
@@ -363,7 +363,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self.close()
 
     async def _wait(self, method: str, deadline_s: float, once: Callable[[Call], Awaitable[Answer]]) -> Any:
-        """Make a call with `once`, again until the server has proven that it knows the token. Return the answer."""
+        """Make a call by `once`, and again until the server has proven that it knows the token. Return the reply."""
         try:
             with self._guarded(method, deadline_s):
                 call = Call(self)
@@ -384,8 +384,8 @@ class AsyncCoordinatorClient(AuthenticatedCall):
             raise
 
     async def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """Return the reply to a request, or to a streamed request. request: function that makes the request, or its
-        parts, for each try."""
+        """Return the reply to a request, or to a streamed request. `request`: makes the request, or its parts, for each
+        try."""
 
         async def once(call: Call) -> Answer:
             sent = _sendable(self.address, method, request())
@@ -428,7 +428,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self._ask("DeregisterWorker", self.deadline_s, lambda: request, pb.DeregisterWorkerReply)
 
     async def drain(self, worker: str, *, undo: bool = False) -> pb.DrainWorkerReply:
-        """Drain a worker: move its slots to other workers. undo: end the drain instead."""
+        """Drain a worker: move its slots to other workers. `undo`: end the drain instead."""
         return await self._ask(
             "DrainWorker", self.deadline_s, lambda: pb.DrainWorkerRequest(worker=worker, undo=undo), pb.DrainWorkerReply
         )
@@ -438,11 +438,11 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         return await self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
 
     async def change_mixture(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
-        """Change the weights of a run's mixture, within the request's `deadline_s`."""
+        """Change the weights of a run's mixture. Waits up to the request's `deadline_s` seconds for the boxes."""
         return await self._ask("ChangeMixture", request.deadline_s + 5.0, lambda: request, pb.ChangeMixtureReply)
 
     async def open_dashboard(self) -> str:
-        """Return the URL of the dashboard, which an embedded coordinator starts at this call."""
+        """Return the URL of the dashboard. An embedded coordinator starts it at this call."""
         reply = await self._ask(
             "OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply
         )
@@ -451,9 +451,9 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def put_snapshot(
         self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> pb.PutSnapshotReply:
-        """Send a snapshot, and wait until it is on the coordinator's disk or is refused because space is short. In the
-        second case reply.refused has the reason, and older snapshots are kept. Raises SupersededError for a snapshot of
-        an old generation."""
+        """Send a snapshot of a slot. Wait until it is on the coordinator's disk, or is refused because space is short;
+        then reply.refused has the reason, and older snapshots are kept. Raises SupersededError for a snapshot of an old
+        generation."""
         return await self._ask(
             "PutSnapshot", deadline_s, lambda: _async(snapshot_parts(header, data)), pb.PutSnapshotReply
         )

@@ -1,11 +1,11 @@
-"""Channels and servers of gRPC, which only this module opens.
+"""gRPC channels and servers. Only this module opens them.
 
 Four settings must match between the two ends of every connection, and a mismatch gives no clear error: keepalive (a
 server disconnects a client that pings more often than it allows), message limits, authentication (token, certificate)
 and the protocol number. So the settings of client and server are together here.
 
-The parts are in addresses.py, wire_errors.py (errors between processes), tokens.py and roles.py (who may call what),
-auth_interceptor.py (checks before every handler) and tls.py; the rest of Penstock imports them from here.
+The rest of Penstock imports from here what is in addresses.py, wire_errors.py (errors between processes), tokens.py and
+roles.py (who may call what), auth_interceptor.py (checks before every handler) and tls.py.
 """
 
 from __future__ import annotations
@@ -62,16 +62,17 @@ __all__ = [
 ]
 
 CHUNK = 512 * 1024
-"""Bytes of a data part. Large values are sent in such parts, so that messages stay far below their limit."""
+"""Size in bytes of a part of a large value. Values are sent in such parts, so that messages stay far below their
+limit."""
 
 REQUEST_MAX = 4 * 1024 * 1024
-"""Largest request in bytes that the coordinator accepts: gRPC's own default, made explicit."""
+"""Largest request in bytes that the coordinator accepts. It is gRPC's default, made explicit."""
 REPLY_MAX = 32 * 1024 * 1024
-"""Largest reply in bytes that is accepted from the coordinator. A heartbeat's reply has a loader's spec for each
+"""Largest reply in bytes that is accepted from the coordinator. The reply to a heartbeat has an assignment for each
 slot."""
 
 RENEW_S = 2.0
-"""Seconds between checks of the token file. A removed token stays valid for at most this time."""
+"""Seconds between checks of the token file. So a token that is removed from it stays valid for at most this time."""
 
 # A ping is sent 2 s after the coordinator's last byte, and the coordinator counts as gone if it does not answer in 2 s.
 # So half-open TCP and SIGSTOP are detected within 4 s, and a coordinator that was started elsewhere is found while
@@ -152,9 +153,8 @@ def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
 
 
 def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
-    """Return a blocking channel to the coordinator, which opens no connection yet, for calls.CoordinatorClient.
-
-    below: interceptors between OpenTelemetry's interceptor and the network.
+    """Return a blocking channel to the coordinator, for calls.CoordinatorClient. The channel connects at the first
+    call. `below`: interceptors between OpenTelemetry's interceptor and the network.
 
     Raises InvalidArgumentError if the address is invalid, UnsafeBindError if it is a Unix socket that another user
     controls.
@@ -169,7 +169,8 @@ def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """Return a channel to the coordinator for the running event loop, for calls.AsyncCoordinatorClient."""
+    """Return a channel to the coordinator in the running event loop, for calls.AsyncCoordinatorClient. Raises the
+    errors of `connect`."""
     check_address(address)
     refuse_strangers(address)
     interceptors = tracing.aio_client_interceptors()
@@ -183,20 +184,20 @@ def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
 
 @dataclass
 class RunningServer:
-    """Server of gRPC that is running."""
+    """gRPC server that is running."""
 
     server: grpc.aio.Server
     address: str
-    """Address at which the server listens, with its real port. Pass this address to `connect`."""
+    """Address at which the server listens, with its real port. Pass it to `connect`."""
     health: health.aio.HealthServicer
     tasks: Sequence[asyncio.Task[None]] = ()
-    """Tasks that end connections without a token, and that load new tokens."""
+    """Tasks of the server: one ends connections without a token, one loads new tokens."""
     files: Renewing | None = None
-    """Certificate files of the server."""
+    """Certificate files of the server; None without TLS."""
 
     async def stop(self, grace_s: float) -> None:
-        """Stop the server: report NOT_SERVING, refuse new calls, and wait up to `grace_s` seconds for calls in
-        progress."""
+        """Stop the server: report NOT_SERVING, refuse new calls, and wait up to `grace_s` seconds for calls under
+        way."""
         for task in self.tasks:
             task.cancel()
         await self.health.enter_graceful_shutdown()
@@ -218,14 +219,14 @@ async def server_aio(
     Args:
         listen: address; port 0 takes a free one.
         tokens: tokens of callers, with their roles: see penstock.proto.rpc.credentials.tokens.
-        register: function that adds the services to an AuthInterceptor, with which it is called.
+        register: called with the AuthInterceptor, to which it adds the services.
         tls: certificate of the server; if it holds a CA, callers must show a certificate too.
         insecure: allow an address that other machines can reach without TLS.
         calls: counters of answered calls.
         inner: second address to listen on, "unix:/path" in a private folder of this process.
 
     Raises InvalidArgumentError if the address is invalid, UnsafeBindError if the address needs TLS, PortTakenError if
-    it is in use.
+    it is in use, TlsError if the certificate cannot be used.
     """
     check_address(listen)
     connections = Connections()
@@ -265,14 +266,14 @@ async def server_aio(
 
 
 async def _renew(verifier: TokenVerifier) -> None:
-    """Load new tokens from the token file periodically, until cancelled."""
+    """Read the tokens from their file again every RENEW_S seconds, until cancelled."""
     while True:
         await asyncio.sleep(RENEW_S)
         verifier.renew()
 
 
 def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
-    """Return credentials whose certificate files gRPC checks for changes before each handshake."""
+    """Return credentials for a server. gRPC checks the certificate files for changes before each handshake."""
 
     def made() -> Any:
         tls = files.tls
@@ -286,7 +287,7 @@ def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
 
 
 def _answers(listen: str) -> bool:
-    """Return whether a process listens on this Unix socket. gRPC would silently replace the socket of that process."""
+    """Return whether a process already listens on the Unix socket `listen`. gRPC would silently replace its socket."""
     path = socket_path(listen)
     if path is None:
         return False
@@ -299,7 +300,8 @@ def _answers(listen: str) -> bool:
 
 
 def _why_not_bound(listen: str) -> PenstockError:
-    """Return the error for gRPC's "failed to bind". The reason is found by trying to bind once more."""
+    """Return the error for an address at which gRPC could not listen. gRPC gives no reason, so try once more to find
+    it."""
     if (path := socket_path(listen)) is not None:
         return InvalidArgumentError(
             f"cannot listen on {path}: the path must have at most 107 bytes, and its folder must exist"

@@ -31,30 +31,32 @@ from urllib.parse import unquote
 __all__ = ["Connection", "Connections", "raise_file_limit", "surplus"]
 
 DEADLINE_S = 10.0
-"""Seconds after which a connection without a call is ended: the same as gRPC's own limit for the handshakes of TLS and
+"""Seconds after which a connection without a call is ended; the same as gRPC's own limit for the handshakes of TLS and
 HTTP/2."""
 EVERY_S = 0.5
-"""Smallest number of seconds between two checks. A flood can take all descriptors within this time."""
+"""Shortest time between two checks of the connections, in seconds. A flood can take all descriptors within this
+time."""
 COST_SHARE = 0.01
-"""Largest share of one core's time that checks take. With 10,000 connections a check takes some 30 ms."""
+"""Largest share of one core's time that the checks may take. With 10,000 connections a check takes some 30 ms."""
 LOG_EVERY_S = 10.0
 SHARE = 0.25
-"""Share of all descriptors that connections without a token may take: enough for a whole cluster that reconnects."""
+"""Share of the process's descriptors that connections without a token may take: enough for a whole cluster that
+reconnects."""
 UNPROVEN_MAX = 8192
-"""Largest number of connections without a token, however many descriptors are allowed: gRPC takes about 50 KiB for
-each."""
+"""Largest number of connections without a token, however many descriptors the process may have: gRPC takes about 50 KiB
+for each."""
 FILES_MAX = 1 << 20
-"""Largest limit of descriptors that raise_file_limit() sets, because some libraries allocate tables as large as the
-limit."""
+"""Largest limit of open descriptors that raise_file_limit() sets, because some libraries allocate tables as large as
+the limit."""
 
 log = logging.getLogger("penstock.connections")
 
 Peer = tuple[str, int]
-"""Address and port of the other end of a connection."""
+"""IP address and port of the other end of a connection."""
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit of open descriptors as far as allowed, because each connection takes a descriptor."""
+    """Raise this process's limit of open descriptors as far as the system allows, because each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -67,10 +69,10 @@ class Connection:
     """Connection that the server has accepted."""
 
     link: str
-    """Target of the descriptor's link in /proc, which contains the socket's unique number."""
+    """Target of the descriptor's link in /proc, which contains a number that is unique to the socket."""
     peer: Peer
     since: float
-    """Time in seconds of the first check that found the connection."""
+    """Time of the first check that found the connection, in monotonic seconds."""
     fd: int
 
 
@@ -80,7 +82,7 @@ def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most:
     Args:
         unproven: connections that have shown no token.
         silent: peers that have made no call at all.
-        now: time in seconds, of the same clock as `Connection.since`.
+        now: monotonic seconds, as in `Connection.since`.
         most: largest number of unproven connections that may stay.
     """
     left = sorted(unproven, key=lambda one: one.since)
@@ -104,7 +106,8 @@ def surplus(unproven: Iterable[Connection], silent: set[Peer], now: float, most:
 
 
 def _address(host: str) -> str:
-    """Return an IP address in one form. gRPC and the kernel write addresses differently."""
+    """Return an IP address in the form that Python gives it, because gRPC and the kernel write addresses
+    differently."""
     try:
         found = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -115,8 +118,8 @@ def _address(host: str) -> str:
 
 
 def _peer_of(said: str) -> Peer | None:
-    """Return the peer for the name that gRPC gives it: "ipv4:10.0.0.1:5" or "ipv6:%5B::1%5D:5"; None for a Unix
-    socket."""
+    """Return the address and port of a peer from gRPC's name of it, "ipv4:10.0.0.1:5" or "ipv6:%5B::1%5D:5"; None for a
+    Unix socket."""
     scheme, _, rest = unquote(said).partition(":")
     host, _, port = rest.rpartition(":")
     if scheme not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -125,7 +128,7 @@ def _peer_of(said: str) -> Peer | None:
 
 
 class Connections:
-    """Connections to a server in this process, and which of them have shown a token.
+    """Connections to the gRPC server in this process, and which of them have shown a token.
 
     clock: function that returns a monotonic time in seconds.
     """
@@ -136,24 +139,24 @@ class Connections:
         self._callers: dict[str, Peer | None] = {}
         """gRPC's name of a peer that has made a call -> the peer's address and port."""
         self._proven: set[Peer | None] = set()
-        """Peers that have shown a token."""
+        """Peers that have made a call with a valid token."""
         self._known: dict[str, Connection] = {}
         self._missing: set[str] = set()
-        """Names in `_callers` for which the last check found no connection."""
+        """Names in `_callers` whose connection the last check did not find."""
         self._logged_at = -LOG_EVERY_S
         self._ended: Counter[str] = Counter()
-        """Address -> number of its connections ended since the last line in the log."""
+        """IP address -> number of its connections that were ended since the last line in the log."""
 
     def note_call(self, peer: str, *, proven: bool) -> None:
-        """Record a call on a connection. proven: True if the call had a valid token. Called for each call, so a known
-        peer costs only one look-up in a dict."""
+        """Record a call on a connection. `peer`: gRPC's name of the caller; `proven`: whether the call had a valid
+        token. For a known peer this costs only one look-up in a dict, because it is done for each call."""
         if peer not in self._callers:
             self._callers[peer] = _peer_of(peer)
         if proven:
             self._proven.add(self._callers[peer])
 
     async def watch(self, port: int) -> None:
-        """Check the connections to `port` periodically, until cancelled."""
+        """Check the connections to the server's `port` periodically, until cancelled."""
         self._port = port
         while True:
             began = time.perf_counter()
@@ -162,7 +165,7 @@ class Connections:
             await asyncio.sleep(max(EVERY_S, (time.perf_counter() - began) / COST_SHARE))
 
     def look(self) -> set[str]:
-        """End connections that exceed the limits. Return the names in `_callers` whose connections are gone."""
+        """End the connections that exceed the limits. Return the names in `_callers` whose connections are gone."""
         now = self._clock()
         found = self._found(now)
         callers = self._callers.copy()  # one atomic operation, because the event loop runs at the same time
@@ -180,7 +183,7 @@ class Connections:
         return gone
 
     def _found(self, now: float) -> dict[str, Connection]:
-        """Return all connections that exist now, by link."""
+        """Return all connections that exist now, by the targets of their links in /proc."""
         found: dict[str, Connection] = {}
         for fd, link in _sockets():
             known = self._known.get(link)
@@ -203,7 +206,7 @@ class Connections:
 
 
 def _sockets() -> Iterator[tuple[int, str]]:
-    """Yield the descriptor of each socket of this process, and the target of its link in /proc."""
+    """Yield the descriptor of each socket of this process, with the target of its link in /proc."""
     try:
         numbers: Iterable[int] = map(int, os.listdir("/proc/self/fd"))
     except OSError as error:
@@ -221,8 +224,8 @@ def _sockets() -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """Yield a descriptor that belongs to gRPC as a socket object. The descriptor is not duplicated, because none may be
-    free."""
+    """Yield a socket object for a descriptor that belongs to gRPC. The descriptor is not duplicated, because none may
+    be free."""
     borrowed = socket.socket(fileno=fd)
     try:
         yield borrowed
@@ -231,7 +234,7 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 def _ends(fd: int) -> tuple[int, Peer] | None:
-    """Return the local port and the peer of a TCP connection; None for another socket."""
+    """Return the local port and the peer of a TCP connection; None for another socket, and for one that is closed."""
     try:
         with _borrowed(fd) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
@@ -243,8 +246,8 @@ def _ends(fd: int) -> tuple[int, Peer] | None:
 
 
 def _shut(one: Connection) -> bool:
-    """Shut a connection down, unless its descriptor has been reused. gRPC then frees it. Return whether it was shut
-    down."""
+    """Shut a connection down, unless its descriptor has been reused since. gRPC then frees the descriptor. Return
+    whether the connection was shut down."""
     try:
         if os.readlink(f"/proc/self/fd/{one.fd}") != one.link:
             return False

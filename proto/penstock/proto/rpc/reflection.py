@@ -12,8 +12,8 @@ __all__ = ["add_reflection"]
 
 
 def add_reflection(service: str, server: Any) -> bool:
-    """Add gRPC's reflection service, which describes `service` and itself, to a server. Return False if the package
-    grpcio-reflection is not installed."""
+    """Add gRPC's reflection service to a server, so that programs can list the methods of `service`. Return False if
+    the package grpcio-reflection is not installed."""
     try:
         from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
     except ImportError:

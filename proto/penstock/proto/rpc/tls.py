@@ -53,15 +53,15 @@ _log = logging.getLogger("penstock.tls")
 _Role = TypeVar("_Role", bound=str)
 
 MAX_FILE = 1 << 20
-"""Largest size of a certificate file in bytes: five times that of a bundle of all public CAs."""
+"""Largest size of a certificate file in bytes: five times the size of a bundle of all public CAs."""
 _EXPIRED, _NOT_YET, _OTHER_NAME = (10,), (9,), (62, 64)
-"""Numbers of OpenSSL's reasons (X509_V_ERR_...) why the verification of a certificate failed."""
+"""OpenSSL's numbers (X509_V_ERR_...) of the reasons why the verification of a certificate failed."""
 _UNKNOWN_CA = (2, 18, 19, 20, 21, 24)
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Checked contents of the certificate files, made by `load_tls`."""
+    """TLS settings of this process, and the checked contents of its certificate files. Made by `load_tls`."""
 
     ca_file: str = ""
     cert_file: str = ""
@@ -73,16 +73,17 @@ class Tls:
 
     @property
     def by_role(self) -> bool:
-        """True if certificates name the role of their owner."""
+        """True if certificates name the role of their owner: `name` has a "*"."""
         return "*" in self.name
 
     def expected(self, role: str) -> str:
-        """Return the name that a certificate of an end in this role must have; "" stands for the address that was
-        called."""
+        """Return the name that the certificate of an end in the role `role` must have; "" stands for the address that
+        was called."""
         return self.name.replace("*", role)
 
     def check_own(self, role: str) -> None:
-        """Raise TlsError if this process's own certificate does not name its role."""
+        """Raise TlsError if this process's own certificate does not name the role `role`, although certificates name
+        roles."""
         if self.by_role and self.expected(role) not in own_names(self):
             raise TlsError(
                 f"tls_cert={self.cert_file} is not a certificate for the name {self.expected(role)}, which callers of "
@@ -90,15 +91,16 @@ class Tls:
             )
 
     def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
-        """Return the roles among `roles` for which a certificate with these names is valid: all roles if certificates
-        do not name roles."""
+        """Return those of `roles` for which a certificate with these names is valid. If certificates do not name roles,
+        these are all of `roles`."""
         if not self.by_role:
             return frozenset(roles)
         shown = set(names)
         return frozenset(role for role in roles if self.expected(role) in shown)
 
     def for_server(self) -> Tls:
-        """Return this object. Raises TlsError without a certificate (tls_cert) to show to callers."""
+        """Return this object for use by a server. Raises TlsError if it has no certificate (tls_cert) to show to
+        callers."""
         if not self.cert:
             raise TlsError(
                 f"a server with tls_ca={self.ca_file} also needs tls_cert and tls_key: pass --tls-cert and "
@@ -107,7 +109,8 @@ class Tls:
         return self
 
     def for_client(self) -> Tls:
-        """Return this object. Raises TlsError without a CA (tls_ca) with which to check the other end."""
+        """Return this object for use by a client. Raises TlsError if it has no CA (tls_ca) with which to check the
+        other end."""
         if not self.ca:
             raise TlsError(
                 "TLS without a CA would trust every server: pass tls_ca, the file of the CA that signed the other "
@@ -116,7 +119,7 @@ class Tls:
         return self
 
     def server_context(self) -> ssl.SSLContext:
-        """Return an SSLContext for accepting lanes, which requests certificates if there is a CA."""
+        """Return an SSLContext for accepting lanes. It requests certificates from callers if there is a CA."""
         context = _context(ssl.PROTOCOL_TLS_SERVER)
         # Lanes do not resume sessions, so session tickets would only cost a write.
         context.num_tickets = 0
@@ -127,7 +130,7 @@ class Tls:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Return an SSLContext for connecting to lanes."""
+        """Return an SSLContext for connecting to workers' lanes."""
         context = _context(ssl.PROTOCOL_TLS_CLIENT)
         _trust(context, self)
         if self.cert:
@@ -136,9 +139,16 @@ class Tls:
 
 
 def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls | None:
-    """Return the checked contents of the certificate files; None if no file is given. ca, cert, key: paths, "" for a
-    file that is not given. name: name expected in the other end's certificate; "": the address that is called. Raises
-    TlsError with the file and the remedy."""
+    """Return the checked contents of the certificate files; None if no file is given.
+
+    Args:
+        ca: path of the CA's file; "" if not given.
+        cert: path of this process's certificate; "" if not given.
+        key: path of the certificate's private key; "" if not given.
+        name: name expected in the other end's certificate; "": the address that is called.
+
+    Raises TlsError with the file and the remedy.
+    """
     if not (ca or cert or key):
         if name:
             raise TlsError(
@@ -157,7 +167,8 @@ def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls
 
 
 class Renewing:
-    """Certificate files that may be replaced while the process runs. Invalid new files are logged and not used.
+    """Certificate files that may be replaced while the process runs. New files that are invalid are logged and not
+    used.
 
     role: role of this process as a server; "" for a process without a server.
     """
@@ -165,8 +176,8 @@ class Renewing:
     def __init__(self, tls: Tls, role: str = "") -> None:
         self.tls = tls
         self.expires_at = expires(tls).timestamp() if role else 0.0
-        """Time at which the server's own certificate expires, in seconds since the Unix epoch; 0 if this process is not
-        a server."""
+        """Time when the server's own certificate expires, in seconds since the Unix epoch; 0 if this process is no
+        server."""
         self._role = role
         self._logged = ""
         self._lock = threading.Lock()
@@ -192,12 +203,12 @@ class Renewing:
             return True
 
     def renewed(self) -> Tls:
-        """Read the files again, and return their valid contents."""
+        """Read the files again, and return their contents, or the earlier ones if the files are invalid now."""
         self.renew()
         return self.tls
 
     def _read(self) -> Tls | None:
-        """Return the contents of the files; None if the files are unchanged."""
+        """Return the new contents of the files; None if they have not changed. Raises TlsError if they are invalid."""
         held = self.tls
         files = _files(held.ca_file, held.cert_file, held.key_file)
         if tuple(_read(what, file) for what, file in files) == (held.ca, held.cert, held.key):
@@ -225,13 +236,15 @@ def _read(what: str, file: str) -> bytes:
     except OSError as error:
         raise TlsError(f"{what}={file} cannot be read: {error.strerror}. Name a readable file") from error
     if len(data) > MAX_FILE or b"-----BEGIN " not in data:
-        raise TlsError(f"{what}={file} must be a PEM file of a certificate or key")
+        raise TlsError(
+            f"{what}={file} must be a PEM file of a certificate or key, got other content: pass the right file"
+        )
     return data
 
 
 class WrappedSocket(ssl.SSLSocket):
-    """TLS socket that the SSLContexts of this module create. The class works around a leak: if the other end has reset
-    the connection, Python's `wrap_socket` fails and does not close the new socket."""
+    """TLS socket that the SSLContexts of this module create. It works around a leak: if the other end has reset the
+    connection, Python's `wrap_socket` fails without closing the new socket."""
 
     def getpeername(self) -> Any:
         try:
@@ -279,23 +292,23 @@ def _show(context: ssl.SSLContext, tls: Tls) -> None:
 
 
 def dns_names(certificate: Mapping[str, Any]) -> list[str]:
-    """Return the DNS names in a certificate. certificate: in the form in which `ssl` returns it."""
+    """Return the DNS names in a certificate. `certificate`: in the form in which Python's `ssl` returns it."""
     return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
 
 
 def own_names(tls: Tls) -> list[str]:
-    """Return the names in this process's own certificate."""
+    """Return the DNS names in this process's own certificate."""
     return dns_names(_rehearse(tls))
 
 
 def expires(tls: Tls) -> datetime.datetime:
-    """Return the time at which this process's own certificate expires."""
+    """Return the time when this process's own certificate expires."""
     return datetime.datetime.fromtimestamp(ssl.cert_time_to_seconds(str(_rehearse(tls)["notAfter"])), datetime.UTC)
 
 
 def _rehearse(tls: Tls) -> dict[str, Any]:
-    """Do a handshake of this process with itself, which checks the dates and the key of its certificate. Return the
-    certificate's content."""
+    """Do a TLS handshake of this process with itself, to check the dates and the key of its certificate. Return the
+    certificate's content as Python's `ssl` returns it. Raises TlsError."""
     server, client = tls.server_context(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.verify_mode = ssl.CERT_NONE
     client.check_hostname = False
@@ -342,21 +355,22 @@ def _reason(error: Exception) -> str:
 
 
 def no_tls_here(what: str) -> TlsError:
-    """Return the error for a connection of this process, which does not use TLS, to `what`, which does."""
+    """Return the error for a connection from this process, which does not use TLS, to `what`, which does."""
     return TlsError(
         f"{what} uses TLS, and this end does not: pass the CA, --tls-ca FILE (PENSTOCK_TLS_CA, Appliance(tls_ca=...))"
     )
 
 
 _DAMAGED = ("BAD_RECORD_MAC", "DECODE_ERROR", "BAD_SIGNATURE", "DIGEST_CHECK_FAILED")
-"""OpenSSL's reasons for errors that damaged bytes cause, at this end or reported by the other. DECRYPT_ERROR is not
-listed, because it also occurs if a CA was made anew under its old name."""
+"""OpenSSL's reasons for errors that damaged bytes cause, found at this end or reported by the other. DECRYPT_ERROR is
+not among them, because it also occurs if a CA was made anew under its old name."""
 
 
 def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
-    """Return the TlsError for an error of a connection to `what`; None if TLS is not the cause.
+    """Return the TlsError that explains a connection's error; None if TLS is not the cause. `what`: the other end, for
+    the message.
 
-    Call `explain` also for an error of the first read after the handshake. With TLS 1.3 the other end's refusal of this
+    Call this also for an error of the first read after the handshake: with TLS 1.3 the other end's refusal of this
     end's certificate arrives only then.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -385,13 +399,14 @@ def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
 
 
 def is_damage(error: OSError) -> bool:
-    """Return whether an error shows that TLS received damaged bytes, in a handshake or later."""
+    """Return whether an error shows that TLS received damaged bytes, in the handshake or later."""
     reason = str(error.reason) if isinstance(error, ssl.SSLError) else ""
     return any(sign in reason for sign in _DAMAGED)
 
 
 def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
-    """Return the error for a connection to `what`, which uses TLS and has refused this process's certificate."""
+    """Return the error for a connection that the other end, `what`, has closed because of this process's certificate.
+    `reason`: TLS's own word for it."""
     why = f" ({reason.replace('_', ' ').lower()})" if reason else ""
     if not tls.cert:
         return TlsError(
@@ -405,14 +420,14 @@ def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
 
 
 def host_of(address: str) -> tuple[str, int]:
-    """Return host and port from "host:port". The brackets of an IPv6 host are removed."""
+    """Return host and port of an address "host:port". The brackets of an IPv6 host are removed."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsError | None:
     """Return the TlsError that explains why calls to a listening coordinator fail; None if TLS is not the reason, or if
-    the reason is unknown.
+    no reason is found within `timeout_s` seconds. `what`: the coordinator, for the message.
 
     gRPC reports "Socket closed" in all cases, so this function connects once more to find the reason.
     """

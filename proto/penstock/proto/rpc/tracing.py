@@ -34,15 +34,17 @@ __all__ = ["aio_client_interceptors", "aio_server_interceptors", "note", "start"
 UNTRACED = frozenset(("Heartbeat", "WatchRun", "Check"))
 """Methods without spans: long polls, and the health check."""
 NOTED = ("run", "attempt", "box", "slot", "generation", "step", "worker")
-"""Fields of requests that become attributes of spans."""
+"""Names of the fields of requests that a span contains."""
 FLUSH_S = 2.0
-"""Seconds for sending the remaining spans when the process ends. OpenTelemetry itself would try for half a minute."""
+"""Longest time in seconds for sending the remaining spans when the process ends. OpenTelemetry itself would try for
+half a minute."""
 
 _provider: TracerProvider | None = None
 
 
 def start(service: str) -> None:
-    """Trace the calls of this process from now on, under this `service.name` unless OTEL_SERVICE_NAME is set.
+    """Trace the calls of this process from now on. `service`: the spans' `service.name`, unless OTEL_SERVICE_NAME is
+    set.
 
     Raises InvalidArgumentError if OpenTelemetry is not installed.
     """
@@ -91,7 +93,7 @@ def _flush_at_exit(provider: TracerProvider, exporter: SpanExporter) -> None:
 
 
 def _is_traced(details: Any) -> bool:
-    """Return whether a call gets a span. gRPC passes different kinds of details to different interceptors."""
+    """Return whether a call gets a span. `details`: what gRPC passes to an interceptor, in one of several forms."""
     method = getattr(details, "full_method", None) or details.method
     name = method.decode() if isinstance(method, bytes) else str(method)
     return name.rpartition("/")[2] not in UNTRACED
@@ -108,7 +110,7 @@ def _attributes(request: Any) -> dict[str, Any]:
 
 
 def note(request: Any) -> None:
-    """Add the fields of a request that are in NOTED to the span of the call that is being answered."""
+    """Add the fields of a request that NOTED names to the span of the call that is being answered."""
     if _provider is not None:
         from opentelemetry import trace
 
@@ -120,7 +122,7 @@ def _on_request(span: Any, request: Any) -> None:
 
 
 def _instrumentation() -> Any:
-    """Return OpenTelemetry's instrumentation of gRPC, which is not typed."""
+    """Return OpenTelemetry's module that traces gRPC, imported only now, and as Any because it is not typed."""
     from opentelemetry.instrumentation import grpc as theirs
     from opentelemetry.instrumentation.grpc import grpcext as _grpcext  # noqa: F401
 
@@ -128,7 +130,7 @@ def _instrumentation() -> Any:
 
 
 def traced(channel: grpc.Channel) -> grpc.Channel:
-    """Return a channel whose calls get spans if this process traces calls; else `channel` unchanged."""
+    """Return a channel whose calls get spans, if this process traces calls; else return `channel`."""
     if _provider is None:
         return channel
     theirs = _instrumentation()
@@ -139,14 +141,14 @@ def traced(channel: grpc.Channel) -> grpc.Channel:
 
 
 def aio_client_interceptors() -> list[grpc.aio.ClientInterceptor] | None:
-    """Return the interceptors for an asyncio channel; None if this process does not trace calls."""
+    """Return the interceptors that trace the calls of an asyncio channel; None if this process does not trace calls."""
     if _provider is None:
         return None
     return [*_instrumentation().aio_client_interceptors(_provider, _is_traced, _on_request), ErrorInterceptor()]
 
 
 def aio_server_interceptors() -> list[grpc.aio.ServerInterceptor] | None:
-    """Return the interceptors for an asyncio server; None if this process does not trace calls."""
+    """Return the interceptors that trace the calls to an asyncio server; None if this process does not trace calls."""
     if _provider is None:
         return None
     return [_instrumentation().aio_server_interceptor(_provider, _is_traced)]

@@ -1,4 +1,4 @@
-"""Errors between two processes: conversion of exceptions into the form in which they are sent, and back.
+"""Errors between two processes: how an exception is sent, and how it is raised again at the other end.
 
 A handler may raise any exception. `abort` converts a PenstockError to its status in the catalogue and an ErrorDetail in
 trailing metadata; it converts any other exception to UNKNOWN with the traceback, so that the other end can show the
@@ -41,23 +41,22 @@ __all__ = ["METADATA_MAX", "ErrorInterceptor", "abort", "answer_of", "cut", "det
 _Reply = TypeVar("_Reply")
 
 METADATA_MAX = 64 * 1024
-"""Largest size of metadata in bytes, set at both ends. Errors are sent in metadata, and a traceback exceeds gRPC's
-default of 8 KiB."""
+"""Largest size of a call's metadata in bytes, set at both ends. Errors are sent in metadata, and a traceback exceeds
+gRPC's default of 8 KiB."""
 NAME_KEEP = 256
 MESSAGE_KEEP = 8 * 1024
 TRACEBACK_KEEP = 24 * 1024
-"""Largest size in bytes of the remote traceback of an error, which then stays below METADATA_MAX with the message and
-in base64."""
+"""Largest size in bytes of the traceback that is sent with an error. With the message, and in base64, it then stays
+below METADATA_MAX."""
 
 ERROR_KEY = "penstock-error-bin"
 RETRY_KEY = "penstock-retry-after-ms"
-"""Key of the trailing metadata of an OverloadedError with the number of milliseconds until the call will be
-accepted."""
+"""Key, in the trailing metadata of an OverloadedError, of the milliseconds until the call can be made again."""
 
 
 def _middle_out(text: str, keep: int) -> str:
-    """Return `text` without its middle, in about `keep` bytes at most. The beginning and the end of a traceback show
-    location and cause."""
+    """Return `text` without its middle, in about `keep` bytes at most. Beginning and end of a traceback show place and
+    cause of an error."""
     raw = text.encode(errors="backslashreplace")
     if len(raw) <= keep:
         return raw.decode()
@@ -69,8 +68,8 @@ def _middle_out(text: str, keep: int) -> str:
 def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
     """Return an error as an ErrorDetail, for messages and for trailing metadata.
 
-    A PenstockError keeps its name and its remote traceback. Any other exception becomes a PenstockError with this
-    process's traceback.
+    A PenstockError keeps its name and its remote traceback. Any other exception becomes a PenstockError with the
+    traceback in this process.
     """
     if isinstance(error, PenstockError):
         name = next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE), "PenstockError")
@@ -85,7 +84,7 @@ def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
 
 
 def cut(detail: records_pb2.ErrorDetail, most: int = TRACEBACK_KEEP) -> records_pb2.ErrorDetail:
-    """Return an ErrorDetail of another process with each text shortened to `most` bytes."""
+    """Return an ErrorDetail from another process with each of its texts shortened to `most` bytes."""
     return records_pb2.ErrorDetail(
         name=detail.name[:NAME_KEEP],
         message=_middle_out(detail.message, min(most, MESSAGE_KEEP)),
@@ -98,7 +97,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def error_of(detail: records_pb2.ErrorDetail) -> PenstockError:
-    """Return the error for an ErrorDetail that `detail_of` made."""
+    """Return the error that an ErrorDetail describes, as `detail_of` made it."""
     # Cut and escape here too, because a peer may send any text, and it will be printed.
     name = plain(detail.name, NAME_KEEP)
     return error_named(name, plain(detail.message, LONGEST), plain(detail.remote_traceback, LONGEST))
@@ -149,7 +148,8 @@ def _closed_here(address: str, when: str) -> LaneClosedError:
 
 
 def _retry_after(trailing: tuple[Any, ...]) -> float:
-    """Return the number of seconds to wait, from the trailing metadata of an OverloadedError; at most LONGEST_S."""
+    """Return the seconds to wait before the call is made again, at most LONGEST_S, from the trailing metadata of an
+    OverloadedError."""
     for key, value in trailing:
         if key == RETRY_KEY and isinstance(value, str) and value.isdecimal() and len(value) < 10:
             return min(int(value) / 1000, OverloadedError.LONGEST_S)
@@ -184,8 +184,8 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
 
 
 async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
-    """Return the reply of a call whose request is a stream. If the call has failed, raise the status that the server
-    sent.
+    """Return the reply of a call whose request is a stream. If the call has failed, raise an error with the status that
+    the server sent.
 
     A server may refuse the call while parts are still being written, and a write to a call that has ended fails. gRPC
     for asyncio (up to 1.85 at least) then replaces the received status by INTERNAL, and the reason is lost. So the real
@@ -204,8 +204,8 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
 
 
 class ErrorInterceptor(grpc.aio.StreamUnaryClientInterceptor):
-    """Interceptor that applies `answer_of`. Must be below OpenTelemetry's interceptors, which return a call only after
-    its end, when it is too late."""
+    """Interceptor that applies `answer_of` to calls whose request is a stream. It must be below OpenTelemetry's
+    interceptors, which return a call only after its end, when it is too late."""
 
     async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
         call = await continuation(client_call_details, request_iterator)
@@ -214,7 +214,7 @@ class ErrorInterceptor(grpc.aio.StreamUnaryClientInterceptor):
 
 
 def _ended_with(call: Any) -> grpc.aio.AioRpcError:
-    """Return the status of a call that has ended."""
+    """Return the status with which a call has ended, as an error of gRPC."""
     trailing = grpc.aio.Metadata(*(_at_once(call.trailing_metadata()) or ()))
     return grpc.aio.AioRpcError(
         _at_once(call.code()), grpc.aio.Metadata(), trailing, details=_at_once(call.details()) or ""
@@ -222,7 +222,7 @@ def _ended_with(call: Any) -> grpc.aio.AioRpcError:
 
 
 def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that never waits. Raises RuntimeError if the coroutine waits."""
+    """Return the result of a coroutine that never waits. Raises RuntimeError if it does wait."""
     try:
         asked.send(None)
     except StopIteration as done:
@@ -232,12 +232,12 @@ def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
 
 
 def status_of(error: Exception) -> str:
-    """Return the name of the gRPC status of a call that ends with this error."""
+    """Return the name of the gRPC status with which a call ends that raises this error."""
     return CATALOGUE[detail_of(error).name].status
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    """End the call that is being answered with this error."""
+    """End the call that is being answered with this error, sent as its status and an ErrorDetail."""
     detail = detail_of(error)
     status = grpc.StatusCode[CATALOGUE[detail.name].status]
     first_line = detail.message.partition("\n")[0][:1000]  # the whole message is in the detail

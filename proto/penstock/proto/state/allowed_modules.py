@@ -1,4 +1,5 @@
-"""Prefixes of modules whose functions a worker may run as input_fn (`--allow`), listed by the operator.
+"""Allowed modules: prefixes of the modules whose functions a worker may run as input_fn, listed by the operator
+(`--allow`).
 
 The worker enforces the list. The coordinator checks it too, so that it does not assign a slot to a worker that must
 refuse the slot.
@@ -12,10 +13,10 @@ __all__ = ["module_of", "under"]
 
 
 def module_of(input_fn: str) -> str:
-    """Return the module of "module:qualname"."""
+    """Return the module of an input_fn that is named "module:qualname"."""
     return input_fn.partition(":")[0]
 
 
 def under(module: str, prefixes: Iterable[str]) -> bool:
-    """Return whether a module is one of the prefixes or is below one of them. The prefix "*" allows every module."""
+    """Return whether a module is one of the prefixes, or is below one of them. The prefix "*" allows every module."""
     return any(prefix == "*" or module == prefix or module.startswith(prefix + ".") for prefix in prefixes)

@@ -1,5 +1,5 @@
-"""Assignment of this process (its worker's number, box and seed), which `current_assignment()` returns inside a user's
-input_fn.
+"""Assignment of the worker that runs in this process (its number, its box, the run's seed), which
+`current_assignment()` returns inside a user's input_fn.
 
 A runner sets the assignment once, before it calls input_fn. The training job sets one while it builds a local instance
 of a loader. Elsewhere the assignment is that of the only worker of the only box, so that an input_fn also works there.
@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Assignment:
-    """Place of one worker among all workers of a run."""
+    """Number of a worker among all workers of a run, the numbers of boxes and workers, and the run's seed."""
 
     box: int
     """Number of the box (data-parallel rank) that this worker feeds, in [0, num_boxes)."""
@@ -53,7 +53,8 @@ class Assignment:
 
     @property
     def global_worker_id(self) -> int:
-        """Number of this worker among all workers of the run, in [0, total_num_workers)."""
+        """Number of this worker among all workers of the run, in [0, total_num_workers): box * num_workers_per_box +
+        slot."""
         return self.box * self.num_workers_per_box + self.slot
 
     @property
@@ -62,12 +63,12 @@ class Assignment:
 
 
 NEUTRAL = Assignment(box=0, num_boxes=1, slot=0, num_workers_per_box=1, seed=0, first_step=1)
-"""Assignment of code that runs outside a worker."""
+"""Assignment of code that runs outside a worker: worker 0 of 1, with seed 0."""
 
 _current = NEUTRAL
 _alone = replace(NEUTRAL)
-"""Assignment for code that must not divide its data (see `step_aside`): a copy, because NEUTRAL itself means "outside a
-run"."""
+"""Assignment of code that must not divide its data (see `step_aside`): the only worker. It is a copy, because NEUTRAL
+itself means "outside a run"."""
 _looked = mmap.mmap(-1, 1)  # shared with forked children
 
 
@@ -75,18 +76,18 @@ def current_assignment() -> Assignment:
     """Return the assignment of the worker that runs this code: its number, its box, the numbers of boxes and workers,
     and the run's seed. Outside a worker, return the assignment of worker 0 of 1, with seed 0.
 
-    Sharding inside input_fn: `data[a.global_worker_id :: a.total_num_workers]` with `a = current_assignment()`.
+    To divide data inside input_fn: `data[a.global_worker_id :: a.total_num_workers]` with `a = current_assignment()`.
     """
     _looked[0] = 1
     return _current
 
 
 def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None = None) -> int:
-    """Return the number of rows in a worker's batches, for a given number of rows in the batches of all boxes together:
-    the whole share of the worker's box, because one worker makes each batch of a box.
+    """Return the number of rows in the batches that a worker makes, from the number of rows in the batches of all boxes
+    together. It is the whole share of the worker's box, because one worker makes each batch of a box.
 
-    If the global batch does not divide evenly, the first boxes get one row more. Outside a worker the result is the
-    whole global batch.
+    If the rows do not divide evenly, the first boxes get one row more. Outside a worker the result is the number of all
+    rows.
 
     Args:
         effective_batch_size: rows of all boxes' batches of a step together, at least one for each box.
@@ -97,7 +98,9 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
         InvalidArgumentError: there are fewer rows than boxes, or global_rank is out of range.
     """
     if isinstance(effective_batch_size, bool) or not isinstance(effective_batch_size, int):
-        raise TypeError(f"effective_batch_size must be an integer, got {effective_batch_size!r}")
+        raise TypeError(
+            f"effective_batch_size must be an integer, got {effective_batch_size!r}: pass the number of rows"
+        )
     here = current_assignment()
     if effective_batch_size < here.num_boxes:
         raise InvalidArgumentError(
@@ -105,14 +108,16 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
             "pass at least one row for each box"
         )
     if global_rank is not None and not 0 <= global_rank < here.total_num_workers:
-        raise InvalidArgumentError(f"global_rank must be in [0, {here.total_num_workers}), got {global_rank}")
+        raise InvalidArgumentError(
+            f"global_rank must be in [0, {here.total_num_workers}), got {global_rank}: pass a worker's global_worker_id"
+        )
     box = here.box if global_rank is None else global_rank // here.num_workers_per_box
     share, rest = divmod(effective_batch_size, here.num_boxes)
     return share + (box < rest)
 
 
 def set_assignment(assignment: Assignment) -> None:
-    """Set this process's assignment, and mark it as not read. Called by a runner."""
+    """Set this process's assignment, and mark it as not read. A runner calls this before input_fn."""
     global _current, _looked
     _current = assignment
     _looked = mmap.mmap(-1, 1)  # a new one: the fork server's is shared by all of its children
@@ -120,7 +125,8 @@ def set_assignment(assignment: Assignment) -> None:
 
 @contextmanager
 def assigned(assignment: Assignment) -> Iterator[None]:
-    """Set an assignment inside a block. At the end, restore the previous assignment and its mark (read or not)."""
+    """Set an assignment inside a block. After the block, the previous assignment and its mark (read or not) are
+    restored."""
     global _current, _looked
     before = _current, _looked
     set_assignment(assignment)
@@ -131,12 +137,12 @@ def assigned(assignment: Assignment) -> Iterator[None]:
 
 
 Seat = tuple[Assignment, mmap.mmap]
-"""Assignment of a worker, and the shared byte that records whether it was read."""
+"""Assignment of one of several workers in a process, and the shared byte that records whether it was read."""
 
 
 def exchange(seat: Seat | None) -> Seat:
-    """Switch to the seat of another worker (None: a worker that has no assignment yet), and return the previous
-    worker's seat. For a process that runs several workers in turn."""
+    """Set the assignment of another worker, for a process that runs several workers in turn. `seat`: what an earlier
+    call returned for that worker; None: the worker has no assignment yet. Return the seat of the previous worker."""
     global _current, _looked
     before = _current, _looked
     _current, _looked = seat if seat is not None else (NEUTRAL, mmap.mmap(-1, 1))
@@ -144,9 +150,10 @@ def exchange(seat: Seat | None) -> Seat:
 
 
 def step_aside() -> Assignment:
-    """Let this process appear as the only worker of the only box, until `step_back`. Return the real assignment.
+    """Let this process appear as the only worker of the only box, until `step_back`, so that code does not divide its
+    data. Return the real assignment.
 
-    The mark that shows whether the assignment was read does not change.
+    The mark that records whether the assignment was read does not change.
     """
     global _current, _alone
     before = _current
@@ -163,7 +170,7 @@ def step_back(assignment: Assignment) -> None:
 
 
 def stands_aside() -> bool:
-    """Return whether the process is between `step_aside` and `step_back`."""
+    """Return whether the process appears as the only worker: it is between `step_aside` and `step_back`."""
     return _current is _alone
 
 
@@ -173,6 +180,6 @@ def looked_at() -> bool:
 
 
 def mark_looked_at() -> None:
-    """Mark the assignment as read, for code that reads the worker's number in another way, such as torch's
+    """Mark the assignment as read. For code that learns the worker's number in another way, such as torch's
     get_worker_info()."""
     _looked[0] = 1

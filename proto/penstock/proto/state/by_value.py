@@ -40,7 +40,8 @@ def dump(value: object) -> bytes:
 
 
 def load(data: bytes, main: Callable[[], types.ModuleType]) -> Any:
-    """Return the value of a pickle that a process of this user made. main: returns the training script as a module."""
+    """Return the value of a pickle that a process of this user made. `main`: returns the training script as a module,
+    in which functions and classes of the script are looked up."""
     unpickler = _Unpickler(io.BytesIO(data))
     unpickler.main = main
     return unpickler.load()
@@ -51,15 +52,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Name of the function or class that was pickled last, for error messages."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickle a function that is wrapped by lru_cache as code. The default is its name, which workers may not
-        have."""
+        """Pickle a function that is wrapped by lru_cache as code, if it has no importable name. The default is its
+        name, which workers may not have."""
         if type(value) is functools._lru_cache_wrapper and not _is_importable(value):
             return _cached, (value.__wrapped__, value.cache_parameters())
         return super().reducer_override(value)
 
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
-        """Return the name of a function or class of the training script, because workers load the script under another
-        module name. Return None for other values."""
+        """Return the name under which a worker finds a function or class of the training script, because workers load
+        the script under another module name. Return None for other values."""
         if isinstance(value, type | types.FunctionType) and not str(value.__module__).startswith("cloudpickle"):
             self.last = value.__qualname__
         if not isinstance(value, type | types.FunctionType) or value.__module__ not in _MAIN_NAMES:

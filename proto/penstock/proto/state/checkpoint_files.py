@@ -78,13 +78,13 @@ MANIFEST = "penstock.json"
 METADATA = ".metadata"
 LATEST = "latest"
 FAILED = "failed.json"
-"""File that rank 0 writes into a temporary folder if the save fails: {"save": id, "causes": {rank: reason}}"""
+"""File that rank 0 writes into a save's temporary folder if the save fails: {"save": id, "causes": {rank: reason}}."""
 ASKED = "alive.ask"
-"""File that rank 0 creates in a temporary folder after its training process has ended, to request signs of life from
-the other ranks."""
+"""File that rank 0 creates in a save's temporary folder after its training process has ended. It asks the other ranks
+for signs of life."""
 LOCK = ".lock"
 FIELDS = ("name", "bytes", "xxh3", "parts")
-"""Fields of a file in a manifest."""
+"""Names of the fields of one file's entry in a manifest."""
 LARGEST_RECORD = 256 << 20
 """Largest size of a manifest or of a rank's report in bytes: enough for some 8 million parts."""
 LONGEST_NAME = 100
@@ -92,72 +92,76 @@ LONGEST_NAME = 100
 MOST = 1 << 62
 """Largest number that a manifest may contain."""
 CHUNK = 16 << 20
-"""Bytes read at a time during verification."""
+"""Bytes that a verification reads at a time."""
 BEAT_S = 1.0
-"""Seconds between signs of life of the process that has a folder's lock."""
+"""Seconds between two signs of life of the process that holds a folder's lock."""
 POLL_S = 0.05
 TRIES = 3
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
 _FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
-"""Pattern of the name of a file in a checkpoint's folder, which excludes names that lead outside the folder."""
+"""Pattern of the names of files in a checkpoint's folder. It excludes names that lead outside the folder."""
 _PARTS = re.compile(r"|[0-9]{1,19}:[0-9a-f]{16}( [0-9]{1,19}:[0-9a-f]{16})*")
 _STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
 """Pattern of files that a process leaves if it stops while it writes LATEST or tests whether the folder is writable."""
 
 
 def step_name(step: int) -> str:
+    """Return the name of the folder of a complete checkpoint."""
     return f"step-{step}"
 
 
 def temporary_name(step: int, save: str) -> str:
-    """Return the name of the folder that a save writes into. save: id of the save, hexadecimal."""
+    """Return the name of the temporary folder into which a save writes. `save`: id of the save, hexadecimal."""
     return f"step-{step}.tmp-{save}"
 
 
 def report_name(rank: int) -> str:
-    """Return the name of a rank's report in a temporary folder: JSON with "save", and "files" or "error"."""
+    """Return the name of the file in a temporary folder in which a rank reports: JSON with "save", and "files" or
+    "error"."""
     return f"rank-{rank}.json"
 
 
 def sign_name(rank: int) -> str:
-    """Return the name of the file in a temporary folder that shows a rank's signs of life."""
+    """Return the name of the file in a temporary folder by which a rank gives signs of life."""
     return f"rank-{rank}.alive"
 
 
 def old_name(step: int, save: str) -> str:
-    """Return the name that a checkpoint gets while the save with this id replaces it."""
+    """Return the name that a checkpoint gets while another save of its step replaces it. `save`: id of the other
+    save."""
     return f"step-{step}.old-{save}"
 
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """Entry of a manifest: one file of a checkpoint."""
+    """Entry of a manifest: name, size in bytes and checksums of one file of a checkpoint."""
 
     name: str
     nbytes: int
     xxh3: str
     """XXH3 of the whole file, 128 bits, hexadecimal."""
     parts: str = ""
-    """Checksums of the parts of the file, so that a part can be verified without the others. Text of BEGIN:XXH3 for
-    each part, separated by blanks: offset in bytes, and 64 bits in hexadecimal. A part ends where the next one begins.
-    "" if unknown."""
+    """Checksums of sections of the file, so that a section can be verified without the others. Text of BEGIN:XXH3 for
+    each section, separated by blanks: its offset in bytes, and 64 bits in hexadecimal. A section ends where the next
+    one begins. "" if unknown."""
 
     @property
     def spans(self) -> dict[int, tuple[int, str]]:
-        """Return the parts of the file: offset -> (offset of the end, checksum)."""
+        """Return the sections of the file whose checksums are known: offset of the section -> (offset of its end,
+        checksum)."""
         pairs = [part.partition(":") for part in self.parts.split()]
         begins = [int(begin) for begin, _, _ in pairs]
         ends = [*begins[1:], self.nbytes]
         return {begin: (end, pair[2]) for begin, end, pair in zip(begins, ends, pairs, strict=False)}
 
     def row(self) -> list[Any]:
-        """Return the fields as a list for JSON."""
+        """Return the entry as a list of values for JSON, in the order of FIELDS."""
         return [self.name, self.nbytes, self.xxh3, self.parts]
 
     @classmethod
     def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> CheckpointFile:
-        """Return the file for the fields that `row` returned. Raises ValueError for invalid fields."""
+        """Return the entry from the values that `row` returned. Raises ValueError for invalid values."""
         file = cls(str(name), int(nbytes), str(xxh3), str(parts))
         if not _FILE.fullmatch(file.name) or not 0 <= file.nbytes <= MOST:
             raise ValueError(
@@ -174,19 +178,20 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Manifest of a checkpoint: its step, save and files."""
+    """Manifest of a checkpoint: its step, the save that wrote it, and its files."""
 
     step: int
     save: str
-    """Id of the save that wrote the checkpoint."""
+    """Id of the save that wrote the checkpoint, hexadecimal."""
     sequence: int
-    """Number of the save among all saves into its folder, from 1."""
+    """Number of this save among all saves into the same folder, from 1."""
     ranks: int
     """Number of processes that wrote the checkpoint."""
     files: tuple[CheckpointFile, ...]
 
     @property
     def nbytes(self) -> int:
+        """Size of all files in bytes."""
         return sum(file.nbytes for file in self.files)
 
     def encode(self) -> bytes:
@@ -203,8 +208,8 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, where: Path) -> Manifest:
-        """Return the manifest that `encode` encoded. Raises CheckpointCorruptError if the bytes are damaged, or have a
-        newer format."""
+        """Return the manifest from the bytes that `encode` returned. `where`: its path, for messages. Raises
+        CheckpointCorruptError if the bytes are damaged, or in a newer format."""
         try:
             outer = json.loads(data)
             body: dict[str, Any] = outer["checkpoint"]
@@ -218,7 +223,9 @@ class Manifest:
             step, sequence, ranks = (_number(field, body[field]) for field in ("step", "sequence", "ranks"))
             return cls(step, str(body["save"]), sequence, ranks, files)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise CheckpointCorruptError(f"{where} is damaged: {error}") from error
+            raise CheckpointCorruptError(
+                f"{where} is damaged: {error}. Use another checkpoint of the folder"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -229,7 +236,7 @@ class FoundCheckpoint:
     path: Path
     manifest: Manifest | None
     damage: str
-    """Text about the damage (a file that is missing or has another size); "" if there is none."""
+    """Description of the damage (a file that is missing or has another size); "" if no damage was found."""
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -247,11 +254,13 @@ def read_manifest(path: Path) -> Manifest:
             f"{path} must be a checkpoint of Penstock, but has no file {MANIFEST}: name a folder step-N"
         ) from None
     except OSError as error:
-        raise CheckpointCorruptError(f"{where} cannot be read: {error.strerror}") from error
+        raise CheckpointCorruptError(
+            f"{where} cannot be read: {error.strerror}. Use another checkpoint of the folder"
+        ) from error
 
 
 def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterator[str]:
-    """Yield a line for each file of a checkpoint that differs from what was written.
+    """Yield a text for each file of a checkpoint that differs from what was written.
 
     contents: read all files and compare checksums too, not only sizes.
     """
@@ -272,9 +281,9 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
 def checkpoints(folder: Path, *, sizes: bool = True) -> list[FoundCheckpoint]:
     """Return the checkpoints of a folder, the newest first.
 
-    A checkpoint with a damaged manifest, whose age is unknown, is listed first, so that it is not skipped silently, but
-    after the checkpoint that `latest` names, if that one is complete. A checkpoint whose replacement stopped half way
-    is listed under its temporary name until `put_back`.
+    A checkpoint with a damaged manifest, whose age is unknown, is listed first, so that it is not skipped silently; but
+    it comes after the checkpoint that the file `latest` names, if that one is complete. A checkpoint whose replacement
+    stopped half way is listed under its temporary name until `put_back`.
 
     sizes: True: check that all files exist and have the right sizes. False: read only the manifests.
     """
@@ -310,15 +319,15 @@ def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[FoundChe
 
 
 def newest(folder: Path) -> FoundCheckpoint | None:
-    """Return the newest complete checkpoint; None if there is none."""
+    """Return the newest complete checkpoint of a folder; None if the folder has none."""
     return next((one for one in checkpoints(folder) if not one.damage), None)
 
 
 def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
-    """Return the files and folders that stopped saves have left in a folder. besides: ids of saves whose temporary
-    folders are not included.
+    """Return the files and folders that stopped saves have left in a folder. `besides`: ids of saves whose temporary
+    folders are still in use, and are left out.
 
-    Checkpoints that `put_back` restores are not included.
+    Checkpoints that `put_back` restores are left out too.
     """
     names = _names(folder)
     asides = {name for name in names if _ASIDE.fullmatch(name) or _STOPPED.fullmatch(name)}
@@ -328,15 +337,15 @@ def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
 
 
 def put_back(folder: Path) -> None:
-    """Give back their names to checkpoints that were being replaced when a save stopped: after the old checkpoint had
-    lost its name, and before the new one got it."""
+    """Rename checkpoints back to step-N whose replacement stopped after the old checkpoint had lost this name, and
+    before the new one got it."""
     for name, final in _half_replaced(_names(folder)):
         os.rename(folder / name, folder / final)
 
 
 def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (present name, original name) of the checkpoints that were renamed for a replacement that never got the
-    original name."""
+    """Return (present name, original name) of the checkpoints whose replacement stopped half way: they were renamed,
+    and no other folder got the original name."""
     taken = set(names)
     matches = [match for match in map(_ASIDE.fullmatch, sorted(taken)) if match and match[2] == "old"]
     names_of = {match[1]: match[0] for match in matches if match[1] not in taken}
@@ -344,7 +353,7 @@ def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Return the steps of the checkpoints to delete.
+    """Return the steps of the checkpoints that are to be deleted.
 
     Args:
         steps: steps of all checkpoints, the newest first.
@@ -358,10 +367,10 @@ def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None)
 
 @contextmanager
 def pinned(path: Path) -> Iterator[int]:
-    """Protect a checkpoint from deletion inside the block. Yield a descriptor of its folder, which stays valid if the
+    """Protect a checkpoint from deletion inside a block. Yield a descriptor of its folder, which stays valid if the
     folder is renamed.
 
-    Raises CheckpointNotFoundError if the checkpoint is deleted, or is being deleted.
+    Raises CheckpointNotFoundError if the checkpoint was deleted, is being deleted, or cannot be read.
     """
     with ExitStack() as held:
         try:
@@ -382,8 +391,8 @@ def pinned(path: Path) -> Iterator[int]:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Yield True if a checkpoint may be deleted, because no process has pinned it. Inside the block no process can pin
-    it."""
+    """Yield True if a checkpoint may be deleted, because no process has pinned it, else False. Inside the block no
+    process can pin it."""
     try:
         try:
             manifest = open_plain(path / MANIFEST, os.O_RDWR)
@@ -399,7 +408,8 @@ def claimed(path: Path) -> Iterator[bool]:
 
 
 def _free_for(handle: int, kind: int) -> bool:
-    """Lock a file without waiting. kind: fcntl's kind of lock. Return False if another process's lock prevents it."""
+    """Lock a file without waiting. Return False if a lock of another process prevents it. `kind`: fcntl's kind of
+    lock."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -422,7 +432,8 @@ def locked(
             lost. None: wait until the timeout.
         heartbeats: give signs of life while the lock is held.
 
-    Raises DeadlineError, naming the holder. On a file system without locks nothing is locked.
+    Raises DeadlineError, naming the holder, if the lock is not free in time; CheckpointError if the lock's file cannot
+    be used. On a file system without locks nothing is locked.
     """
     try:
         try:
@@ -476,8 +487,7 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
 
 
 def sign_of_life(path: Path) -> None:
-    """Give a sign of life by updating the time of a file, which `last_sign` reads on any machine that shares the
-    folder."""
+    """Give a sign of life: update the time of a file, which `last_sign` reads on any machine that shares the folder."""
     with suppress(OSError):
         handle = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -487,8 +497,8 @@ def sign_of_life(path: Path) -> None:
 
 
 def last_sign(path: Path) -> int:
-    """Return a value that changes with each sign of life in the file at `path`. Compare the value only with earlier
-    values, because the clocks of machines differ."""
+    """Return a number that changes with each sign of life in the file at `path`; 0 if the file cannot be read. Compare
+    it only with earlier numbers, because the clocks of machines differ."""
     try:
         handle = open_plain(path)  # opening makes a network file system read the time from its server
     except OSError:

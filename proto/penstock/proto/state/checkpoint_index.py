@@ -1,4 +1,4 @@
-"""torch's index of a checkpoint, `.metadata`, written without torch.
+"""torch's index of a checkpoint, the file `.metadata`, written without torch.
 
 The index is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. Pickling an index of 3,000 entries takes 14
 ms, for which the training would wait. So the training process describes the index in plain values (`DescribedIndex`),
@@ -27,40 +27,39 @@ ATTRIBUTES = (
     *("fqn", "index", "offset"),
     *("relative_path", "length"),
 )
-"""Names of attributes that objects in the index have."""
+"""Names of the attributes of objects in the index."""
 
 _PROTO, _STOP, _POP, _MARK, _MEMOIZE, _NONE = b"\x80\x04", b".", b"0", b"(", b"\x94", b"N"
 _DICT, _ITEMS, _LIST, _APPENDS = b"}(", b"u", b"](", b"e"
 _NEW, _BUILD = b")\x81}(", b"ub"
-"""Opcodes that make an object of the class on the stack and begin its attributes, and opcodes that end the
-attributes."""
+"""Opcodes that make an object of the class on the stack and begin its attributes; opcodes that end the attributes."""
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
 @dataclass(frozen=True)
 class DescribedIndex:
-    """Description of torch's index of a checkpoint in plain values, which refer to parts by number."""
+    """Description of torch's index of a checkpoint in plain values. Numbers in it refer to the list `parts`."""
 
     parts: str
-    """Pickle (protocol 3) of the list of parts, as latin-1 text. The first parts are torch's classes of the index, its
-    tensors, its entries and their positions. ATTRIBUTES follow, in this order."""
+    """List of torch's own classes and values (parts), as the latin-1 text of a pickle in protocol 3. It begins with
+    torch's classes of the index, its tensors, its entries and their positions. ATTRIBUTES follow, in this order."""
     memo: int
-    """Number of entries in the unpickler's memo after the pickle of the parts."""
+    """Number of entries in the unpickler's memo after it has loaded `parts`."""
     places: list[int]
-    """Position of each part in the unpickler's memo; never 0, which is the position of the list itself."""
+    """For each part, its position in the unpickler's memo; never 0, which is the position of the list itself."""
     storage_meta: int
-    """Number of the part that is the index's storage_meta."""
+    """Number of the part that is the index's storage_meta (torch's description of where the files are)."""
     version: str
     kinds: list[Any]
-    """Distinct descriptions of saved values. The description of an object is the number of a part; that of a tensor is
-    [properties, size, [chunks]], all numbers of parts."""
+    """Distinct descriptions of saved values. An object is described by the number of a part, a tensor by [properties,
+    size, [chunks]], where all are numbers of parts."""
     names: dict[str, int]
     """Name of a saved value -> index of its description in `kinds`."""
     paths: dict[str, Any]
-    """Name of a saved value -> its keys in the nested state (texts and integers)."""
+    """Name of a saved value -> the keys (texts and integers) that lead to it in the nested state."""
     files: list[Any]
-    """Files as [name, entries]. An entry is [name of the value, offset in its tensor (a part, or None), index hint (or
-    None), offset in the file, bytes]."""
+    """Files as [name, entries]. An entry is [name of the value, offset in its tensor (number of a part, or None), index
+    hint (or None), offset in the file, size in bytes]."""
 
     def encode(self) -> bytes:
         return json.dumps(vars(self)).encode()
@@ -79,7 +78,7 @@ class _Pickle:
         self._index = index
         self._memo = index.memo
         self._texts: dict[str, bytes] = {}
-        """Text that is in the memo -> opcodes that load it."""
+        """Text that is in the unpickler's memo already -> opcodes that load it."""
         self._parts = [_get(place) for place in index.places]
         self._root, self._tensor, self._entry, self._place, *attributes = self._parts[: 4 + len(ATTRIBUTES)]
         self._at = dict(zip(ATTRIBUTES, attributes, strict=True))

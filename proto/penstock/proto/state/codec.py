@@ -80,8 +80,8 @@ _DIRECT_FROM = 1 << 20  # smallest size in bytes of a tensor that is written dir
 
 
 def encode_state(value: object) -> bytes:
-    """Return `value` as bytes with a checksum (an envelope), without pickle. Equal values usually give equal bytes; for
-    that, sets with elements of one plain type are sorted.
+    """Return `value` as bytes with a checksum (an envelope), without pickle. Equal values usually give equal bytes,
+    because sets with elements of one plain type are sorted.
 
     Raises UnsupportedStateError for an object without a safe encoding, for a cycle, and for nesting deeper than
     MAX_DEPTH.
@@ -109,7 +109,8 @@ def encode_state(value: object) -> bytes:
 
 
 def decode_state(data: bytes | bytearray | memoryview) -> object:
-    """Return the value that encode_state() encoded. Tensors, arrays and bytearrays in the value own their memory.
+    """Return the value from which encode_state() made these bytes. Tensors, arrays and bytearrays in it own their
+    memory.
 
     Raises StateCorruptError for bytes that encode_state did not write (all values are checked, and no more memory is
     allocated than the bytes can fill), StateVersionError for the envelope of a newer format.
@@ -121,8 +122,8 @@ def decode_state(data: bytes | bytearray | memoryview) -> object:
 
 
 class _Blobs:
-    """Blobs of a state collected so far, in order. `parts` contains blobs and padding, and keeps the memory of the
-    blobs alive."""
+    """Blobs (raw bytes of large values) of a state that were collected so far, in order. `parts` contains blobs and
+    padding, and keeps the memory of the blobs alive."""
 
     __slots__ = ("parts", "size")
 
@@ -138,8 +139,8 @@ class _Blobs:
 
 
 class _RefusedError(Exception):
-    """Reason why a value cannot be encoded. Each container adds its step of the path while the error passes through it,
-    so that values without errors need no path."""
+    """Refusal to encode a value, with the reason. Each container adds its step of the path to the value while the error
+    passes through it, so that values without errors need no path."""
 
     def __init__(self, reason: str, *, too_deep: bool = False) -> None:
         self.reason = reason
@@ -195,8 +196,8 @@ def _pack_bytes(value: bytes | bytearray, blobs: _Blobs, depth: int) -> Node:
 
 
 def _pack_numbers(value: list[object] | tuple[object, ...], blobs: _Blobs) -> Node | None:
-    """Return a blob for a list or tuple that contains only ints of 64 bits, or only floats; None for another list or
-    tuple."""
+    """Add a list or tuple of only ints of 64 bits, or only floats, to the blobs, and return its node in the tree.
+    Return None for another list or tuple."""
     first, count = type(value[0]), len(value)
     if first not in _NUMBERS or not {first}.issuperset(map(type, value)):
         return None
@@ -248,7 +249,7 @@ def _pack_set(value: set[object] | frozenset[object], blobs: _Blobs, depth: int)
 
 
 def _pack_body(value: dict[object, object], blobs: _Blobs, depth: int) -> Node:
-    """Return the contents of a dict: as a JSON object if all keys are str, else as a list of key, value, key, value."""
+    """Return the contents of a dict: a JSON object if all keys are str, else a list of key, value, key, value."""
     _check_depth(depth)
     plain = _STR.issuperset(map(type, value))
     body: dict[str, Node] = {}
@@ -333,8 +334,8 @@ def _numpy_spec(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def _spec(dtype: np.dtype[Any], char: str) -> str:
-    """Return dtype.str; "" if numpy reads dtype.str as a different dtype. char: the dtype's code, which distinguishes
-    long long from the equal int64."""
+    """Return dtype.str, by which a dtype is saved; "" if numpy reads it as a different dtype. `char`: the dtype's code,
+    which distinguishes long long from the equal int64."""
     spec = dtype.str[0] + char if char in "qQ" else dtype.str
     return spec if _NUMPY_SPEC.fullmatch(spec) and np.dtype(spec) == dtype and np.dtype(spec).char == char else ""
 

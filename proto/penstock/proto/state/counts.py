@@ -1,12 +1,13 @@
 """Counts of what a run was trained on: samples, tokens, truncated and skipped samples, and lengths, by source and key.
+(A source is a data set of a mixture; a key is what the user counts by, such as a language.)
 
 A loader counts the samples of each batch when it hands the batch out, and saves its counts with its position. So after
 a recovery or a resume the counts are again those of the position, even if batches were made ahead or made again. Each
 BATCH frame contains the rows that the batch has changed, with their values after the batch. The training process keeps
 the newest row of each slot and group, so its counts are those of the delivered batches.
 
-A row is a list of integers: FIELDS counts, then BINS numbers of samples by length. A group is a pair (source, key), to
-which one row belongs.
+A row is a list of integers: FIELDS counts, then BINS numbers of samples by length. Each row belongs to one group, a
+pair (source, key).
 """
 
 from __future__ import annotations
@@ -59,61 +60,63 @@ COUNTS = "counts"
 """Key of the counts in a loader's state."""
 SAMPLES, TOKENS, TRUNCATED, SKIPPED, MEASURED, IMBALANCE, SHARE_OF_SAMPLES, SHARE_OF_TOKENS = range(8)
 FIELDS = 8
-"""Number of counts before the lengths in a row. MEASURED is the number of steps whose cost was measured, IMBALANCE the
-sum of their cost ratios in ten-thousandths (see `imbalance_of`); a batch has them in one of its rows. The last two
-counts are not summed: they are the source's configured share in the mixture, in millionths of all samples or of all
-tokens; 0 for no configured share."""
+"""Number of counts at the beginning of a row, before the numbers by length. MEASURED is the number of steps whose cost
+was measured, IMBALANCE the sum of their cost ratios in ten-thousandths (see `imbalance_of`); a batch has them in one of
+its rows. The last two counts are not summed: they are the source's configured share in the mixture, in millionths of
+all samples or of all tokens; 0 for no configured share."""
 BINS = 32
-"""Number of length bins: bin 0 has samples without a token, bin n those of 2^(n - 1) to 2^n - 1 tokens, the last also
-all longer ones."""
+"""Number of length bins in a row: bin 0 counts samples without a token, bin n those of 2^(n - 1) to 2^n - 1 tokens, the
+last bin also all longer ones."""
 MOST_GROUPS = 96
 """Largest number of groups that a loader counts, so that all rows fit into one frame of a lane, and metrics into a
 page. Samples of further groups are counted in OTHER."""
 MOST_NAME = 48
-"""Largest size of a source's or key's name in bytes; a longer name is cut."""
+"""Largest size of the name of a source or key in UTF-8 bytes; a longer name is cut."""
 OTHER = ("(other)", "(other)")
-"""Group of the samples beyond MOST_GROUPS groups."""
+"""Group in which the samples of all groups beyond MOST_GROUPS are counted."""
 MOST = 1 << 62
 """Largest count that is accepted from a peer or a state."""
 
 Group: TypeAlias = tuple[str, str]
-"""Pair (source, key). A source or key that is not known is ""."""
+"""Source and key of a sample. A source or key that is not known is ""."""
 Row: TypeAlias = list[int]
 Rows: TypeAlias = dict[Group, Row]
 
 _WIDTH = FIELDS + BINS
 _ROW = struct.Struct(f"<BB{_WIDTH}Q")
 _WHOLE, _CHANGED = b"\1", b"\0"
-"""First byte of the counts in a frame: all rows follow, or only the rows that have changed."""
+"""First byte of the counts in a BATCH frame: all rows follow (_WHOLE), or only the rows that have changed."""
 ALL_BELOW = 4 << 10
-"""Size in bytes up to which a frame has all rows. The training process then only keeps the newest frame's counts."""
+"""Size in bytes up to which the counts in a BATCH frame have all rows, so that the training process can drop those of
+earlier frames."""
 
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Counts of the delivered samples of one source or key."""
+    """Counts of the delivered samples of one source, or of one key."""
 
     samples: int
     tokens: int
     truncated: int
     skipped: int
-    """Number of samples left out: by `skip=`, by Filtered and Mapped, and in quarantined batches."""
+    """Number of samples that were left out: by `skip=`, by Filtered and Mapped, and in quarantined batches."""
     lengths: dict[int, int]
-    """Number of samples by length: {n: samples of n to 2n - 1 tokens}; for n = 0 and 1 samples of exactly n tokens."""
+    """Number of samples by length: {n: samples of n to 2n - 1 tokens}; for n = 0 and n = 1 samples of exactly n
+    tokens."""
     wanted: tuple[float, str] | None = None
-    """Configured share of this source in the mixture, from 0 to 1, and its unit: "samples" or "tokens"; None: no
-    share."""
+    """Configured share of the source in the mixture, from 0 to 1, and what it is a share of: "samples" or "tokens".
+    None: no share is configured."""
 
     @classmethod
     def of(cls, row: Sequence[int]) -> SampleCounts:
-        """Return the counts in a row."""
+        """Return the counts that a row holds."""
         samples, tokens, truncated, skipped, _, _, of_samples, of_tokens = row[:FIELDS]
         lengths = {1 << bin >> 1: count for bin, count in enumerate(row[FIELDS:]) if count}
         wanted = (of_samples / 1e6, "samples") if of_samples else (of_tokens / 1e6, "tokens") if of_tokens else None
         return cls(samples, tokens, truncated, skipped, lengths, wanted)
 
     def plain(self) -> dict[str, Any]:
-        """Return the counts as a JSON value."""
+        """Return the counts as a dict that can be written as JSON."""
         return {
             "samples": self.samples,
             "tokens": self.tokens,
@@ -125,7 +128,7 @@ class SampleCounts:
 
 
 def new_row() -> Row:
-    """Return a row without counts."""
+    """Return a row in which all counts are 0."""
     return [0] * _WIDTH
 
 
@@ -136,7 +139,8 @@ def _add(row: Row, other: Sequence[int]) -> None:
 
 
 class Tally:
-    """Counts of a loader up to its present position, and the record of rows changed since the last `take`.
+    """Counts of a loader up to its present position. A Tally also remembers which rows have changed since the last
+    `take`.
 
     Args:
         rows: counts to begin with.
@@ -150,14 +154,14 @@ class Tally:
             row[SHARE_OF_SAMPLES:FIELDS] = self._shares.get(group[0], (0, 0))
         self._changed = set(self.rows)
         self._packed: dict[Group, bytes] = {}
-        """Group -> bytes of its row at the last `take`."""
+        """Group -> the row's bytes at the last `take`."""
         self._begun = False
-        """True once `take` was called."""
+        """True after the first call of `take`."""
         self.last: Mapping[Group, Sequence[int]] = {}
-        """Counts of the batch that was handed out last."""
+        """Counts of the batch that was handed out last, by group."""
 
     def add(self, batch: Mapping[Group, Sequence[int]]) -> None:
-        """Add the counts of a batch that is handed out. batch: group -> row."""
+        """Add the counts of a batch that is handed out. `batch`: group -> row."""
         rows = self.rows
         self.last = batch
         for group, counted in batch.items():
@@ -170,7 +174,8 @@ class Tally:
             self._changed.add(group)
 
     def want(self, shares: Shares) -> None:
-        """Change the shares that the mixture wants. Rows whose share is another one now have changed."""
+        """Set the configured shares of the sources, after a change of the mixture. Rows whose share differs count as
+        changed."""
         self._shares = shares
         for group, row in self.rows.items():
             wanted = [*shares.get(group[0], (0, 0))]
@@ -179,7 +184,7 @@ class Tally:
                 self._changed.add(group)
 
     def take(self) -> bytes:
-        """Return the counts for a BATCH frame: all rows if they take less than ALL_BELOW, else the rows that have
+        """Return the counts for a BATCH frame: all rows if they take at most ALL_BELOW bytes, else the rows that have
         changed since the last call; b"" if none has changed. After a start or a loaded state all rows have changed."""
         changed, packed = self._changed, self._packed
         if not changed:
@@ -199,8 +204,8 @@ Shares: TypeAlias = Mapping[str, tuple[int, int]]
 
 @lru_cache(4096)
 def cut_name(name: str) -> str:
-    """Return a name of at most MOST_NAME bytes, without characters that cannot be encoded. A longer name is cut, and
-    ends with a hash of the whole name, so that names stay different."""
+    """Return a name of a source or key of at most MOST_NAME bytes, without characters that cannot be encoded. A longer
+    name is cut, and ends with a hash of the whole name, so that different names stay different."""
     data = name.encode("utf-8", "replace")
     if len(data) <= MOST_NAME:
         return data.decode()
@@ -208,12 +213,13 @@ def cut_name(name: str) -> str:
 
 
 def is_whole(data: bytes) -> bool:
-    """Return True if the counts in a BATCH frame have all rows, so that the rows of earlier frames are not needed."""
+    """Return whether the counts in a BATCH frame have all rows, so that the rows of earlier frames are not needed."""
     return data[:1] == _WHOLE
 
 
 def read_changes(data: bytes) -> Rows:
-    """Return the rows in a BATCH frame. Raises ProtocolError for bytes that `Tally.take` did not make."""
+    """Return the rows that the counts in a BATCH frame hold. Raises ProtocolError for bytes that `Tally.take` did not
+    make."""
     found: Rows = {}
     at = 1
     try:
@@ -237,7 +243,8 @@ def read_changes(data: bytes) -> Rows:
 
 
 def merged_rows(several: Iterable[Mapping[Group, Sequence[int]]]) -> Rows:
-    """Return the sums of rows by group, of at most MOST_GROUPS groups: the groups with the most samples, and OTHER."""
+    """Return the sum of several counts, group by group. It has at most MOST_GROUPS groups: those with the most samples,
+    and OTHER for the rest."""
     found: Rows = {}
     for rows in several:
         for group, row in rows.items():
@@ -252,18 +259,18 @@ def merged_rows(several: Iterable[Mapping[Group, Sequence[int]]]) -> Rows:
 
 
 def by_source(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
-    """Return the counts of each source, in the order of their names."""
+    """Return source -> its counts, in the order of the sources' names."""
     return _by(rows, 0)
 
 
 def by_key(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
-    """Return the counts of each key, in the order of their names; {} if no key was counted."""
+    """Return key -> its counts, in the order of the keys' names; {} if no key was counted."""
     return _by(rows, 1) if any(group[1] for group in rows) else {}
 
 
 def imbalance_of(rows: Mapping[Group, Sequence[int]]) -> float | None:
-    """Return the mean over the measured steps of the cost of the most expensive box, divided by the mean of all boxes;
-    None if no step was measured. See penstock.data.Balance."""
+    """Return how unevenly cost is divided over the boxes: the cost of the most expensive box divided by the mean of all
+    boxes, as the mean over the measured steps. None if no step was measured. See penstock.data.Balance."""
     steps = sum(row[MEASURED] for row in rows.values())
     return sum(row[IMBALANCE] for row in rows.values()) / (1e4 * steps) if steps else None
 
@@ -283,8 +290,8 @@ def _without_shares(row: Sequence[int]) -> Row:
 
 
 def plain_rows(rows: Mapping[Group, Sequence[int]]) -> list[list[Any]]:
-    """Return rows in the form of a saved state: [source, key, counts ..., numbers by length ...], without zeros at the
-    end."""
+    """Return rows in the form in which a state saves them: [source, key, counts ..., numbers by length ...], without
+    the zeros at the end."""
     found = []
     for (source, key), row in sorted(rows.items()):
         last = next((width for width in range(_WIDTH, FIELDS, -1) if row[width - 1]), FIELDS)
@@ -293,7 +300,7 @@ def plain_rows(rows: Mapping[Group, Sequence[int]]) -> list[list[Any]]:
 
 
 def saved_rows(plain: Any) -> Rows:
-    """Return saved rows. Raises StateCorruptError for a value that `plain_rows` did not make."""
+    """Return the rows that a state has saved. Raises StateCorruptError for a value that `plain_rows` did not make."""
     try:
         found: Rows = {}
         for source, key, *row in plain:
@@ -309,8 +316,8 @@ def saved_rows(plain: Any) -> Rows:
 
 
 def aggregated_counts(workers: Sequence[Any], workers_per_box: int) -> dict[str, Any] | None:
-    """Return the counts of all boxes, summed from all workers' states. workers: states in order of global_worker_id.
-    Return None if the loaders do not count."""
+    """Return the counts of each box for an aggregated state, summed over the states of the box's workers. `workers`:
+    counts in the states of all workers, in order of global_worker_id. Return None if the loaders do not count."""
     if not workers or any(counts is None for counts in workers):
         return None
     boxes = [
@@ -322,8 +329,8 @@ def aggregated_counts(workers: Sequence[Any], workers_per_box: int) -> dict[str,
 
 def counts_part(counts: Mapping[str, Any], box: int, num_boxes: int, worker: int) -> Rows:
     """Return the counts with which a worker begins, from the counts in an aggregated state. The first worker of each
-    box continues the box's counts. On another number of boxes the first worker of box 0 continues the sum of all boxes'
-    counts, because only this sum is defined then."""
+    box continues the box's counts; other workers begin with none. On another number of boxes the first worker of box 0
+    continues the sum of all boxes' counts, because only this sum is defined then. `worker`: number in its box."""
     if worker:
         return {}
     boxes = counts.get("boxes")
@@ -337,7 +344,8 @@ def counts_part(counts: Mapping[str, Any], box: int, num_boxes: int, worker: int
 
 
 def rows_of(state: Any) -> Rows | None:
-    """Return the counts of all boxes in an aggregated state of a loader; None for a state without counts."""
+    """Return the counts of all boxes together, from an aggregated state of a loader; None for a state without
+    counts."""
     counts = state.get(COUNTS) if isinstance(state, Mapping) else None
     if not isinstance(counts, Mapping) or not isinstance(counts.get("boxes"), list):
         return None

@@ -29,24 +29,25 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-"""Version of the format that encode_state writes, and the newest that is read."""
+"""Version of the format that encode_state writes. It is also the newest version that can be read."""
 MAX_DEPTH = 128
 """Largest number of nested containers, far below Python's recursion limit."""
 MAGIC = b"PENSTATE"
 HEADER = struct.Struct("<8sIIQQ")
 CHECKSUM_BYTES = 8
 ALIGN = 16
-"""Alignment of blobs in bytes: that of the widest numpy item (long double). A larger alignment is useless, because
-decoding copies."""
+"""Alignment of blobs in bytes: that of the widest numpy item (long double). A larger alignment would have no use,
+because decoding copies."""
 
 Node: TypeAlias = Any
-"""Value that json can write: None, bool, int, float, str, list, dict."""
+"""Value of the tree, as JSON knows it: None, bool, int, float, str, list, dict."""
 
 _Value = TypeVar("_Value")
 
 
 class EnvelopeReader:
-    """Reader of an envelope's blobs, in order. `opened` turns any exception of a reader into a StateCorruptError."""
+    """Reader of an envelope's blobs (raw bytes of large values), in order. `opened` turns any exception of a reader
+    into a StateCorruptError."""
 
     __slots__ = ("end", "position", "view")
 
@@ -54,8 +55,8 @@ class EnvelopeReader:
         self.view, self.position, self.end = view, position, end
 
     def take(self, nbytes: int) -> int:
-        """Return the offset of the next `nbytes` bytes, and move past these bytes. Call `take` before memory is
-        allocated for the bytes, because it checks that they exist."""
+        """Move past the next `nbytes` bytes, and return their offset. Call this before memory is allocated for the
+        bytes, because it checks that they exist. Raises ValueError if fewer are left."""
         start = self.position
         if not 0 <= nbytes <= self.end - start:
             raise ValueError(f"a value must lie within the {self.end - start} bytes that are left, got {nbytes} bytes")
@@ -75,8 +76,8 @@ def opened(
     source_of: Callable[[memoryview, int, int], _Source],
     unpack: Callable[[Node, _Source], _Value],
 ) -> _Value:
-    """Check an envelope, and return the result of `unpack` for its tree and its blobs. source_of: function that makes
-    the reader of the blobs.
+    """Check an envelope, and return what `unpack` returns for its tree and the reader of its blobs. `source_of`: makes
+    the reader, from the envelope, the offset of the blobs and their end.
 
     Raises StateCorruptError for bytes that encode_state did not write (all values are checked, and no more memory is
     allocated than the bytes can fill), StateVersionError for the envelope of a newer format.
@@ -119,7 +120,7 @@ def opened(
 
 def damaged_state(what: str, error: Exception) -> StateCorruptError:
     """Return the error for a saved value that cannot be read. `what`: sentence without a full stop, such as "the
-    loader's state is damaged"; `error`: what reading it raised."""
+    loader's state is damaged"; `error`: exception that reading it raised."""
     reason = f"its entry {error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else str(error)
     return _damaged(f"{what}: {reason}")
 

@@ -42,7 +42,7 @@ from penstock.proto.errors import InvalidArgumentError, StateCorruptError, State
 __all__ = ["RNG_FORMAT_VERSION", "capture_rng", "derive_seed", "restore_rng", "seed_rng", "torch_rng_state"]
 
 RNG_FORMAT_VERSION = 1
-"""Version of the format that this module writes, and the newest that it reads."""
+"""Version of the format that this module writes. It is also the newest version that it reads."""
 
 _MAGIC = b"PENRNGST"
 _HEADER = struct.Struct("<8sIIddII")
@@ -54,7 +54,7 @@ _PYTHON_GAUSS, _NUMPY_GAUSS = 1, 2
 
 
 def capture_rng() -> bytes:
-    """Return the states of the three generators: 10,100 bytes, in 37 us (of which numpy's get_state() takes 24 us).
+    """Return the states of the three generators as 10,100 bytes, in 37 us (of which numpy's get_state() takes 24 us).
 
     Raises UnsupportedStateError if numpy's global generator was replaced by one that is not MT19937.
     """
@@ -81,7 +81,8 @@ def capture_rng() -> bytes:
 
 
 def torch_rng_state() -> torch.Tensor:
-    """Return torch.get_rng_state(), called with garbage collection off.
+    """Return the state of torch's CPU generator: the result of torch.get_rng_state(), called without garbage
+    collection.
 
     torch.get_rng_state() holds the generator's lock while it makes a Python object. If garbage collection then ran a
     finalizer that also uses the generator, the thread would deadlock.
@@ -96,8 +97,8 @@ def torch_rng_state() -> torch.Tensor:
 
 
 def restore_rng(data: bytes | bytearray | memoryview) -> None:
-    """Set the three generators to the states from capture_rng(). `data` is checked first, so that either all generators
-    are set or none.
+    """Set the three generators to the states that capture_rng() returned. `data` is checked first, so that either all
+    generators are set or none.
 
     Raises StateCorruptError for bytes that capture_rng() did not write, StateVersionError for bytes that a newer
     Penstock wrote, UnsupportedStateError if numpy's global generator was replaced by one that is not MT19937.
@@ -162,7 +163,7 @@ def seed_rng(seed: int) -> None:
     """
     seed = _integer(seed, "seed")
     if seed < 0:
-        raise InvalidArgumentError(f"seed must be >= 0, got {seed}")
+        raise InvalidArgumentError(f"seed must be >= 0, got {seed}: pass a non-negative integer")
     for_numpy, for_torch = np.random.SeedSequence(seed).spawn(2)
     random.seed(seed)
     np.random.seed(for_numpy.generate_state(8))
@@ -196,4 +197,6 @@ def _integer(value: object, name: str) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidArgumentError(f"{name} must be an integer, got {value!r} ({type(value).__name__})") from None
+        raise InvalidArgumentError(
+            f"{name} must be an integer, got {value!r} ({type(value).__name__}): pass an int"
+        ) from None

@@ -1,19 +1,21 @@
-"""Position of a box (data-parallel rank) in its stream of batches, and the round robin over its worker slots. Pure
-arithmetic.
+"""Position of a box (data-parallel rank) in its stream of batches, and the rule by which the box takes batches from its
+slots in turn. Pure arithmetic.
 
-The rule: deliver a batch of the slot under the cursor, then move the cursor to the next live slot. If the input of a
-slot has ended when its turn comes, the slot is removed from the live slots, and no step is taken. When no slot is live,
-the epoch ends, and the next one starts with all slots live and the cursor at 0. For loaders that only their own methods
-can resume, the rotation continues across epochs instead (`carry`). Such a loader counts the samples of all workers, and
-assigns batches to workers in turn for the whole launch.
+The rule. A cursor points at the slot whose turn it is. Deliver a batch of this slot, then move the cursor to the next
+live slot. (A slot is live until its input has ended in this epoch.) If the input of a slot has ended when its turn
+comes, the slot is removed from the live slots, and no step is taken. When no slot is live, the epoch ends, and the next
+one starts with all slots live and the cursor at 0. For loaders that only their own methods can resume, the rotation
+continues across epochs instead (`carry`). Such a loader counts the samples of all workers, and assigns batches to
+workers in turn for the whole launch.
 
 The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `abandon_epoch`). The coordinator
-computes the position at any step from the attempt's start and the known ends of slots (`advance`), many steps at a
-time. The result depends only on these values, so every rank gets the same position. The counts of batches of each slot
-must be stored, because the formula `worker_step(S) = S // W + (k < S % W)` is true only while every slot is live.
+computes the position at any step from the attempt's start and the known ends of slots' epochs (`advance`), many steps
+at a time. The result depends only on these values, so every rank gets the same position. The counts of batches of each
+slot must be stored, because the formula `worker_step(S) = S // W + (k < S % W)` is true only while every slot is live.
 
-A position includes the stream digest of its box: the chain of the digests of all batches in order. Code that knows the
-digests extends the chain (`deliver`, `chain_at`); other code sets it to None.
+A position includes the stream digest of its box, called `chain`: the digests of all batches in order, each combined
+with the result so far. Code that knows the digests extends the chain (`deliver`, `chain_at`); other code sets it to
+None.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at"]
 
 MOST = 1 << 62
-"""Largest step, epoch or count that is accepted in a position, so that sums still fit into 64 bits."""
+"""Largest step, epoch or count that a position may have, so that sums still fit into 64 bits."""
 EPOCHS_AHEAD = 64
-"""Largest number of epochs that a worker may be ahead of the loop. Only empty epochs, which take no ring entry, reach
-this number. Without a limit a worker with an empty input would send ends of epochs without pause."""
+"""Largest number of epochs by which a worker may be ahead of the loop. Only empty epochs, which take no ring entry,
+reach it. Without a limit a worker with an empty input would send ends of epochs without pause."""
 _pack_link = struct.Struct("<QQ").pack
 _pack_step = struct.Struct("<Q").pack
 
@@ -44,8 +46,8 @@ def _linked(chain: int | None, digest: int | None) -> int | None:
 
 
 def _added(chain: int | None, digest: int | None, step: int) -> int | None:
-    """Return a chain of sums over rows, extended by one step. Each step has its own factor, so that the same rows at
-    another step give another chain."""
+    """Return a stream digest that sums rows (`by_rows`), extended by the batch of one step; None if an argument is
+    unknown. The step gives a factor, so that the same rows at another step give another result."""
     if digest is None or chain is None:
         return None
     return (chain + (xxh3_64_intdigest(_pack_step(step)) | 1) * digest) & MASK
@@ -53,38 +55,44 @@ def _added(chain: int | None, digest: int | None, step: int) -> int | None:
 
 @dataclass
 class Position:
-    """Position of a box in its stream. Steps and counts are numbers of batches; slots and epochs are numbered from
-    0."""
+    """Position of a box in its stream of batches. Steps and counts are numbers of batches; slots and epochs are
+    numbered from 0."""
 
     step: int
-    """Number of batches delivered to the box over the whole life of the run."""
+    """Number of batches delivered to the box over the whole run, the box's step."""
     epoch: int
     live: list[int]
-    """Slots that have not ended in this epoch, in their order."""
+    """Live slots: those whose input has not ended in this epoch, in ascending order."""
     cursor: int
     """Index into `live` of the slot whose turn it is."""
     delivered: list[int]
-    """Number of batches of each slot in this epoch."""
+    """For each slot, the number of its batches taken in this epoch."""
     total: list[int]
-    """Number of batches of each slot over the whole run (worker_step)."""
+    """For each slot, the number of its batches taken over the whole run (worker_step)."""
     chain: int | None = field(default=0, compare=False)
-    """Stream digest: chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None if
-    unknown. With `by_rows` chain(n) = chain(n - 1) + (xxh3_64(little-endian u64 n) | 1) * digest, modulo 2^64."""
+    """Stream digest of the box; None if unknown. After n steps it is chain(n), with chain(0) = 0 and chain(n) =
+    xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). With `by_rows` chain(n) = chain(n - 1) +
+    (xxh3_64(little-endian u64 n) | 1) * digest, modulo 2^64."""
     by_rows: bool = field(default=False, compare=False)
-    """True if the digests of batches are sums over rows. The sum of all boxes' chains then does not depend on the
-    number of boxes."""
+    """True if the digests of batches are sums over rows. The sum of the stream digests of all boxes then does not
+    depend on the number of boxes."""
     first: int | None = field(default=None, compare=False)
-    """Slot that this epoch began with, if the rotation continues across epochs; None: each epoch begins with slot 0."""
+    """Slot with which this epoch began, if the rotation continues across epochs; None: each epoch begins with slot
+    0."""
     ended_before: bool = field(default=False, compare=False)
-    """True if the previous epoch ended without any batch; see `exhaust`."""
+    """True if the epoch before this one ended without any batch; see `exhaust`."""
 
     @classmethod
     def start(cls, num_slots: int, *, step: int = 0, epoch: int = 0) -> Position:
-        """Return a position at which all slots are live and no batch of the epoch is delivered."""
+        """Return a position at the start of an epoch: all slots are live, and no batch of the epoch is delivered."""
         if num_slots < 1:
-            raise InvalidArgumentError(f"a box must have >= 1 worker slots, got {num_slots}")
+            raise InvalidArgumentError(
+                f"a box must have >= 1 worker slots, got {num_slots}: set num_workers_per_box to 1 or more"
+            )
         if step > MOST or epoch > MOST:
-            raise InvalidArgumentError(f"step and epoch must be <= {MOST}, got step {step} of epoch {epoch}")
+            raise InvalidArgumentError(
+                f"step and epoch must be <= {MOST}, got step {step} of epoch {epoch}: load a saved state"
+            )
         return cls(step, epoch, list(range(num_slots)), 0, [0] * num_slots, [0] * num_slots)
 
     def copy(self) -> Position:
@@ -102,18 +110,19 @@ class Position:
         )
 
     def carry(self) -> None:
-        """Let the rotation continue across epochs from now on, instead of beginning each epoch with slot 0."""
+        """Let the rotation over the slots continue across epochs from now on, instead of beginning each epoch with slot
+        0."""
         if self.first is None:
             self.first = 0
 
     @property
     def turn(self) -> int:
-        """Slot under the cursor, whose turn it is."""
+        """Number of the slot whose turn it is."""
         return self.live[self.cursor]
 
     def deliver(self, digest: int | None = None) -> None:
-        """Count a batch of the slot under the cursor, and move the cursor. digest: digest of the batch; None if
-        unknown."""
+        """Count a batch of the slot whose turn it is, and move the cursor to the next live slot. `digest`: digest of
+        the batch; None if unknown."""
         slot = self.live[self.cursor]
         self.step += 1
         self.chain = _added(self.chain, digest, self.step) if self.by_rows else _linked(self.chain, digest)
@@ -122,8 +131,8 @@ class Position:
         self.cursor = (self.cursor + 1) % len(self.live)
 
     def exhaust(self) -> bool:
-        """Remove the slot under the cursor from the live slots, because its input has ended. Return True if that ended
-        the epoch; the next epoch has then begun.
+        """Remove the slot whose turn it is from the live slots, because its input has ended. Return True if this was
+        the last live slot: the position is then the start of the next epoch.
 
         Raises EmptyInputError if two epochs in a row have no batch, because the loop would then run forever.
         """
@@ -141,7 +150,7 @@ class Position:
         return True
 
     def abandon_epoch(self) -> None:
-        """Begin the next epoch before the end of this one. Both epochs begin with the same slot."""
+        """Begin the next epoch before the end of this one, with the slot with which this epoch began."""
         self._next_epoch()
 
     def _next_epoch(self) -> None:
@@ -168,8 +177,8 @@ class Position:
 
     @classmethod
     def received(cls, message: records_pb2.BoxPosition, kind: type[PenstockError] = ProtocolError) -> Position:
-        """Return the position in a message from a peer. Raises an error of this kind, which names the remedy, if a
-        round robin cannot reach the position."""
+        """Return the position in a message from a peer. Raises an error of class `kind`, with the remedy, for a
+        position that the rule of turns cannot reach."""
         try:
             return cls.from_proto(message)
         except InvalidArgumentError as error:
@@ -177,7 +186,8 @@ class Position:
 
     @classmethod
     def from_proto(cls, message: records_pb2.BoxPosition) -> Position:
-        """Return the position in a message. Raises InvalidArgumentError if a round robin cannot reach it."""
+        """Return the position in a message. Raises InvalidArgumentError for a position that the rule of turns cannot
+        reach."""
         if len(message.live) > len(message.slots):
             raise InvalidArgumentError(
                 f"a position of {len(message.slots)} worker slots must have at most as many live ones (with batches "
@@ -226,21 +236,23 @@ def advance(
     ends: Mapping[tuple[int, int], int],
     abandoned: Mapping[int, int] | None = None,
 ) -> Position:
-    """Return the position of the box at `step`, computed from `base` and the known ends of epochs.
+    """Return the position of the box at `step`, computed from an earlier position and the known ends of epochs.
 
     Args:
         base: position to start from, which is not changed.
-        step: number of batches over the whole life of the run, >= `base.step`.
+        step: number of batches over the whole run, >= `base.step`.
         ends: (slot, epoch) -> the slot's total when that epoch ended. An epoch that is not listed counts as unfinished;
             call again once more ends are known.
         abandoned: epoch -> the last step taken in it before the loop abandoned it by `break`.
 
     As in the loop, an epoch ends only when a further step needs a batch after its last one. The cost is one iteration
-    for each end of a slot, independent of the number of steps. The chain of the result is None if `step` is above
-    `base.step`: see `chain_at`.
+    for each end of a slot, independent of the number of steps. The stream digest of the result is None if `step` is
+    above `base.step`: see `chain_at`. Raises InvalidArgumentError if `step` is before `base.step`.
     """
     if step < base.step:
-        raise InvalidArgumentError(f"step must be at least {base.step}, where this launch started, got {step}")
+        raise InvalidArgumentError(
+            f"step must be at least {base.step}, where this launch started, got {step}: request a later step"
+        )
     at = base.copy()
     while True:
         wanted = step - at.step
@@ -279,10 +291,10 @@ def chain_at(
     abandoned: Mapping[int, int],
     digests: Mapping[tuple[int, int], int],
 ) -> int | None:
-    """Return the chain of the box at `step`, computed one step at a time. digests: (slot, total) -> digest of the
-    batch. The other arguments are those of `advance`.
+    """Return the stream digest of the box at `step`, computed one step at a time; None if that at `base` or a batch's
+    digest is unknown.
 
-    Returns None if the chain at `base` or one of the digests is unknown.
+    digests: (slot, total) -> digest of the slot's batch number `total`. The other arguments are those of `advance`.
     """
     at = base.copy()
     while at.step < step and at.chain is not None:

@@ -1,4 +1,4 @@
-"""Protocol of a restartable loader, and the worker's progress that a loader may read in its state_dict().
+"""Protocol of a restartable loader, and what a loader may read about its worker's progress in its state_dict().
 
 The loader's methods decide how it can resume. A loader with four methods (`RestartableDataLoader`) resumes on any
 number of workers through the user's own code, and loads only states that this code made. A loader with two methods
@@ -56,17 +56,17 @@ class RestartableDataLoader(Protocol):
     """
 
     def state_dict(self) -> Any:
-        """Return this worker's state after the batches yielded so far. The method may call `get_worker_state()`
-        once."""
+        """Return this worker's state after the batches yielded so far. The method may call `get_worker_state()` once,
+        for the worker's number and counts."""
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Load a state that `deaggregate_state_dict` returned."""
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> Any:
-        """Return one state, made from the states of all workers in order of global_worker_id."""
+        """Return one state for the checkpoint, made from the states of all workers in order of global_worker_id."""
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> Any:
-        """Return this worker's part of the aggregated state. Called on every worker."""
+        """Return this worker's part of the aggregated state, for load_state_dict. Called on every worker."""
 
 
 @dataclass(frozen=True)
@@ -83,22 +83,22 @@ class DataLoaderCheckpoint:
     wse_id: int
     """Number of the worker's box, from 0."""
     appliance_step: int
-    """Batches delivered to the box's training loop in this launch of the job, from 0. A replaced runner continues the
-    count. A launch that resumes from a saved state counts from 0 again. If a loader was resumed without a state, by
-    replay from the beginning, the count begins there."""
+    """Number of batches delivered to the box's training loop in this launch of the job. A runner that replaces a lost
+    one continues the count. A launch that resumes from a saved state counts from 0 again. If a loader was resumed
+    without a state, by replay from the beginning, the count begins there."""
     worker_step: int
-    """Batches that this worker has delivered in this launch."""
+    """Number of this worker's batches that were delivered in this launch."""
     samples_streamed: int
-    """Samples (rows of the first dimension) that this worker has delivered in this launch. A loader whose state counts
-    samples over all launches must add those of the loaded state."""
+    """Number of samples (rows of the first dimension) in the batches that worker_step counts. A loader whose state
+    counts samples over all launches must add those of the loaded state."""
     user_state_dict: Any = None
     """State that the loader's state_dict() returned."""
     lifetime_appliance_step: int = 0
-    """Batches delivered to the box's training loop in all launches, which is the step of `state_dict()`."""
+    """Number of batches delivered to the box's training loop in all launches: the step of `state_dict()`."""
     lifetime_worker_step: int = 0
-    """Batches of this worker in all launches since the numbers of boxes and workers last changed."""
+    """Number of this worker's batches in all launches since the numbers of boxes and workers last changed."""
     lifetime_samples_streamed: int = 0
-    """Samples in the batches that lifetime_worker_step counts."""
+    """Number of samples in the batches that lifetime_worker_step counts."""
 
     @property
     def global_worker_id(self) -> int:
@@ -112,7 +112,7 @@ class DataLoaderCheckpoint:
 
 
 class WorkerContext:
-    """Holder of the DataLoaderCheckpoint that one call of state_dict() may read once by `get_worker_state()`."""
+    """Holder of the DataLoaderCheckpoint that state_dict() may read, once in a call, by `get_worker_state()`."""
 
     def __init__(self, checkpoint: DataLoaderCheckpoint) -> None:
         self._checkpoint: DataLoaderCheckpoint | None = checkpoint
@@ -133,7 +133,8 @@ _context: ContextVar[WorkerContext | None] = ContextVar("penstock_worker_context
 
 @contextmanager
 def worker_state(checkpoint: DataLoaderCheckpoint) -> Iterator[WorkerContext]:
-    """Let `get_worker_state()` return `checkpoint` once inside the block."""
+    """Let `get_worker_state()` return `checkpoint` once inside the block. Yield a context that knows whether it was
+    read."""
     context = WorkerContext(checkpoint)
     token = _context.set(context)
     try:
@@ -162,20 +163,21 @@ _FOUR = (*_TWO, "aggregate_state_dict", "deaggregate_state_dict")
 
 
 def state_methods(loader: object) -> int:
-    """Return the number of state methods that a loader has: 4, 2 (only state_dict and load_state_dict), or 0."""
+    """Return the number of state methods that a loader has: 4, 2 (state_dict and load_state_dict only), or 0."""
     if all(callable(getattr(loader, name, None)) for name in _FOUR):
         return 4
     return 2 if all(callable(getattr(loader, name, None)) for name in _TWO) else 0
 
 
 def by_own_methods(capabilities: records_pb2.LoaderCapabilities) -> bool:
-    """Return whether the loader's load_state_dict accepts only results of deaggregate_state_dict."""
+    """Return whether the loader loads only results of its own deaggregate_state_dict, and not what its state_dict
+    returned."""
     return capabilities.state_methods == 4 and not capabilities.loads_own_state
 
 
 def takes_strict(loader: object) -> bool:
-    """Return whether load_state_dict takes `strict`. A loader with four methods must take `strict` in
-    deaggregate_state_dict too, or in neither method.
+    """Return whether the loader's load_state_dict takes the parameter `strict`. A loader with four methods must take it
+    in deaggregate_state_dict too, or in neither method.
 
     Raises:
         TypeError: only one of the two methods takes `strict`.

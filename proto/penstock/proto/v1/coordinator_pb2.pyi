@@ -368,6 +368,8 @@ class WatchRunRequest(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     IMBALANCE_FIELD_NUMBER: _builtins.int
     FENCE_KEY_FIELD_NUMBER: _builtins.int
+    EPOCH_STARTS_FIELD_NUMBER: _builtins.int
+    OMITS_EPOCH_STARTS_FIELD_NUMBER: _builtins.int
     FENCE_TAKEN_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
@@ -398,6 +400,10 @@ class WatchRunRequest(_message.Message):
     """over the box's steps; 0 = not measured
     key of the newest MixtureFence that the box has received
     """
+    omits_epoch_starts: _builtins.bool
+    """watch has reported yet; 256 at most
+    earlier watches reported epoch starts that are not in this one
+    """
     fence_taken: _builtins.int
     """with `fence_key`: the last step that the box had taken, or was taking, when it"""
     @_builtins.property
@@ -422,6 +428,10 @@ class WatchRunRequest(_message.Message):
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceCount]:
         """samples delivered to this box over the life of the run, by source, if its"""
 
+    @_builtins.property
+    def epoch_starts(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.BoxPosition]:
+        """positions at which the box began epochs, oldest first, that no answered"""
+
     def __init__(
         self,
         *,
@@ -443,11 +453,13 @@ class WatchRunRequest(_message.Message):
         sources: _abc.Iterable[Global___SourceCount] | None = ...,
         imbalance: _builtins.float = ...,
         fence_key: _builtins.str = ...,
+        epoch_starts: _abc.Iterable[_records_pb2.BoxPosition] | None = ...,
+        omits_epoch_starts: _builtins.bool = ...,
         fence_taken: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "fence_key", b"fence_key", "fence_taken", b"fence_taken", "hold_s", b"hold_s", "imbalance", b"imbalance", "lease_s", b"lease_s", "run", b"run", "seen_version", b"seen_version", "sources", b"sources", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "delivered", b"delivered", "epoch_ended", b"epoch_ended", "epoch_starts", b"epoch_starts", "fence_key", b"fence_key", "fence_taken", b"fence_taken", "hold_s", b"hold_s", "imbalance", b"imbalance", "lease_s", b"lease_s", "omits_epoch_starts", b"omits_epoch_starts", "run", b"run", "seen_version", b"seen_version", "sources", b"sources", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -603,6 +615,7 @@ class WatchRunReply(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    WANTS_EPOCH_STARTS_FIELD_NUMBER: _builtins.int
     COMMIT_MARK_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     missing_slots: _builtins.int
@@ -612,6 +625,8 @@ class WatchRunReply(_message.Message):
     heartbeat_s: _builtins.float
     """hold of the next watch, seconds"""
     lease_s: _builtins.float
+    wants_epoch_starts: _builtins.bool
+    """the coordinator was restarted: the next watch must have all epoch starts"""
     commit_mark: _builtins.bytes
     """number of the journal's last commit, signed. If a coordinator receives a higher"""
     @_builtins.property
@@ -635,11 +650,12 @@ class WatchRunReply(_message.Message):
         heartbeat_s: _builtins.float = ...,
         lease_s: _builtins.float = ...,
         fence: Global___MixtureFence | None = ...,
+        wants_epoch_starts: _builtins.bool = ...,
         commit_mark: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_mark", b"commit_mark", "ended", b"ended", "fence", b"fence", "heartbeat_s", b"heartbeat_s", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_mark", b"commit_mark", "ended", b"ended", "fence", b"fence", "heartbeat_s", b"heartbeat_s", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s", "wants_epoch_starts", b"wants_epoch_starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,8 @@ _ONE_JOB = "this setting is for one job, but all jobs read this file: pass it to
 
 
 class TlsFiles(Section):
-    """TLS settings of every process that listens or calls the coordinator: names of files, which are not secret."""
+    """TLS settings of every process that listens or calls the coordinator. They are names of files, which are not
+    secret."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
@@ -42,7 +43,7 @@ class TlsFiles(Section):
 
 
 class JobSettings(TlsFiles):
-    """Settings of a training job: the arguments of `Appliance(...)`."""
+    """Settings of a training job, which are the arguments of `Appliance(...)`."""
 
     # Always with the prefix, because other programs use the variables JOB, SEED and DEVICE.
     model_config = SettingsConfigDict(populate_by_name=True, env_prefix="PENSTOCK_")
@@ -138,11 +139,11 @@ class JobSettings(TlsFiles):
 CLUSTER_KEYS = frozenset(
     {*(key for table, key in JobSettings.places.values() if table == CLUSTER), "token_file", "log_format", "otel"}
 )
-"""Keys that are allowed in the section [cluster] of the settings file."""
+"""Keys that the section [cluster] of the settings file may have."""
 
 
 def check_file() -> None:
-    """Raise InvalidArgumentError if the settings file has an unknown setting in [cluster] or [client]."""
+    """Raise InvalidArgumentError if the settings file has an unknown key in the section [cluster] or [client]."""
     file = read_settings_file()
     if file is None:
         return

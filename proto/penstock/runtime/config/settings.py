@@ -43,43 +43,44 @@ __all__ = [
 
 
 IN_MEMORY = ":memory:"
-"""Value of a path setting for which no file is used."""
+"""Value of a setting for a path that means: use no file, keep everything in memory."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit of a field's value, as shown in help texts: SECONDS, HOST:PORT."""
+    """Unit or form of a setting's value, as help texts show it: SECONDS, HOST:PORT."""
 
     name: str
 
 
 class IsPath:
-    """Mark for a field that is a path. In the settings file a path is relative to the folder of that file."""
+    """Mark of a field whose value is a path. In the settings file such a path is relative to the folder of that
+    file."""
 
 
 FilePath = Annotated[str, IsPath(), Unit("FILE")]
 
 
 class IsList:
-    """Mark for a field whose value is a text with commas between items. In the settings file the value may be a TOML
-    list, and the command-line flag may be repeated, with one item each time."""
+    """Mark of a field whose value is a text with commas between its items. In the settings file it may be a TOML list,
+    and the command-line flag may be repeated, with one item each time."""
 
 
 class Section(BaseSettings):
-    """Base class for a set of settings. Subclasses name the prefix of their environment variables (`env_prefix`) and
+    """Base class of a set of settings. Subclasses name the prefix of their environment variables (`env_prefix`) and
     their section of the settings file (`table`)."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_ignore_empty=True)
     table: ClassVar[str] = ""
-    """Section of the settings file; "" if these settings have none."""
+    """Name of the section of the settings file; "" if these settings have none."""
     places: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Field -> (section, key) in the settings file, for fields that are not under their own name in `table`."""
+    """Field -> (section, key) in the settings file, for fields that do not have their own name as key in `table`."""
     not_in_file: ClassVar[Mapping[str, str]] = {}
-    """Field that must not be in the settings file -> reason, for the error message."""
+    """Field that must not be set in the settings file -> the reason, for the error message."""
 
     @classmethod
     def place(cls, field: str) -> tuple[str, str] | None:
-        """Return the section and key of a field in the settings file; None if the field must not be there."""
+        """Return the section and the key of a field in the settings file; None if the field must not be set there."""
         if not cls.table or field in cls.not_in_file:
             return None
         return cls.places.get(field, (cls.table, field))
@@ -93,12 +94,13 @@ class Section(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources of values in order of priority: arguments, then variables, then the settings file."""
+        """Return the sources of values in the order of their priority: arguments, then variables, then the settings
+        file."""
         return init_settings, env_settings, _FromFile(cls)
 
 
 class _FromFile(InitSettingsSource):
-    """Source for pydantic-settings that contains a section's values in the settings file."""
+    """Source of values for pydantic-settings: what the settings file says for a set of settings."""
 
     def __init__(self, section: type[Section]) -> None:
         file = read_settings_file() if section.table else None
@@ -118,8 +120,8 @@ class OtherType:
 
 
 def _fits(annotation: Any, value: Any) -> bool:
-    """Return whether a TOML value has the setting's type; True for a setting of a type other than bool, int, float and
-    str."""
+    """Return whether a TOML value has a setting's type, `annotation`. For types other than bool, int, float and str the
+    answer is True: pydantic checks them."""
     kinds = set(get_args(annotation) or (annotation,)) - {NoneType}
     if kinds - {bool, int, float, str}:
         return True
@@ -127,8 +129,8 @@ def _fits(annotation: Any, value: Any) -> bool:
 
 
 def from_file(section: type[Section], file: SettingsFile) -> dict[str, Any]:
-    """Return the values in the settings file for the fields of a section. A list becomes one text with commas, as in
-    variables; paths become absolute."""
+    """Return field -> value for the fields of `section` that the settings file sets. A list becomes one text with
+    commas, as in variables; paths become absolute."""
     found: dict[str, Any] = {}
     for name, info in section.model_fields.items():
         place = section.place(name)
@@ -146,7 +148,7 @@ def from_file(section: type[Section], file: SettingsFile) -> dict[str, Any]:
 
 
 def variables(section: type[Section], field: str) -> list[str]:
-    """Return the names of the environment variables for a field. If several are set, the first one is used."""
+    """Return the names of a field's environment variables. If several of them are set, the first one is used."""
     alias = section.model_fields[field].validation_alias
     if isinstance(alias, AliasChoices):
         return [str(choice) for choice in alias.choices]
@@ -154,13 +156,13 @@ def variables(section: type[Section], field: str) -> list[str]:
 
 
 def variable(section: type[Section], field: str) -> str:
-    """Return the name of the first environment variable for a field."""
+    """Return the name of a field's first environment variable."""
     return variables(section, field)[0]
 
 
 def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
-    """Return the fields that are set by an environment variable or in the settings file: field -> (source, value). The
-    source is the variable's name or FILE:LINE."""
+    """Return field -> (source, value), for the fields that an environment variable or the settings file sets. The
+    source is the variable's name, or FILE:LINE."""
     file = read_settings_file() if section.table else None
     found: dict[str, tuple[str, Any]] = {}
     for field, value in (from_file(section, file) if file else {}).items():
@@ -177,26 +179,26 @@ def stated(section: type[Section]) -> dict[str, tuple[str, Any]]:
 
 
 def source_of(section: type[Section], field: str) -> str:
-    """Return the source of a field that was not given as an argument: a variable's name, FILE:LINE, or "" for the
-    default."""
+    """Return where the value of a field that was not given as an argument comes from: a variable's name, FILE:LINE, or
+    "" for the default."""
     return stated(section).get(field, ("", None))[0]
 
 
 @dataclass(frozen=True)
 class ResolvedSetting:
-    """Setting with its value and the source of the value."""
+    """Setting of this process, with its value and where the value comes from."""
 
     field: str
     value: Any
     source: str
-    """Source of the value: a variable's name, FILE:LINE or "default"; "" if the setting is missing."""
+    """Where the value comes from: a variable's name, FILE:LINE or "default"; "" if a required setting has no value."""
     problem: str = ""
     """Reason why the value is invalid; "" if it is valid."""
 
 
 def find(section: type[Section]) -> list[ResolvedSetting]:
-    """Return every setting of a section except secrets. Each setting is read separately, so that an invalid or missing
-    setting does not hide the others."""
+    """Return all settings of a section with their values, except secrets. Each is read separately, so that an invalid
+    or missing setting does not hide the others."""
     problems: dict[str, tuple[str, Any]] = {}
     values: dict[str, Any] = {}
     try:
@@ -219,8 +221,8 @@ def find(section: type[Section]) -> list[ResolvedSetting]:
 
 
 def field_of(section: type[Section], place: tuple[Any, ...]) -> str:
-    """Return the name of the field in an error of pydantic. place: the error's location, which in some errors is the
-    variable's name."""
+    """Return the name of the field that an error of pydantic is about. `place`: the error's location, which in some
+    errors is the name of a variable."""
     name = str(place[0]) if place else "?"
     for field in section.model_fields:
         if name == field or name.upper() in variables(section, field):
@@ -229,6 +231,6 @@ def field_of(section: type[Section], place: tuple[Any, ...]) -> str:
 
 
 def reason_of(detail: Any) -> str:
-    """Return pydantic's reason why a value is invalid, as text that can follow the value."""
+    """Return pydantic's reason why a value is invalid, worded so that it can follow the value."""
     reason = str(detail["msg"]).removeprefix("Value error, ")
     return "it " + reason.removeprefix("Input ") if reason.startswith("Input ") else reason

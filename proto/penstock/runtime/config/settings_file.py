@@ -39,32 +39,32 @@ VARIABLE = "PENSTOCK_CONFIG"
 CLUSTER = "cluster"
 TABLES = (CLUSTER, "coordinator", "worker", "client", "up")
 MAX_FILE = 1 << 20
-"""Largest size of a settings file in bytes. A larger file was named by mistake."""
+"""Largest size of a settings file in bytes. A larger file must have been named by mistake."""
 _HEAD = re.compile(r"\s*\[\s*([\w-]+)\s*\]")
 _KEY = re.compile(r"""\s*(?:([\w-]+)\s*\.\s*)?["']?([\w-]+)["']?\s*=""")
 
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """Parsed content of a settings file."""
+    """Content of a settings file, parsed."""
 
     path: Path
     tables: Mapping[str, Mapping[str, Any]]
     lines: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """(section, key) -> line number of the key, from 1."""
+    """(section, key) -> number of the line with the key, from 1."""
 
     def where(self, table: str, key: str = "") -> str:
-        """Return "FILE:LINE" of a section or key, or only the file's name if the line is unknown."""
+        """Return "FILE:LINE" of a key, or of a section without `key`; only the file's path if the line is unknown."""
         line = self.lines.get((table, key))
         return f"{self.path}:{line}" if line else str(self.path)
 
     def resolved(self, path: str) -> str:
-        """Return the absolute path for a path in the file, which is relative to the file's folder."""
+        """Return a path that the settings file contains as an absolute path. It is relative to the file's folder."""
         return os.path.join(self.path.absolute().parent, os.path.expanduser(path)) if path else path
 
     def check(self, table: str, known: Collection[str], foreign: Mapping[str, str] | None = None) -> None:
-        """Raise InvalidArgumentError if a section has an unknown key. known: allowed keys. foreign: key -> reason why
-        the key is not allowed in this section."""
+        """Raise InvalidArgumentError if a section has a key that is not in `known`. `foreign`: key -> reason why it is
+        not allowed in this section, for the message."""
         for key in self.tables.get(table, {}):
             if key in known:
                 continue
@@ -76,17 +76,16 @@ class SettingsFile:
 
 
 def likely(name: str, known: Collection[str]) -> str:
-    """Return the last part of an error message about an unknown name: the most similar known name, or all known
-    names."""
+    """Return the end of a message about an unknown name: the known name that is most similar, or all known names."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else f" (there are {', '.join(sorted(known))})"
 
 
 def read_settings_file() -> SettingsFile | None:
-    """Return the settings file of this process; None if there is none.
+    """Return the settings file of this process; None if it has none.
 
-    Raises InvalidArgumentError if the file was named explicitly and is missing, or if it is unreadable, invalid, or
-    writable by other users.
+    Raises InvalidArgumentError if a file was named explicitly and does not exist, or if the file is unreadable,
+    invalid, or writable by other users.
     """
     named = os.environ.get(VARIABLE, "")
     if named:
@@ -128,10 +127,10 @@ def _read(path: Path) -> SettingsFile:
         text = raw.decode()
         found = tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidArgumentError(f"the settings file {path} must be TOML: {error}") from error
+        raise InvalidArgumentError(f"the settings file {path} must be TOML: {error}. Correct the file") from error
     except RecursionError:  # without its long traceback
         raise InvalidArgumentError(
-            f"the settings file {path} cannot be read as TOML: its brackets are nested too deep"
+            f"the settings file {path} cannot be read as TOML: its brackets are nested too deep. Correct the file"
         ) from None
     return _checked(SettingsFile(path, found, _lines(text)))
 
@@ -177,8 +176,8 @@ def _checked(file: SettingsFile) -> SettingsFile:
 
 
 def _lines(text: str) -> dict[tuple[str, str], int]:
-    """Return the line numbers of sections and keys, which tomllib does not report. Numbers after a multi-line string
-    may be wrong."""
+    """Return (section, key) -> line number for the text of a settings file, which tomllib does not report. Numbers
+    after a multi-line string may be wrong."""
     table, lines = "", dict[tuple[str, str], int]()
     for number, line in enumerate(text.splitlines(), 1):
         if head := _HEAD.match(line):
@@ -190,13 +189,13 @@ def _lines(text: str) -> dict[tuple[str, str], int]:
 
 
 def token_file_of_settings() -> str:
-    """Return the path of the token file that is named in the settings file; "" if none is named. Raises
+    """Return the path of the token file that the settings file names; "" if it names none. Raises
     InvalidArgumentError."""
     file = read_settings_file()
     named = file.tables.get(CLUSTER, {}).get("token_file", "") if file else ""
     if not isinstance(named, str):
         assert file is not None
         raise InvalidArgumentError(
-            f"{file.where(CLUSTER, 'token_file')}: token_file must be the path of a file, in quotes"
+            f"{file.where(CLUSTER, 'token_file')}: token_file must be the path of a file, in quotes, got {named!r}"
         )
     return file.resolved(named) if file and named else ""

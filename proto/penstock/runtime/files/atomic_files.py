@@ -1,4 +1,4 @@
-"""Atomic writes: if the machine stops at any moment, a file exists completely or not at all."""
+"""Atomic writes: if the machine stops at any moment, the file is complete afterwards or does not exist."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ def write_whole(
     The temporary name cannot be guessed, so that no other user can put a link there first. The folder is synced too,
     with the names of all files that were made there before.
 
-    data: the content, or its pieces.
-    mode: permissions of the file; None: the default for new files. sync: False for a file that may be lost in a power
-    failure.
+    data: the content, or an iterator over its pieces. mode: permissions of the file; None: the default for new files.
+    sync: False for a file that may be lost in a power failure.
     """
     temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
     try:
@@ -41,7 +40,7 @@ def write_whole(
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder's entries to disk: the names of files that were made, renamed or deleted there."""
+    """Sync a folder to disk: the names of the files that were made, renamed or deleted there."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

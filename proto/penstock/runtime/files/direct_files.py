@@ -1,4 +1,5 @@
-"""Writing of files from memory past the page cache (O_DIRECT), on filesystems that support O_DIRECT."""
+"""Writing of files directly from memory, without the kernel's page cache (O_DIRECT), where the filesystem supports
+it."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from pathlib import Path
 __all__ = ["write_file"]
 
 CHUNK = 16 << 20
-"""Bytes written in one call: few enough to fit the processor's cache, and enough that few calls are needed."""
+"""Number of bytes written in one call: few enough for the processor's cache, and enough that few calls are needed."""
 
 
 def write_file(
     path: Path, region: memoryview, size: int, *, durable: bool, passing: Callable[[memoryview], None]
 ) -> None:
-    """Write the first `size` bytes of a memory region to a new file. The region is padded to whole pages.
+    """Write the first `size` bytes of a memory region to a new file. The region must be padded to whole pages.
 
-    durable: True to sync the file to disk. passing: function called with each piece before it is written; its exception
-    ends the write.
+    durable: True to sync the file to disk. passing: called with each piece before it is written; its exception ends the
+    write.
     """
     handle = _open(path, direct=durable)
     try:

@@ -8,11 +8,11 @@ __all__ = ["NETWORK", "filesystem"]
 
 NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}
 NETWORK |= {"smbfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "fuse.gcsfuse"}
-"""Types of filesystems, as named in /proc/self/mountinfo, on which SQLite's write-ahead log is not safe."""
+"""Types of network filesystems, as named in /proc/self/mountinfo, on which SQLite's write-ahead log is not safe."""
 
 
 def filesystem(path: Path, mounts: str) -> str:
-    """Return the type of the filesystem that holds `path`. mounts: text of /proc/self/mountinfo."""
+    """Return the type of the filesystem that holds `path`, such as "ext4". `mounts`: text of /proc/self/mountinfo."""
     best, kind = "", ""
     where = str(path.resolve())
     for line in mounts.splitlines():

@@ -1,5 +1,5 @@
-"""Folders that are held by a descriptor, so that operations stay inside the folder even if another user replaces it
-under its name.
+"""Folders that are held by an open descriptor, so that operations stay inside the folder even if another user puts
+something else under its name.
 
 A user who can write to the parent folder may rename a folder of Penstock, and put a link in its place, between two
 operations. An operation by name would then write or delete files in the folder to which the link leads.
@@ -17,11 +17,11 @@ __all__ = ["HeldFolder"]
 
 
 class HeldFolder:
-    """Folder that is held by an open descriptor until `close`. Raises OSError if the name is a link or not a folder."""
+    """Folder that is held by an open descriptor until `close`. Raises OSError if the name leads to a link or a file."""
 
     def __init__(self, name: Path) -> None:
         self.name = name
-        """Name by which the folder was opened."""
+        """Path by which the folder was opened."""
         try:
             self._fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError:
@@ -29,11 +29,11 @@ class HeldFolder:
                 errno.ENOTDIR, "the path must be a folder, got a link or a file: move it away", str(name)
             ) from None
         self.path = Path(f"/proc/self/fd/{self._fd}")
-        """Path of the folder through its descriptor, for functions that take paths; valid even after the folder is
+        """Path of the folder through its descriptor, for functions that take paths. It stays valid if the folder is
         renamed."""
 
     def is_at(self, name: Path) -> bool:
-        """Return whether a path leads to this folder."""
+        """Return whether the path `name` leads to this folder now."""
         try:
             found = os.lstat(name)
         except OSError:
@@ -41,7 +41,7 @@ class HeldFolder:
         return os.path.samestat(found, os.fstat(self._fd))
 
     def named(self, text: str) -> str:
-        """Return a text in which the descriptor's path is replaced by the folder's name, for messages to people."""
+        """Return a text, for people, in which the path through the descriptor is replaced by the folder's name."""
         return text.replace(str(self.path), str(self.name))
 
     def close(self) -> None:

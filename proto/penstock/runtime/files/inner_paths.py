@@ -20,7 +20,8 @@ _HELD = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-    """Open the folder that holds a file below `root`. Yield its descriptor, for `dir_fd`, and the file's name in it.
+    """Open the folder that holds a file below `root`. Yield the folder's descriptor, for `dir_fd`, and the file's name
+    in it.
 
     root: the top folder. Its own path may contain links. name: path of the file below root, without "..". make: create
     the folders between root and the file.
@@ -38,7 +39,9 @@ def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tu
                 below = os.open(folder, _HELD | os.O_NOFOLLOW, dir_fd=held)
             except NotADirectoryError:
                 where = os.path.join(root, *folders[:number])
-                raise OSError(errno.ENOTDIR, "the path must be a folder, got a link or a file", where) from None
+                raise OSError(
+                    errno.ENOTDIR, "the path must be a folder, got a link or a file: move it away", where
+                ) from None
             os.close(held)
             held = below
         yield held, last
@@ -47,13 +50,13 @@ def parent_of(root: str | Path, name: str, *, make: bool = False) -> Iterator[tu
 
 
 def unlink_below(root: str | Path, name: str) -> None:
-    """Remove a file below a folder. Raises OSError as `parent_of` does, and if the file does not exist."""
+    """Remove a file below a folder. Raises OSError if a folder on the way is a link, or if the file does not exist."""
     with parent_of(root, name) as (folder, last):
         os.unlink(last, dir_fd=folder)
 
 
 def is_strange_link(path: str | Path) -> bool:
-    """Return whether a path is a link that belongs to neither this user nor root."""
+    """Return whether a path is a link that neither this user nor root has made."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -62,8 +65,8 @@ def is_strange_link(path: str | Path) -> bool:
 
 
 def refuse_strange_links(path: Path) -> None:
-    """Raise OSError if a path leads through a link that another user put into a folder where all users may create
-    names, such as /tmp. Such a link may replace a folder of Penstock. Linux makes the same check with
+    """Raise OSError if a path leads through a link that another user has put into a folder where all users may create
+    names, such as /tmp. Such a link may stand in place of a folder of Penstock. Linux itself makes this check with
     fs.protected_symlinks=1."""
     path = path.absolute()
     for part in [*reversed(path.parents), path]:

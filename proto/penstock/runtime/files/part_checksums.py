@@ -1,4 +1,4 @@
-"""Checksums of a file and of its parts, so that a part can be verified without reading the rest."""
+"""Checksums of a file and of its sections (parts), so that a section can be verified without reading the rest."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import xxhash
 __all__ = ["PartHasher"]
 
 PIECE = 1 << 20
-"""Bytes hashed at a time, first for the file and then for its part, while the bytes are in the processor's cache."""
+"""Number of bytes that are hashed twice, for the file and for its section, while they are in the processor's cache."""
 
 
 class PartHasher:
-    """Hasher that computes the checksums of a file and of each of its parts in one pass."""
+    """Hasher that computes the checksums of a file and of each of its sections in one pass."""
 
     def __init__(self, parts: list[int]) -> None:
-        """Start a file. parts: offset of each part in bytes."""
+        """Begin a file. `parts`: offset at which each section begins, in bytes."""
         self._parts = parts
         self._all = xxhash.xxh3_128()
         self._part = xxhash.xxh3_64()
@@ -43,8 +43,8 @@ class PartHasher:
         self._part = xxhash.xxh3_64()
 
     def digests(self) -> tuple[str, str]:
-        """Return the checksum of the file, and those of its parts as text, in the form of
-        checkpoint_files.CheckpointFile."""
+        """Return the checksum of the file, and those of its sections as text, in the form of
+        checkpoint_files.CheckpointFile.parts."""
         if self._parts:
             self._next()
         parts = zip(self._parts, self._digests, strict=True)

@@ -22,14 +22,14 @@ __all__ = ["PrivateFolder"]
 
 MARK = ".penstock-temporary"
 LONGEST_BASE = 36
-"""Longest path of the parent folder in bytes. The path of a Unix socket has at most 107 bytes, of which multiprocessing
-needs 40."""
+"""Largest number of bytes of the parent folder's path. The path of a Unix socket has at most 107 bytes, of which
+multiprocessing needs 40."""
 
 
 class PrivateFolder:
-    """New folder with mode 0700 in the temporary folder. Raises OSError if the folder cannot be made.
+    """New folder with mode 0700 in the system's temporary folder. Raises OSError if it cannot be made.
 
-    The temporary folder is TMPDIR, or /tmp if names of sockets below TMPDIR would be too long.
+    The temporary folder is TMPDIR, or /tmp if the paths of sockets below TMPDIR would be too long.
 
     A child process can share the folder if it gets the path and the descriptor. The folder stays locked until both
     processes have closed it, and the first to close removes it.
@@ -51,7 +51,7 @@ class PrivateFolder:
 
     @classmethod
     def shared(cls, fd: int) -> Self:
-        """Return the folder of the parent process, whose descriptor this process has inherited."""
+        """Return the private folder of the parent process, whose descriptor `fd` this process has inherited."""
         folder = cls.__new__(cls)
         folder._pid, folder._fd = os.getpid(), fd
         folder.path = Path(os.readlink(f"/proc/self/fd/{fd}"))
@@ -62,7 +62,7 @@ class PrivateFolder:
         return self._fd
 
     def close(self) -> None:
-        """Remove the folder. Does nothing if called again, and in a forked child."""
+        """Remove the folder and its content. Do nothing if called again, or in a forked child."""
         if self._fd < 0 or os.getpid() != self._pid:
             return
         with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ def _base() -> Path:
 
 
 def _sweep(base: Path, prefix: str) -> None:
-    """Remove private folders of this user that were left by processes that no longer exist."""
+    """Remove private folders that processes of this user which no longer exist have left in `base`."""
     for name in os.listdir(base):
         if name.startswith(prefix):
             with contextlib.suppress(OSError):
@@ -101,7 +101,7 @@ def _remove_if_left(base: Path, name: str) -> None:
 
 
 def _remove(base: Path, name: str, fd: int) -> None:
-    """Remove the contents of the folder with descriptor `fd`, the mark last. Then remove the folder, if its name still
+    """Remove the content of the folder with descriptor `fd`, its mark last. Then remove the folder, if its name still
     leads to it."""
     for entry in sorted(os.listdir(fd), key=lambda entry: entry == MARK):
         try:

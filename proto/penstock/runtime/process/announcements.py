@@ -32,25 +32,25 @@ from penstock.runtime.process.identity import Identity
 __all__ = ["Announcement", "accepts", "announce", "announced", "withdraw"]
 
 MAX_FILE = 64 << 10
-"""Largest size of an announcement in bytes."""
+"""Largest size of an announcement's file in bytes."""
 CONNECT_S = 0.5
-"""Longest wait for the connection to a coordinator on another machine, in seconds."""
+"""Longest time in seconds for connecting to a coordinator on another machine."""
 SUFFIX = ".json"
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """Coordinator that this user runs on this machine, or of a fleet that this user started from this machine."""
+    """Coordinator that this user runs on this machine, or that belongs to a fleet which this user started from here."""
 
     what: str
     """Kind of coordinator: "embedded" (in a training job), or "fleet" (of `penstock up`)."""
     name: str
-    """Name of the embedded appliance's job, or of the fleet."""
+    """Name of the training job with the embedded coordinator, or of the fleet."""
     address: str
     token_file: str
     """Path of a file with a token of the role admin."""
     folder: str
-    """Folder of the announcing process, which distinguishes its announcement from others."""
+    """Folder of the process that made the announcement. It tells this announcement from others."""
     tls: Mapping[str, str] = field(default_factory=dict)
     """Settings that a caller needs for TLS: tls_ca, tls_name."""
     owner: Identity | None = None
@@ -58,7 +58,8 @@ class Announcement:
 
     @property
     def is_live(self) -> bool:
-        """True if the coordinator's process runs, or if its address accepts connections."""
+        """True if the coordinator's process runs; for a coordinator on another machine, if its address accepts
+        connections."""
         if self.owner is None:
             return accepts(self.address)
         process = self.owner.open()
@@ -73,8 +74,8 @@ class Announcement:
 
 
 def announce(one: Announcement) -> None:
-    """Write the announcement, in place of an earlier announcement with the same folder. Raises OSError if the file
-    cannot be written."""
+    """Write an announcement, in place of an earlier one with the same `folder`. Raises OSError if the file cannot be
+    written."""
     problem: OSError | None = None
     for path in _folders():
         try:
@@ -91,13 +92,13 @@ def announce(one: Announcement) -> None:
 
 
 def withdraw(folder: str) -> None:
-    """Remove the announcement with this folder, if there is one."""
+    """Remove the announcement whose `folder` is this one, if it exists."""
     for held in _existing():
         _remove(held, _name(folder))
 
 
 def announced() -> list[Announcement]:
-    """Return the announcements of live coordinators, sorted by name. Remove the files of processes that have ended."""
+    """Return the announcements of coordinators that run, sorted by name. Remove those of processes that have ended."""
     found: dict[str, Announcement] = {}
     for folder in _existing():
         for name in sorted(os.listdir(folder.path)):
@@ -115,20 +116,24 @@ def announced() -> list[Announcement]:
 
 
 def _parsed(data: bytes) -> Announcement:
-    """Return the announcement in a file. Raises ValueError, TypeError, KeyError, AttributeError."""
+    """Return the announcement in a file's content. Raises ValueError, TypeError, KeyError, AttributeError for other
+    content."""
     read = json.loads(data)
     owner = read["owner"]
     texts = {name: read[name] for name in ("what", "name", "address", "token_file", "folder")}
     tls = dict(read["tls"])
     if not all(isinstance(text, str) for text in (*texts.values(), *tls, *tls.values())):
-        raise TypeError("the values of an announcement must be texts")
+        raise TypeError("the values of an announcement must be texts: remove the file, and start the coordinator again")
     if owner is not None and not (type(owner["pid"]) is type(owner["started"]) is int and owner["pid"] > 0):
-        raise TypeError("the process of an announcement must have integers as pid (> 0) and started")
+        raise TypeError(
+            "the process of an announcement must have integers as pid (> 0) and started: remove the file, and start "
+            "the coordinator again"
+        )
     return Announcement(**texts, tls=tls, owner=None if owner is None else Identity(**owner))
 
 
 def _folders() -> list[Path]:
-    """Return the folders in which announcements may be, the preferred one first."""
+    """Return the folders in which announcements may be. The first one that can be used gets new announcements."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     own = [Path(base) / "penstock"] if os.path.isabs(base) else []
     return [*own, Path("/tmp") / f"penstock-run-{os.geteuid()}"]
@@ -136,8 +141,8 @@ def _folders() -> list[Path]:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[HeldFolder]:
-    """Hold a folder of announcements open. Raises OSError if the folder is missing, or if others could have written to
-    it."""
+    """Open a folder of announcements and hold it by its descriptor. Raises OSError if it does not exist, or if others
+    could have written to it."""
     with HeldFolder(path) as folder:
         found = os.stat(folder.path)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
@@ -164,7 +169,7 @@ def _name(folder: str) -> str:
 
 
 def accepts(address: str) -> bool:
-    """Return whether a process accepts connections at HOST:PORT, within CONNECT_S seconds."""
+    """Return whether a process accepts a connection at HOST:PORT within CONNECT_S seconds."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()

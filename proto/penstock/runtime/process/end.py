@@ -1,4 +1,4 @@
-"""Ending of child processes together with the processes that they started, and texts about how a process ended."""
+"""Ending of child processes together with the processes that they started, and texts that say how a process ended."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = [
 
 
 def kill_child(pid: int) -> None:
-    """Kill a child of this process, which must not be reaped yet, so that its process id cannot have been reused."""
+    """Kill a child of this process. It must not be reaped yet, so that its process id cannot have been reused."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process group: its leader, which must not be reaped yet, and all processes that the leader has started in
-    the group."""
+    """Kill a process group: its leader `pid`, which must not be reaped yet, and all processes that the leader has
+    started in the group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a child of this process has ended, without reaping it."""
+    """Return whether a child of this process has ended. The child is not reaped."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -42,7 +42,7 @@ def reap(pid: int, *, group: bool = True) -> int:
     """Wait for the end of a child that leads a process group, and return its exit status. A negative status is minus
     the number of the signal that killed it.
 
-    group: also kill the processes left in the child's group.
+    group: also kill the processes that are left in the child's group.
     """
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     if group:
@@ -51,15 +51,15 @@ def reap(pid: int, *, group: bool = True) -> int:
 
 
 def reap_orphan(pid: int) -> bool:
-    """Reap an orphan that has become a child of this process, if it has ended. Return True if it was reaped."""
+    """Reap an orphan that has become a child of this process, if it has ended. Return whether it was reaped."""
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] != 0
     return False
 
 
 def zombie_status(pid: int) -> tuple[bool, int | None]:
-    """Return (True if a process has ended and is not reaped yet, its exit status or None if the kernel does not show
-    the status). For children of another process."""
+    """Return whether a process has ended and is not reaped yet, and its exit status; None if the kernel does not show
+    the status, and for a process that runs. For children of another process."""
     fields = stat_of(pid)
     try:
         return (True, os.waitstatus_to_exitcode(int(fields[-1]))) if fields[0] == "Z" else (False, None)
@@ -68,7 +68,7 @@ def zombie_status(pid: int) -> tuple[bool, int | None]:
 
 
 def exit_words(status: int) -> str:
-    """Return a text about how a process ended: "was killed by SIGTERM", "exited with status 3".
+    """Return a text that says how a process ended: "was killed by SIGTERM", "exited with status 3".
 
     status: exit status, or minus the number of the signal that killed the process.
     """
@@ -76,7 +76,8 @@ def exit_words(status: int) -> str:
 
 
 def describe_exit(status: int | None) -> str:
-    """Return a text about how a process that runs user code ended, with the likely cause. status: None if unknown."""
+    """Return a text that says how a process that runs user code ended, with the likely cause. `status`: as in
+    `exit_words`; None if unknown."""
     if status is None:
         return "died of an unknown cause (its parent process does not answer)"
     how = exit_words(status)

@@ -1,4 +1,4 @@
-"""Protection of Penstock's processes from their forked children.
+"""Protection of Penstock's processes from children that user code forks in them.
 
 A fork copies the process but shares its sockets, rings and progress pages. A child that uses them disturbs its parent:
 it receives frames that the parent waits for, writes batches into the parent's ring, reports the parent's position.
@@ -40,26 +40,26 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 strayed = False
-"""True in a process that user code in a runner or helper process has forked."""
+"""True in a process that user code has forked in a runner or helper process."""
 _hosts_user_code = False
 
 
 class _Kept(Protocol):
     def forked(self) -> None:
-        """Disconnect this object from the parent process. Called in a forked child."""
+        """Disconnect this object from the parent process. This is called in a forked child."""
 
 
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep(thing: _Kept) -> None:
-    """Register an object to be disconnected in children that are forked from now on. A child's own children do not
-    disconnect the object again."""
+    """Register an object, so that it is disconnected in children that are forked from now on. A child's own children do
+    not disconnect it again."""
     _kept.add(thing)
 
 
 def host_user_code() -> None:
-    """Mark this process as one that runs user code. A child that user code forks must then not return to Penstock's
+    """Mark this process as one that runs user code. A child that user code forks then ends if it returns to Penstock's
     code."""
     global _hosts_user_code
     _hosts_user_code = True
@@ -67,8 +67,8 @@ def host_user_code() -> None:
 
 @contextlib.contextmanager
 def hosting(*things: _Kept) -> Iterator[None]:
-    """Register objects to be disconnected in children that are forked inside the block. Children that are forked later
-    may use the objects."""
+    """Register objects, so that they are disconnected in children that user code forks inside the block. Children that
+    are forked later may use the objects."""
     global _hosts_user_code
     before, _hosts_user_code = _hosts_user_code, True
     for thing in things:
@@ -129,7 +129,7 @@ def unshare(memory: mmap.mmap, fd: int) -> None:
 
 
 class OwnerProcess:
-    """Process that owns an object. Forked children of the process must not use the object."""
+    """Process in which an object was made. Forked children of this process must not use the object."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -139,8 +139,8 @@ class OwnerProcess:
         return os.getpid() == self.pid
 
     def check(self, what: str) -> None:
-        """Raise ForkedProcessError if this is not the owner process. what: the object and the operation, for the
-        message."""
+        """Raise ForkedProcessError if this is another process than the object's. `what`: the object and its use, for
+        the message, such as "the connection to the coordinator"."""
         if not self.is_here:
             raise self.error(what)
 

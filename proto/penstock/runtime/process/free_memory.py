@@ -1,4 +1,4 @@
-"""Free memory for a process: the free memory of the machine or of the process's control group, whichever is less."""
+"""Free memory for a process: that of the machine, or what the process's control group leaves, whichever is less."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int:
-    """Return the number of bytes that can be allocated before the kernel kills a process. Without /proc, return a huge
-    number.
+    """Return the number of bytes that can still be allocated before the kernel kills a process; a huge number without
+    /proc.
 
-    The result is the machine's `MemAvailable`, or what is left of the limit of this process's control groups (version
-    2), whichever is less. File pages that a group can drop count as free, as they do for the machine.
+    It is the machine's `MemAvailable`, or what is left of the limit of this process's control groups (version 2),
+    whichever is less. File pages that a group can drop count as free, as they do for the machine.
     """
     return min([_of_machine(), *map(_of_group, _own_groups())])
 
@@ -32,7 +32,7 @@ def _of_machine() -> int:
 
 
 def _own_groups() -> list[Path]:
-    """Return the control group of this process and the groups above it, as far as this process can read them."""
+    """Return the control group of this process and the groups above it; none if this process cannot read its group."""
     try:
         path = next(line[3:] for line in OWN_GROUP.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):

@@ -1,5 +1,5 @@
-"""Identity of a process, to record on disk. Another command can find the process by its identity later, even if the
-process id was reused."""
+"""Identity of a process, to be recorded on disk. Another command can later find out whether the same process still
+runs, even if the process id was reused."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["Identity"]
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a process: its id and its start time. A later process with the same id has another identity."""
+    """Identity of a process: its id, and its start time, which a later process with the same id does not share."""
 
     pid: int
     started: int
-    """Start time of the process, in clock ticks since boot."""
+    """Start time of the process, in clock ticks since the machine's boot."""
     boot: str
 
     @classmethod
     def of(cls, pid: int) -> Identity:
-        """Return the identity of a live process. Raises ProcessLookupError if the process does not exist."""
+        """Return the identity of a process that runs. Raises ProcessLookupError if it does not exist."""
         fields = stat_of(pid)
         if not fields:
             raise ProcessLookupError(f"process {pid} does not exist")
         return cls(pid, int(fields[19]), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
 
     def open(self) -> Process | None:
-        """Return the process, which the caller must close; None if it has ended."""
+        """Return the process, for watching and signals; None if it has ended. The caller must close it."""
         try:
             process = Process(self.pid)
         except ProcessLookupError:

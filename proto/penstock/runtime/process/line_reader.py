@@ -1,4 +1,4 @@
-"""Reader of lines from another process, by a pipe or a socket, with a deadline on every wait."""
+"""Reader of lines that another process writes to a pipe or socket. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ READ_BYTES = 1 << 16
 
 
 class LineReader:
-    """Reader that splits the bytes of a descriptor into lines. For a blocking descriptor, call `read` only when it is
+    """Reader that splits the bytes from a descriptor into lines. If the descriptor blocks, call `read` only when it is
     readable."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.rest = b""
-        """Bytes after the last complete line."""
+        """Bytes received after the last complete line."""
         self.ended = False
-        """True once the other side has closed its end."""
+        """True once the other process has closed its end."""
 
     def fileno(self) -> int:
         return self._fd
 
     def read(self) -> list[bytes]:
-        """Read once, and return the lines that are complete now."""
+        """Read once, and return the lines that are complete after that, without their line breaks."""
         try:
             data = os.read(self._fd, READ_BYTES)
         except BlockingIOError:
@@ -40,12 +40,12 @@ class LineReader:
         return lines
 
     def line(self, timeout_s: float) -> bytes | None:
-        """Wait for the next line, and return the line; None if the other side has closed its end. Raises TimeoutError
-        after `timeout_s` seconds."""
+        """Wait for the next line, and return it; None if the other process has closed its end. Raises TimeoutError if
+        neither happens within `timeout_s` seconds."""
         until = time.monotonic() + timeout_s
         while not self.ended:
             if not readable(self._fd, until - time.monotonic()):
-                raise TimeoutError
+                raise TimeoutError(f"the other process wrote no line within {timeout_s:g} s: look at its log")
             if lines := self.read():
                 self.rest = b"\n".join([*lines[1:], self.rest])
                 return lines[0]
@@ -53,7 +53,7 @@ class LineReader:
 
 
 class LinePipe(LineReader):
-    """Pipe for a child process to write to. Both ends are closed on exec, and the reading end does not block."""
+    """Pipe to which a child process writes. Both ends are closed on exec, and the reading end does not block."""
 
     def __init__(self) -> None:
         super().__init__(-1)
@@ -72,7 +72,7 @@ class LinePipe(LineReader):
         self.close()
 
     def close(self) -> None:
-        """Close both ends."""
+        """Close both ends of the pipe. A second call does nothing."""
         if self._fd >= 0:
             self.theirs.close()
             os.close(self._fd)

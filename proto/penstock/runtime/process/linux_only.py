@@ -1,5 +1,5 @@
-"""Check of the operating system. Importing this module raises ImportError on a system other than Linux, before other
-code of Penstock fails there."""
+"""Check of the operating system. Importing this module raises ImportError if the system is not Linux, before other code
+of Penstock fails there."""
 
 from __future__ import annotations
 

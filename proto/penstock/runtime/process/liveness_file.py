@@ -1,10 +1,11 @@
-"""Liveness file of a worker daemon: a small file with the times of its last heartbeat rounds, for liveness probes.
+"""Liveness file of a worker daemon: a small file with the times of its last heartbeat rounds. A liveness probe (a
+command that Kubernetes, for example, runs to see whether the daemon works) reads it.
 
 A probe cannot call a worker, which listens for lanes only, and a process that exists may hang. So after each heartbeat
-round the daemon writes the time of that round and the time of the coordinator's last answer. The two times need
-different actions. If rounds no longer end, the daemon hangs and must be restarted. If the coordinator does not answer,
-the daemon still serves its lanes, and killing it would turn an outage of the coordinator into an outage of the
-training.
+round (a call to the coordinator, answered or not) the daemon writes the time of that round and the time of the
+coordinator's last answer. The two times need different actions. If rounds no longer end, the daemon hangs and must be
+restarted. If the coordinator does not answer, the daemon still serves its lanes, and killing it would turn an outage of
+the coordinator into an outage of the training.
 
 Times are those of the monotonic clock, which all processes of a machine share and which cannot be set.
 """
@@ -29,16 +30,16 @@ _log = logging.getLogger("penstock.worker")
 
 @dataclass(frozen=True)
 class Liveness:
-    """Ages of the last events in a liveness file, at the time of reading."""
+    """Ages of a daemon's last heartbeat round and of the coordinator's last answer, when the liveness file was read."""
 
     turned_s_ago: float
-    """Seconds since a heartbeat round ended, with or without an answer."""
+    """Seconds since the last heartbeat round ended, with or without an answer."""
     heard_s_ago: float
-    """Seconds since the coordinator answered; infinite if it has never answered."""
+    """Seconds since the coordinator last answered; infinite if it has never answered."""
 
 
 class LivenessWriter:
-    """Writer of the liveness file, used by the daemon. path: "" to write no file."""
+    """Writer of a daemon's liveness file. `path`: "" to write no file."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path) if path else None
@@ -46,7 +47,7 @@ class LivenessWriter:
         self._failed = False
 
     def turned(self) -> None:
-        """Record that a heartbeat round has ended without an answer of the coordinator."""
+        """Record that a heartbeat round has ended without an answer from the coordinator."""
         if self._path is None:
             return
         try:
@@ -58,14 +59,14 @@ class LivenessWriter:
             self._failed = True
 
     def note_answer(self) -> None:
-        """Record that a heartbeat round has ended with an answer of the coordinator."""
+        """Record that a heartbeat round has ended with an answer from the coordinator."""
         self._answered = time.monotonic()
         self.turned()
 
 
 def read_liveness(path: str) -> Liveness:
-    """Return the ages that a daemon's liveness file shows. Raises InvalidArgumentError if the file is missing or
-    invalid."""
+    """Return the ages that a daemon's liveness file shows. Raises InvalidArgumentError if the file cannot be read or
+    has other content."""
     try:
         turned, answered = map(float, read_plain(path, LONGEST).split())
     except OSError as error:
@@ -74,7 +75,7 @@ def read_liveness(path: str) -> Liveness:
         ) from error
     except ValueError as error:
         raise InvalidArgumentError(
-            f"{path} must be a worker's liveness file: pass the path in the worker's --liveness-file"
+            f"{path} must be a worker's liveness file, got other content: pass the path in the worker's --liveness-file"
         ) from error
     now = time.monotonic()
     return Liveness(now - turned, now - answered)

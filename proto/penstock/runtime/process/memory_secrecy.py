@@ -10,7 +10,7 @@ _PR_SET_DUMPABLE = 4
 
 
 def keep_memory_private() -> None:
-    """Forbid other processes of this user, except root's, to trace this process or to read its memory, environment or
+    """Forbid other processes of this user, except root's, to trace this process and to read its memory, environment and
     descriptors.
 
     Programs that this process starts by exec are not protected. Core dumps are disabled too.

@@ -19,11 +19,11 @@ __all__ = ["enter", "why_not_whole"]
 
 _PR_SET_NO_NEW_PRIVS = 38
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446
-"""Numbers of Landlock's system calls, the same on all architectures."""
+"""Numbers of Landlock's system calls, which are the same on all architectures."""
 _VERSION = 1
 _SCOPE_SIGNAL = 1 << 1
 SCOPES_SINCE = 6
-"""First version of Landlock that can restrict signals (scopes): that of Linux 6.12."""
+"""First version of Landlock that can restrict signals (by scopes): that of Linux 6.12."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,7 +37,7 @@ class _Ruleset(ctypes.Structure):
 
 
 def why_not_whole() -> str:
-    """Return a text about the part of the sandbox that this kernel does not support; "" if it supports all parts."""
+    """Return a text that says which part of the sandbox this kernel does not support; "" if it supports all parts."""
     version = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
     if version >= SCOPES_SINCE:
         return ""
@@ -46,8 +46,8 @@ def why_not_whole() -> str:
 
 
 def enter() -> None:
-    """Put this process and its later children into a new sandbox, as far as the kernel supports it. This cannot be
-    undone. The process must have a single thread, because other threads would stay outside."""
+    """Put this process and the children that it starts later into a new sandbox, as far as the kernel supports it. This
+    cannot be undone. The process must have only one thread, because other threads would stay outside."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if why_not_whole():
         return

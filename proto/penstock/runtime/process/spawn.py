@@ -27,10 +27,10 @@ TORCHRUN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*"),
 )
-"""Environment variables of torchrun that a training process must not pass on to its child processes: see
+"""Environment variables of torchrun that a training process must not pass on to its child processes, as arguments of
 `environment`."""
 _REAP_S = 1.0
-"""Seconds to wait for another thread that is reaping an ended child at the moment."""
+"""Longest time in seconds to wait for another thread that is just reaping an ended child."""
 
 # Code that runs a program like -m, but without importing its package: see `by_path`.
 _RUN = (
@@ -40,7 +40,7 @@ _RUN = (
 
 
 class _End(Protocol):
-    """Interface of a socket or an end of a pipe that can be passed to a child."""
+    """Socket, or end of a pipe, that can be passed to a child."""
 
     def fileno(self) -> int: ...
 
@@ -48,7 +48,7 @@ class _End(Protocol):
 
 
 class Spawned(Process):
-    """Child process that `spawn` started. On a kernel without pidfds, the end of the child is detected by polling."""
+    """Child process that `spawn` started. On a kernel without pidfds, its end is found by polling."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         try:
@@ -59,12 +59,12 @@ class Spawned(Process):
 
     @property
     def status(self) -> int | None:
-        """Return the exit status of the child, or minus the number of the signal that killed it; None while it runs."""
+        """Exit status of the child, or minus the number of the signal that killed it; None while it runs."""
         return self._popen.poll()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the child has ended, and reap the child. Return False if it has not ended after `timeout_s`
-        seconds; None waits forever."""
+        """Wait until the child has ended, and reap it. Return False if it still runs after `timeout_s` seconds; None
+        waits forever."""
         if self._popen.returncode is None and self.fileno() >= 0:
             if not super().wait(timeout_s):
                 return False
@@ -74,13 +74,13 @@ class Spawned(Process):
         return self._popen.returncode is not None
 
     def result(self) -> int:
-        """Wait without a limit until the child has ended, and return its exit status."""
+        """Wait, without a limit, until the child has ended. Return its exit status."""
         while not self.wait():
             pass
         return self._popen.returncode
 
     def send(self, number: int) -> bool:
-        """Send the child a signal. Return False if it has ended."""
+        """Send the child a signal. Return False if the child has ended."""
         if self.fileno() >= 0:
             return super().send(number)
         self._popen.send_signal(number)
@@ -136,16 +136,17 @@ def spawn(
 
 
 def module(name: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module in a fresh interpreter."""
+    """Return the command that runs a module in a fresh interpreter, with these arguments."""
     return [sys.executable, "-P", "-m", name, *arguments]
 
 
 def by_path(program: Path, *needed: ModuleType) -> list[str]:
-    """Return the command that runs a program of Penstock by its file's path. Append its arguments.
+    """Return the command that runs a program of Penstock, given by the path of its file. Append the program's
+    arguments.
 
-    For programs that must not import torch: `python -m` would import penstock.client, and with it torch. The program
-    imports Penstock and `needed` from the folders from which this process imported them. These folders come last on the
-    path, so that their modules do not hide modules of Python.
+    This is for programs that must not import torch: `python -m` would import penstock.client, and with it torch. The
+    program imports Penstock and `needed` from the folders from which this process imported them. These folders come
+    last on the path, so that their modules do not hide modules of Python.
 
     needed: other packages that the program imports.
     """
@@ -155,8 +156,8 @@ def by_path(program: Path, *needed: ModuleType) -> list[str]:
 
 
 def environment(*without: str) -> dict[str, str]:
-    """Return a copy of this process's environment without the named variables. A name that ends in * matches by
-    prefix."""
+    """Return a copy of this process's environment without the variables that are named. A name that ends in * stands
+    for all variables that begin with the rest of it."""
     prefixes = tuple(name[:-1] for name in without if name.endswith("*"))
     return {name: value for name, value in os.environ.items() if name not in without and not name.startswith(prefixes)}
 

@@ -20,21 +20,20 @@ __all__ = ["name_process", "title_process"]
 
 _PR_SET_NAME = 15
 COMM_BYTES = 15
-"""Longest short name in bytes. The kernel cuts longer names."""
+"""Longest short name of a process in bytes. The kernel cuts longer names."""
 _ARG_START = 48
-"""Index of the field in /proc/self/stat with the address of the arguments; the next field has the address of their
-end."""
+"""Number of the field in /proc/self/stat, from 1, that holds the address of the arguments. The next field holds the
+address of their end."""
 
 
 def name_process(name: str) -> None:
-    """Set the short name of this process, and of threads that it starts later. Call this function in the main
-    thread."""
+    """Set the short name of this process, and of threads that it starts later. Call this in the main thread."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:COMM_BYTES]), 0, 0, 0)
 
 
 def title_process(title: str) -> None:
-    """Set the command line of this process that `ps` shows. A title longer than the present command line is cut. Does
-    nothing if the kernel does not show the address of the command line."""
+    """Set the text that `ps` shows as the command line of this process. A title that is longer than the present command
+    line is cut. Do nothing if the kernel does not show where the command line is."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = (int(fields[number - 3]) for number in (_ARG_START, _ARG_START + 1))

@@ -1,4 +1,4 @@
-"""Watching and signalling of a process by a pidfd, the only reliable sign that a process has ended.
+"""Watching and signalling of a process by a pidfd, the only reliable sign that the process has ended.
 
 The end of the process's sockets and pipes is not reliable, because processes that it forked may hold them open. A
 process id may be reused, while a signal by pidfd never reaches another process. A child that must end with its parent
@@ -29,14 +29,15 @@ __all__ = [
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 PARENT_LOOK_S = 1.0
-"""Seconds between checks whether the parent is alive, if the kernel has no pidfds."""
+"""Seconds between checks whether the parent runs, on a kernel without pidfds."""
 LONGEST_S = 1e6
-"""Longest timeout of poll(2) in seconds. A longer timeout is treated as no timeout."""
+"""Longest timeout of poll(2) in seconds. A longer timeout counts as none."""
 
 
 def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
-    """Wait until one or more descriptors are readable or closed at the other end. Return these descriptors; [] after
-    `timeout_s` seconds; None waits forever. Unlike select(2), this also works for descriptors above 1023."""
+    """Wait until at least one descriptor is readable, or closed at the other end. Return these descriptors; [] if there
+    is none within `timeout_s` seconds; None waits forever. Unlike select(2), this also works for descriptors above
+    1023."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -45,13 +46,12 @@ def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int
 
 
 def readable(fd: int, timeout_s: float | None = None) -> bool:
-    """Wait until a descriptor is readable. Return False if it is not readable after `timeout_s` seconds; None waits
-    forever."""
+    """Wait until a descriptor is readable. Return False if it is not within `timeout_s` seconds; None waits forever."""
     return bool(wait_for_any([fd], timeout_s))
 
 
 class Process:
-    """Watched process, not necessarily a child, until `close` or until this object is dropped.
+    """Process that is watched, not necessarily a child, until `close` or until this object is dropped.
 
     Args:
         pid: the process's id.
@@ -68,12 +68,14 @@ class Process:
 
     @classmethod
     def parent(cls, pid: int) -> Self:
-        """Return the parent of this process. Raises ProcessLookupError if `pid` is not the parent's id, because the
-        parent has ended."""
+        """Return the parent of this process. Raises ProcessLookupError if the parent has ended, so that `pid` is not
+        its id any more."""
         process = cls(pid)
         if os.getppid() != pid:  # the parent ended before it was opened, and its id was reused
             process.close()
-            raise ProcessLookupError(f"the parent of process {os.getpid()} has ended")
+            raise ProcessLookupError(
+                f"the parent of process {os.getpid()} (process {pid}) has ended: end this process too"
+            )
         return process
 
     def __del__(self) -> None:
@@ -97,11 +99,11 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Return whether the process has ended."""
+        """True if the process has ended."""
         return self.wait(0)
 
     def on_end(self, then: Callable[[], object]) -> None:
-        """Let the running event loop call `then` once when the process ends, unless `close` was called."""
+        """Let the running event loop call `then` once when the process ends, unless `close` is called before."""
         import asyncio
 
         loop, pidfd = asyncio.get_running_loop(), self._pidfd
@@ -115,7 +117,7 @@ class Process:
         loop.add_reader(pidfd, ended)
 
     def send(self, number: int) -> bool:
-        """Send the process a signal. Return False if it has ended."""
+        """Send the process a signal. Return False if the process has ended."""
         if self._pidfd < 0:
             return False
         try:
@@ -125,7 +127,7 @@ class Process:
         return True
 
     def kill(self) -> None:
-        """Kill the process. Does nothing if it has ended."""
+        """Kill the process. Do nothing if it has ended."""
         self.send(signal.SIGKILL)
 
     def end(self, grace_s: float, killed_s: float | None = None) -> bool:
@@ -150,8 +152,8 @@ class Process:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the program's name (state, parent, ...); an empty list if the process
-    does not exist."""
+    """Return the fields of /proc/PID/stat after the program's name (state, parent, ...); [] if the process does not
+    exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -162,7 +164,7 @@ def stat_of(pid: int) -> list[str]:
 
 
 def wait_for_parent_end(pid: int) -> None:
-    """Block this thread until the parent of this process has ended. Works also if the kernel has no pidfds."""
+    """Block this thread until the parent of this process, process `pid`, has ended. This works also without pidfds."""
     try:
         with Process.parent(pid) as parent:
             parent.wait()
@@ -172,16 +174,16 @@ def wait_for_parent_end(pid: int) -> None:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Request a signal from the kernel when `parent`, which must be this process's parent, dies. End this process at
-    once if the parent has died already."""
+    """Let the kernel send this process a signal when its parent dies. `parent`: process id that the parent must have.
+    End this process at once if the parent has died already."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def become_subreaper() -> None:
-    """Make this process the new parent of its descendants whose parent dies. Otherwise process 1 would become their
-    parent."""
+    """Make this process the parent of those of its descendants whose own parent dies. Otherwise process 1 would become
+    their parent."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

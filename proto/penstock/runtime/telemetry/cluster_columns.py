@@ -1,4 +1,4 @@
-"""Columns of the tables about a cluster. All displays use the same headings and formats.
+"""Columns of the tables about a cluster, which all displays (`penstock status`, `top`, the dashboard) use.
 
 A display selects columns in its own order. A heading that ends with ">" marks a column of numbers.
 """
@@ -15,7 +15,7 @@ __all__ = ["BOXES", "EVENTS", "RUNS", "SLOTS", "STATES", "WORKERS", "Columns", "
 
 _View = TypeVar("_View")
 Columns = Mapping[str, Callable[[_View], str]]
-"""Heading of a column -> function that formats a row's cell."""
+"""Heading of a column -> function that returns the text of a row's cell."""
 
 RUNS: Columns[RunView] = {
     "run": lambda run: run.run,
@@ -79,6 +79,6 @@ STATES: Columns[StateView] = {
 
 
 def cells(columns: Columns[_View], headings: Iterable[str], rows: Iterable[_View]) -> list[Sequence[str]]:
-    """Return the cells of a table, row by row, for the columns with these headings."""
+    """Return the cells of a table, row by row: for each row, the texts of the columns with these headings."""
     of = [columns[heading] for heading in headings]
     return [tuple(cell(row) for cell in of) for row in rows]

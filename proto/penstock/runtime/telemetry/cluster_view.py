@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 LATELY_S = 600.0
-"""Seconds for which a fault or a lost worker is shown after it happened."""
+"""Seconds for which a fault is counted, and a lost worker shown, after it has happened."""
 PHASES = ("waiting", "starting", "ready", "failed")
 
 Alarm = Literal["", "info", "warn", "bad"]
-"""Urgency of a row in a display. "info" is for conditions that end without action."""
+"""Urgency of a row in a display, from none to "bad". "info" is for a condition that ends without anyone's action."""
 _View = TypeVar("_View")
 
 
@@ -57,7 +57,7 @@ Share = Annotated[float, 4]
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """Worker slot of a box: position in the box's round robin that one worker fills at a time."""
+    """Slot of a box, as a display shows it. (A slot is a logical worker: one worker at a time makes its batches.)"""
 
     run: str
     box: int
@@ -66,7 +66,7 @@ class SlotView:
     target_worker: str | None
     generation: int
     phase: str
-    """Name of the slot's SlotPhase."""
+    """Name of the slot's SlotPhase: WAITING, STARTING, READY or FAILED."""
     queued: int
     batches_per_s: PerSecond
     batch_s: Annotated[float, 6] | None
@@ -84,7 +84,7 @@ class SlotView:
 
     @property
     def remark(self) -> str:
-        """Remark about the slot: its error; else an activity of its runner that takes long; else the reason why it
+        """Remark about the slot, as text: its error; else what its runner is doing, if that takes long; else why it
         moved."""
         said = f"{self.error['name']}: {self.error['message']}" if self.error else self.doing or self.note or ""
         return " ".join(said.split())
@@ -102,13 +102,13 @@ class SlotView:
 
     @property
     def urgency(self) -> tuple[int, float]:
-        """Sort key; the most urgent slot has the largest."""
+        """Sort key of the slot. The most urgent slot has the largest key."""
         return {"READY": 0, "FAILED": 2}.get(self.phase, 1), self.wait_share
 
 
 @dataclass(frozen=True, slots=True)
 class BoxView:
-    """Box of a run."""
+    """Box of a run (a data-parallel rank), as a display shows it."""
 
     run: str
     box: int
@@ -125,7 +125,7 @@ class BoxView:
 
     @property
     def going(self) -> bool:
-        """True if the box's loop takes steps."""
+        """True if the box's loop takes steps: its training process is live, and its epoch has not ended."""
         return self.live and not self.epoch_ended
 
     @property
@@ -139,7 +139,7 @@ class BoxView:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Bottleneck of a run, as text for people."""
+    """What limits the speed of a run (its bottleneck), as text for people."""
 
     kind: str
     input_bound: bool
@@ -174,7 +174,8 @@ _NO_BOX = Finding("", False, "Its training job has ended, or has not reported.",
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """Fetch of a run's state, for a checkpoint or by an operator."""
+    """One request for a run's state, or several for the same step: a checkpoint of the job, or an operator's
+    request."""
 
     step: int
     asker: str
@@ -187,7 +188,7 @@ class StateView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Run of a job. Its rates are those of its live boxes."""
+    """Run of a job, as a display shows it. Its rates are those of its live boxes."""
 
     run: str
     attempt: int
@@ -210,7 +211,7 @@ class RunView:
 
     @property
     def finding(self) -> Finding:
-        """Bottleneck of the run; a finding without a title for a run without a bottleneck."""
+        """Bottleneck of the run; for a run without a live box, a finding that says so."""
         return self.bottleneck or _NO_BOX
 
     @property
@@ -219,7 +220,7 @@ class RunView:
 
     @property
     def figures(self) -> list[str]:
-        """Numbers about the run, as texts. `queued` is the average number of batches that are ready at a slot."""
+        """Figures about the run, as texts. "queued" is the mean number of batches that are ready at a slot."""
         step, slots = min((box.step for box in self.boxes), default=0), self.slots
         queued = sum(slot.queued for slot in slots) / max(1, len(slots))
         return [
@@ -234,7 +235,7 @@ class RunView:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """Worker daemon."""
+    """Worker daemon, as a display shows it."""
 
     worker: str
     live: bool
@@ -264,7 +265,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class EventView:
-    """Event in the coordinator's event log."""
+    """Event (a fault or change) that the coordinator reported."""
 
     kind: str
     fault: bool
@@ -294,7 +295,7 @@ class EventView:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorView:
-    """Coordinator process."""
+    """Coordinator process, as a display shows it."""
 
     address: str
     version: str
@@ -308,12 +309,12 @@ class CoordinatorView:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """View of the whole cluster."""
+    """View of a whole cluster: coordinator, runs, workers and latest events."""
 
     coordinator: CoordinatorView
     recommended_workers: int
     runs: tuple[RunView, ...]
-    """Runs with a live training job first, then other open runs, then ended runs."""
+    """Runs, in the order of displays: those with a live training job, then other open runs, then ended runs."""
     workers: tuple[WorkerView, ...]
     events: tuple[EventView, ...]
     """Latest events, oldest first."""
@@ -324,7 +325,7 @@ class ClusterView:
 
     @property
     def ended(self) -> str:
-        """Sentence with the number of ended runs; "" for 0."""
+        """Sentence that says how many runs have ended; "" if none has."""
         count = len(self.runs) - len(self.open_runs)
         return f"{count} {'run has' if count == 1 else 'runs have'} ended" if count else ""
 
@@ -334,7 +335,7 @@ class ClusterView:
 
     @property
     def totals(self) -> list[tuple[str, str, str, Alarm]]:
-        """Rows (what, count, total or "", alarm) for all open runs together."""
+        """Rows (what, count, total or "", alarm) with the figures of all open runs together."""
         boxes = [box for run in self.open_runs for box in run.boxes]
         slots = Counter(slot.state for box in boxes for slot in box.slots)
         live = [box for box in boxes if box.live]
@@ -353,7 +354,7 @@ class ClusterView:
 
 
 def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
-    """Return the view of a coordinator's status. address: address of the coordinator, as the caller gave it."""
+    """Return the view of a coordinator's status. `address`: the coordinator's address, as the caller gave it."""
     return ClusterView(
         coordinator=_read(CoordinatorView, reply, address=address),
         recommended_workers=reply.recommended_workers,
@@ -364,12 +365,13 @@ def view(reply: pb.StatusReply, address: str = "") -> ClusterView:
 
 
 def _rank(run: RunView) -> int:
-    """Return the place of a run in displays: 0 for a run with a live training job, 1 for another open run, else 2."""
+    """Return the sort key of a run in displays: 0 for a run with a live training job, 1 for another open run, else
+    2."""
     return 2 if not run.open else 0 if any(box.live for box in run.boxes) else 1
 
 
 def worker_view(worker: pb.WorkerStatus) -> WorkerView:
-    """Return the view of a worker's status."""
+    """Return the view of a worker daemon's status."""
     return _read(WorkerView, worker, allow=tuple(worker.allow))
 
 
@@ -402,8 +404,8 @@ def _slot(run: str, box: int, slot: pb.SlotView) -> SlotView:
 
 
 def _read(cls: type[_View], message: Any, **own: Any) -> _View:
-    """Return a view of class `cls` whose fields have the values of the message's fields with the same names. `own`:
-    values for other fields. An empty field becomes None where the view allows it."""
+    """Return a view of class `cls`, whose fields get the values of the message's fields with the same names. `own`:
+    values of other fields. An empty field becomes None where the class allows it."""
     kind: Any = cls
     for name, digits, optional, presence in _plan(kind, message.DESCRIPTOR):
         if name in own:
@@ -419,8 +421,8 @@ def _read(cls: type[_View], message: Any, **own: Any) -> _View:
 
 @cache
 def _plan(kind: Any, descriptor: Any) -> Sequence[tuple[str, int | None, bool, bool]]:
-    """Return (name, number of digits to round to, whether None is allowed, whether the message records its presence) of
-    each field that view and message share."""
+    """Return a tuple for each field that the view's class and the message share: its name, the number of digits to
+    which it is rounded, whether None is allowed, and whether the message records its presence."""
     there, plan = descriptor.fields_by_name, []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if name in there:
@@ -431,5 +433,6 @@ def _plan(kind: Any, descriptor: Any) -> Sequence[tuple[str, int | None, bool, b
 
 
 def as_dict(shown: Any) -> dict[str, Any]:
-    """Return a view as a dict for `--json`; json.dumps(..., default=as_dict) converts the views in it."""
+    """Return a view as a dict, for `--json`. With json.dumps(..., default=as_dict) it is applied to the views inside
+    too."""
     return {name: getattr(shown, name) for name in shown.__slots__}

@@ -14,12 +14,13 @@ from itertools import accumulate
 __all__ = ["CallCounters", "Histogram"]
 
 CALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Bounds of the histograms of call durations in seconds, from a call of an idle coordinator to the longest usual
-deadline. Long polls end within a few seconds."""
+"""Upper bounds of the buckets for durations of calls in seconds, from a call of an idle coordinator to the longest
+usual deadline. Long polls end within a few seconds."""
 
 
 class Histogram:
-    """Histogram of values. Each value is counted at the smallest of `bounds` that is at least as large."""
+    """Histogram: counts of values in buckets. A value is counted in the bucket with the smallest upper bound in
+    `bounds` that is not below the value; larger values have a bucket of their own."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -27,13 +28,13 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def add(self, value: float) -> None:
-        """Count a value at its bound, and add it to the sum."""
+        """Count a value in its bucket, and add it to `sum`."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     @property
     def cumulative(self) -> list[int]:
-        """Return the number of values up to each bound, followed by the number of all values."""
+        """Number of values up to each bound, followed by the number of all values."""
         return list(accumulate(self._counts))
 
 
@@ -42,11 +43,11 @@ class CallCounters:
 
     def __init__(self) -> None:
         self.answered: Counter[tuple[str, str]] = Counter()
-        """Number of calls, by (method, status)."""
+        """(method, status) -> number of calls that were answered with this status."""
         self.seconds: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(CALL_BOUNDS_S))
-        """Durations of calls in seconds, by method."""
+        """Method -> histogram of the durations of its calls, in seconds."""
 
     def add(self, method: str, status: str, seconds: float) -> None:
-        """Count an answered call."""
+        """Count a call of `method` that was answered with the gRPC status `status` after `seconds` seconds."""
         self.answered[method, status] += 1
         self.seconds[method].add(seconds)

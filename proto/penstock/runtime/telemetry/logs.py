@@ -4,7 +4,7 @@ Names, errors and addresses come from peers, and a runner's output comes from us
 screen, forge a line of the log, or fill a disk. So characters that are not printable are escaped, continuation lines
 are indented, and the length of messages is limited. In JSON each record is one line of ASCII.
 
-The subject of a record (run, attempt, box, slot, generation, step, worker) is in attributes of the record (see
+What a record is about (its run, attempt, box, slot, generation, step, worker) is in attributes of the record (see
 `about`), not only in its text. Both formats show these attributes, and a user's own formatter can read them.
 """
 
@@ -34,16 +34,16 @@ __all__ = [
 LONGEST = 32 << 10
 """Largest number of characters in a message. An error with its remote traceback has up to 24 Ki characters."""
 FIELD = 1000
-"""Largest number of characters in a field of a record. A name has up to 200."""
+"""Largest number of characters in an attribute of a record. A name has up to 200."""
 FIELDS = ("run", "attempt", "box", "slot", "generation", "step", "worker")
-"""Attributes of a record that name its subject."""
+"""Names of the attributes that say what a record is about."""
 _IN_TEXT = ("run", "box", "slot", "step")
-"""Attributes that the text format appends unless the message contains them."""
+"""Names of those attributes that the text format appends to a message, unless the message contains them."""
 
 
 def about(**fields: str | int) -> dict[str, str | int]:
-    """Return the argument `extra` of a log call, which names the record's subject. fields: values by the names in
-    FIELDS."""
+    """Return the argument `extra` of a log call, which says what the record is about. `fields`: values by the names in
+    FIELDS. Raises ValueError for another name."""
     unknown = fields.keys() - set(FIELDS)
     if unknown:
         raise ValueError(f"fields of a record must be in {sorted(FIELDS)}, got {sorted(unknown)}")
@@ -51,13 +51,13 @@ def about(**fields: str | int) -> dict[str, str | int]:
 
 
 class SubjectLogger(logging.LoggerAdapter[logging.Logger]):
-    """Logger that adds the same fields (see `about`) to all its records."""
+    """Logger that adds the same attributes (see `about`) to all its records."""
 
     def __init__(self, logger: logging.Logger, **fields: str | int) -> None:
         super().__init__(logger, about(**fields))
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Add the logger's fields to a call's `extra`. Fields of the call itself have priority."""
+        """Add the logger's attributes to the `extra` of a log call. The call's own attributes have priority."""
         assert self.extra is not None
         kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
         return msg, kwargs
@@ -73,20 +73,20 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _says(message: str, name: str, value: str) -> bool:
-    """Return whether the message already names a field's value: a run's name, or a text such as "slot 3"."""
+    """Return whether a message already contains an attribute: the run's name, or a text such as "slot 3"."""
     return value in message if name == "run" else re.search(rf"\b{name} {re.escape(value)}\b", message) is not None
 
 
 def printable(text: str) -> str:
-    """Return the text with all unprintable characters escaped, line breaks included."""
+    """Return a text with all unprintable characters escaped, line breaks included."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def plain(text: str, longest: int = LONGEST) -> str:
-    """Return a peer's text, shortened to `longest` characters and with unprintable characters escaped. Line breaks are
-    kept."""
+    """Return a text from a peer, shortened to `longest` characters, with unprintable characters escaped. Line breaks
+    are kept."""
     return "\n".join(printable(line.replace("\t", "    ")) for line in _cut(text, longest).split("\n"))
 
 
@@ -95,9 +95,9 @@ def _cut(text: str, longest: int = LONGEST) -> str:
 
 
 class RepeatedWarnings:
-    """Rate limit for warnings that unauthenticated peers can cause. One source may cause one warning in `EVERY_S`
-    seconds, and all sources together `AT_ONCE` in that time. Each warning is shortened, and states the number of
-    warnings omitted before it.
+    """Rate limit for warnings that unauthenticated peers can cause. In EVERY_S seconds one source may cause one
+    warning, and all sources together AT_ONCE. Each warning is shortened, and says how many warnings before it were left
+    out.
 
     clock: function that returns a monotonic time in seconds.
     """
@@ -134,15 +134,15 @@ class OneLine(logging.Formatter):
 
 
 def log_lines(form: str, level: int | str) -> None:
-    """Start to log to standard error in the format `form`, with text from peers escaped."""
+    """Log to standard error from now on, in the format `form` (of Python's logging), with text from peers escaped."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine(form))
     logging.basicConfig(level=level, handlers=[handler])
 
 
 class TextLines(OneLine):
-    """Formatter for people, which appends the fields in `_IN_TEXT` to the first line, unless the message already names
-    their values."""
+    """Formatter for people. It appends the attributes in `_IN_TEXT` to a record's first line, unless the message
+    already contains them."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -161,9 +161,9 @@ class TextLines(OneLine):
 
 class JsonLines(logging.Formatter):
     """Formatter for machines. A record is one JSON object on one line: time (UTC, RFC 3339), level, logger, message,
-    pid, and the fields in FIELDS.
+    pid, and the attributes in FIELDS.
 
-    always: further fields that are added to every record of the process.
+    always: further fields, which are added to every record of the process.
     """
 
     def __init__(self, always: Mapping[str, str | int] | None = None) -> None:

@@ -23,13 +23,13 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True)
 class Metric:
-    """Metric in the catalogue. `help`: its text in a scrape and in the documentation."""
+    """Metric that Penstock exports. `help`: its description in a scrape and in the documentation."""
 
     processes: tuple[Process, ...]
     name: str
     kind: Kind
     unit: str
-    """Base unit; "" for a count or another number without a unit."""
+    """Base unit of the values, such as "seconds"; "" for a count or another number without a unit."""
     labels: tuple[str, ...]
     help: str
 
@@ -90,7 +90,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _coordinator("penstock_box_live", "gauge", "", _BOX, "1 if the box's training process renews its lease, else 0."),
     _coordinator("penstock_box_step", "gauge", "", _BOX, "Last step that the box reported."),
-    _coordinator("penstock_box_epoch", "gauge", "", _BOX, "Epoch that it is in."),
+    _coordinator("penstock_box_epoch", "gauge", "", _BOX, "Epoch that the box is in."),
     _coordinator(
         "penstock_box_steps_total", "counter", "", _BOX, "Steps since the attempt was opened: rate() of it is steps/s."
     ),

@@ -13,9 +13,9 @@ import time
 __all__ = ["FILES_S", "Progress"]
 
 TERMINAL_S, LOG_S = 0.5, 10.0
-"""Seconds between two lines of a training loop: on a terminal, and elsewhere."""
+"""Seconds between two lines of progress of a training loop: on a terminal, and elsewhere."""
 FILES_S = 2.0
-"""Seconds between two lines of work on many files, which shows nothing if it is done before."""
+"""Seconds between two lines of progress of work on many files. Work that takes less time shows no line."""
 
 
 class Progress:
@@ -33,13 +33,13 @@ class Progress:
         self._drawn = False
 
     def due(self) -> float:
-        """Return the seconds since the last line if the next line is due, else 0."""
+        """Return the seconds since the last line if it is time for the next one, else 0."""
         passed = time.monotonic() - self._shown_at
         every_s = (TERMINAL_S if self._terminal else LOG_S) if self._every_s is None else self._every_s
         return passed if passed >= every_s else 0.0
 
     def update(self, text: str) -> None:
-        """Show a line if it is due."""
+        """Show a line if it is time for one."""
         if self.due():
             self.show(text)
 
@@ -52,7 +52,7 @@ class Progress:
         self._drawn = True
 
     def finish(self) -> None:
-        """End the display, so that later output does not overwrite the last line on a terminal."""
+        """End the display, so that later output does not overwrite its last line on a terminal."""
         if self._terminal and self._drawn:
             self._write("\n")
         self._drawn = False

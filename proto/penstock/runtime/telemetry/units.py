@@ -7,11 +7,11 @@ import time
 __all__ = ["INPUT_BOUND", "clock", "percent", "rate", "seconds", "size", "topology"]
 
 INPUT_BOUND = 0.05
-"""Share of the time (0 to 1) that a box must wait for data to be called input-bound."""
+"""Share of its time (0 to 1) that a box must wait for data to be called input-bound."""
 
 
 def seconds(value: float) -> str:
-    """Return a duration as text: 0.4 s, 12 s, 3 min, 2.5 h."""
+    """Return a duration in seconds as text: 0.4 s, 12 s, 3 min, 2.5 h."""
     if value < 10:
         return f"{value:.1f} s"
     if value < 120:
@@ -30,7 +30,7 @@ def size(count: int) -> str:
 
 
 def rate(value: float) -> str:
-    """Return steps or batches per second as text: 0.4, 12.3, 4200."""
+    """Return a number of steps or batches per second as text: 0.4, 12.3, 4200."""
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
@@ -40,12 +40,12 @@ def percent(share: float) -> str:
 
 
 def clock(at: float) -> str:
-    """Return a time in seconds since the Unix epoch as a time of day, in this machine's time zone."""
+    """Return the time of day, in this machine's time zone, of a time in seconds since the Unix epoch."""
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def topology(num_boxes: int, num_workers: int) -> str:
-    """Return a job's topology as text: 2 boxes x 1 worker."""
+    """Return the numbers of boxes and of workers per box as text: 2 boxes x 1 worker."""
     boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
     return f"{boxes} x {workers}"

@@ -1,8 +1,8 @@
 """Small web server for pages about a process: for a browser, or for a program that collects metrics.
 
-The server is read-only. Routes take no arguments from the request, so that a request cannot inject any; they run on a
-thread of the server, and their data must be safe to read there. Python's own server is enough for a handful of readers,
-and costs the process one sleeping thread.
+The server is read-only. Routes (the functions that make its pages) take no arguments from the request, so that a
+request cannot inject any; they run on a thread of the server, and their data must be safe to read there. Python's own
+server is enough for a handful of readers, and costs the process one sleeping thread.
 
 Access. On loopback every user of this machine has access, as with the pages of other developer tools. The host name in
 the request must be this machine's, so that a web site cannot reach the pages through the browser (DNS rebinding).
@@ -40,10 +40,10 @@ __all__ = ["Page", "Route", "WebServer"]
 _log = logging.getLogger("penstock.web")
 
 REQUEST_S = 10.0
-"""Deadline in seconds for receiving a request and sending the reply. A slower client is disconnected, so that it does
-not keep a thread."""
+"""Longest time in seconds for receiving a request, and for sending the reply. A slower client is disconnected, so that
+it does not keep a thread."""
 AT_ONCE = 64
-"""Largest number of requests that are processed at a time. Further connections are closed."""
+"""Largest number of requests that are processed at a time. Further connections are closed at once."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -55,7 +55,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Page:
-    """Reply to a request."""
+    """Reply to a request: a page, or a text about an error."""
 
     content_type: str
     body: bytes
@@ -66,7 +66,7 @@ Route = Callable[[], Page]
 
 
 class WebServer:
-    """Web server for the pages in `routes`, which runs from its construction until `close`.
+    """Web server for the pages in `routes`. It runs, on threads of its own, from its construction until `close`.
 
     Args:
         listen: "host:port"; port 0 takes a free one.
@@ -89,7 +89,9 @@ class WebServer:
     ) -> None:
         check_address(listen)
         if socket_path(listen) is not None:
-            raise InvalidArgumentError(f"the address of web pages must be HOST:PORT, got {listen}")
+            raise InvalidArgumentError(
+                f"the address of web pages must be HOST:PORT, got {listen}: name a port instead of a Unix socket"
+            )
         refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
         files = None if tls is None else Renewing(tls.for_server())
         access = _AccessCheck("" if is_local(listen) else tokens, local=is_local(listen))
@@ -106,7 +108,7 @@ class WebServer:
                 "user may use"
             ) from error
         self.address = f"{listen.rpartition(':')[0]}:{self._server.server_address[1]}"
-        """Address on which the server listens, "host:port"."""
+        """Address on which the server listens, "host:port", with the real port."""
         self.url = f"{'https' if files else 'http'}://{self.address}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(None,), name="penstock-web", daemon=True
@@ -115,7 +117,7 @@ class WebServer:
         _listening.add(self._server)
 
     def close(self) -> None:
-        """Stop listening. Requests in progress are not interrupted."""
+        """Stop listening. Requests that are being answered are not interrupted."""
         # The thread sleeps until a connection arrives or the socket is shut down, so that it need not poll.
         self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
@@ -128,7 +130,7 @@ _listening: weakref.WeakSet[_Server] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
-    """Close the server's sockets in a forked child, which has no threads for replies. Otherwise clients would wait
+    """Close the servers' sockets in a forked child, which has no threads to reply. Otherwise clients would wait
     forever, and the port would stay in use."""
     for server in list(_listening):
         server.socket.close()
@@ -139,14 +141,15 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class _AccessCheck:
-    """Check whether a request may read a page."""
+    """Check whether a request may read a page. `local`: whether the server listens on loopback, where no token is
+    needed."""
 
     def __init__(self, tokens: str, *, local: bool) -> None:
         self._tokens = Tokens(tokens) if not local else None
 
     def refuses(self, headers: Message) -> HTTPStatus | None:
-        """Return the HTTP status with which a request is refused; None if it is allowed. Header names ignore case (RFC
-        9110)."""
+        """Return the HTTP status with which a request is refused; None if it may read the page. `headers`: those of the
+        request, whose names ignore case (RFC 9110)."""
         if len(headers.get_all("Host", ())) > 1:  # a proxy may have checked another one of them
             return HTTPStatus.BAD_REQUEST
         if self._tokens is None:
@@ -161,7 +164,8 @@ class _AccessCheck:
 
 
 def _shown(authorization: str) -> str:
-    """Return the token in an Authorization header: a bearer token, or the password from the browser's dialogue."""
+    """Return the token in an Authorization header: a bearer token, or the password of the browser's dialogue; "" for
+    none."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
@@ -177,8 +181,8 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 2 * AT_ONCE
-    """Backlog of connections. With Python's default of 5, further simultaneous connections would have to retry after a
-    second."""
+    """Number of connections that may wait to be accepted. With Python's default of 5, further simultaneous connections
+    would have to retry after a second."""
 
     def __init__(
         self, address: tuple[str, int], routes: Mapping[str, Route], access: _AccessCheck, files: Renewing | None
@@ -202,7 +206,7 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Do the TLS handshake on the request's own thread, so that a slow one does not delay other requests."""
+        """Do the TLS handshake on the thread of this request, so that a slow one does not delay other requests."""
         request.settimeout(REQUEST_S)
         if self._files is None or self._context is None:
             super().finish_request(request, client_address)
@@ -217,7 +221,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Patient(io.RawIOBase):
-    """Reader of a socket with one deadline for all its reads together."""
+    """Reader of a socket. All its reads together must end within REQUEST_S seconds."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._until = sock, time.monotonic() + REQUEST_S

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Collector", "MetricReadings", "cpu_seconds", "in_loop", "metrics_route", "require_prometheus"]
 
 LOOP_DEADLINE_S = 5.0
-"""Seconds within which an event loop must answer a scrape. Prometheus itself waits 10 s."""
+"""Seconds within which the process's event loop must answer a scrape. Prometheus itself waits 10 s."""
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -35,7 +35,7 @@ _Result = TypeVar("_Result")
 
 
 def require_prometheus() -> None:
-    """Raise InvalidArgumentError, with the remedy, if prometheus-client is not installed."""
+    """Raise InvalidArgumentError, with the remedy, if the package prometheus-client is not installed."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
@@ -45,7 +45,7 @@ def require_prometheus() -> None:
 
 
 class MetricReadings:
-    """Values of a process's metrics at one scrape."""
+    """Values of all metrics of a process at one scrape (a reading by Prometheus)."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -53,8 +53,8 @@ class MetricReadings:
         self.add("penstock_build_info", 1, process=process, version=VERSION)
 
     def add(self, name: str, value: float | Histogram, **labels: object) -> None:
-        """Add the value of a metric. name: the metric's name in the catalogue. labels: values of exactly the labels in
-        the catalogue."""
+        """Add the value of a metric. `name`: the metric's name in the catalogue. `labels`: values of exactly those
+        labels that the catalogue lists for it. Raises ValueError for other labels."""
         metric = BY_NAME[name]
         if self._process not in metric.processes or set(labels) != set(metric.labels):
             raise ValueError(
@@ -63,7 +63,7 @@ class MetricReadings:
         self._found[name].append(([str(labels[label]) for label in metric.labels], value))
 
     def families(self) -> Iterator[Family]:
-        """Yield the values as metric families of prometheus-client."""
+        """Yield the values in the form of prometheus-client: one metric family for each metric."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for name, samples in self._found.items():
@@ -85,22 +85,23 @@ class MetricReadings:
 
 
 class Collector:
-    """Collector for prometheus-client's registries, which calls `read` at each scrape, on the scrape's thread."""
+    """Collector for a registry of prometheus-client. It calls `read` at each scrape, on the scrape's thread."""
 
     def __init__(self, read: Callable[[], MetricReadings]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[Family]:
-        """Return the metrics of a scrape."""
+        """Return the values of all metrics, for one scrape."""
         return self._read().families()
 
     def describe(self) -> Iterable[Family]:
-        """Return an empty list. Without this method a registry would make a scrape to learn the metrics' names."""
+        """Return an empty list. Without this method a registry would make a scrape to learn the names of the
+        metrics."""
         return ()
 
 
 def metrics_route(collector: Collector) -> Route:
-    """Return the function for a web page with the process's metrics, including its memory and descriptors.
+    """Return the function that makes the web page of the process's metrics, with its memory and descriptors.
 
     Raises InvalidArgumentError if prometheus-client is not installed.
     """
@@ -115,8 +116,8 @@ def metrics_route(collector: Collector) -> Route:
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Result:
-    """Call `read()` on the thread of an event loop, and return its result to this thread. Only the loop's thread may
-    read the loop's data.
+    """Call `read()` on the thread of an event loop, and return its result to the present thread. Only the loop's own
+    thread may read the loop's data.
 
     Raises DeadlineError if the loop does not call `read` within LOOP_DEADLINE_S.
     """
@@ -136,8 +137,8 @@ def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Re
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the processor time in seconds of some processes and of the children that they have waited for. A process
-    that has ended counts as 0."""
+    """Return the processor time of some processes in seconds, with that of the children that they have waited for. A
+    process that has ended counts as 0."""
     ticks = 0
     for pid in pids:
         try:

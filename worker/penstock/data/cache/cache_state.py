@@ -37,11 +37,16 @@ LONGEST_PAUSE_S = 0.02
 
 
 class CacheState:
-    """Locks and records in the state folder of one cache, as one process uses them."""
+    """Locks and records in the state folder of one cache, as one process uses them. A *key* is the file name that
+    stands for a shard there."""
 
     def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
-        """
+        """Store the settings, without touching the folder.
+
         Args:
+            folder: the cache's folder.
+            remote: where the files come from; None: `folder` is the dataset itself.
+            timeout_s: seconds that a user of the cache waits for a file; named in errors.
             group: ID of the Unix group whose members share `folder`; None: the folder belongs to this user alone.
         """
         self.root = str(folder)
@@ -59,7 +64,7 @@ class CacheState:
         self._prepared = False
 
     def prepare(self) -> None:
-        """Make the state folder, and remove what dead processes left in it."""
+        """Make the state folder, and remove what dead processes left in it. Do so once; later calls do nothing."""
         if self._prepared:
             return
         try:
@@ -69,7 +74,8 @@ class CacheState:
                 self._sweep(state)
         except OSError as error:
             raise ShardUnavailableError(
-                f"the cache folder {self.root} cannot be written: {error.strerror}. Give a writable local folder"
+                f"the cache folder {self.root} cannot be written: {error.strerror}. Give a local folder that you can "
+                "write to"
             ) from error
         self._prepared = True
 
@@ -119,8 +125,8 @@ class CacheState:
             os.close(folder)
 
     def _share(self, folder: int) -> None:
-        """Let the cache's group write to a folder, whose new files then inherit the group. `folder`: its descriptor.
-        Does nothing if the cache has no group."""
+        """Let the members of the cache's group write to a folder, whose new files then inherit the group. Do nothing if
+        the cache has no group. `folder`: descriptor of the folder."""
         if self._group is None:
             return
         with contextlib.suppress(PermissionError):  # the folder belongs to another member of the group
@@ -137,8 +143,8 @@ class CacheState:
         )
 
     def _check_remote(self) -> None:
-        """Record in the folder which remote its files come from. Raises DatasetError if another remote is recorded,
-        because files of two datasets may have the same names and sizes."""
+        """Record in the cache's folder from which remote its files come. Raise DatasetError if another remote is
+        recorded, because files of two datasets may have the same names and sizes."""
         if self._remote is None:
             return
         identity = self._remote.identity.encode()
@@ -168,9 +174,14 @@ class CacheState:
     def fetching(
         self, key: str, until: float, name: str, busy: Callable[[], object] | None = None
     ) -> Iterator[Callable[[str], Path]]:
-        """Hold the lock of the process that fetches the shard `key`. Yields a function that returns names for temporary
-        files, which are removed afterwards. `until`: deadline (monotonic time); `name`: file to name in errors; `busy`:
-        called whenever another process holds the lock."""
+        """Hold the lock of the process that fetches the shard `key` while the `with` block runs. Yield a function that
+        returns the path of a temporary file, given its kind; such files are removed afterwards.
+
+        Args:
+            until: deadline for the lock, monotonic time in seconds.
+            name: file to name in errors.
+            busy: called whenever another process holds the lock.
+        """
         base = f"{self.fetching_folder}/{key}"
         lock = self.wait(base, until, name, shared=False, busy=busy)
         try:
@@ -182,8 +193,8 @@ class CacheState:
             self._clear(base, lock)
 
     def _clear(self, base: str, lock: FileLock) -> None:
-        """Remove the temporary files of a process that fetched a shard, then its lock file at `base`, and release the
-        lock."""
+        """Remove what a process that fetched a shard has left: its temporary files, then its lock file at `base`.
+        Release the lock."""
         try:
             with contextlib.suppress(FileNotFoundError):  # the folder was removed
                 self.remove_temporary(base)
@@ -192,7 +203,7 @@ class CacheState:
             lock.release()
 
     def remove_temporary(self, base: str) -> None:
-        """Remove the temporary files of a process that fetches a shard. `base`: path of that process's lock file."""
+        """Remove the temporary files of the process that fetches a shard. `base`: path of that process's lock file."""
         with parent_of(self.root, base) as (folder, name):
             listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
             try:
@@ -207,9 +218,16 @@ class CacheState:
     def wait(
         self, path: str, until: float, name: str, *, shared: bool, busy: Callable[[], object] | None = None
     ) -> FileLock:
-        """Acquire the lock at `path`, and return it. Waits until `until` (monotonic time) while another process holds
-        the lock, and calls `busy` after each failed attempt. `name`: file to name in errors; "" for the whole cache.
-        Raises ShardUnavailableError at the deadline, or if the cache is closing."""
+        """Acquire the lock at `path` and return it. Raise ShardUnavailableError at the deadline, or if the cache is
+        closing.
+
+        Args:
+            path: path of the lock file, relative to the cache's folder.
+            until: deadline, monotonic time in seconds.
+            name: file to name in errors; "" for the whole cache.
+            shared: True for a lock that several processes can hold together.
+            busy: called after each attempt that failed because another process holds the lock.
+        """
         pause = 0.0005
         while True:
             self.check_open(name)
@@ -218,7 +236,7 @@ class CacheState:
             except OSError as error:
                 raise ShardUnavailableError(
                     f"the cache folder {self.root} cannot be used: {os.path.join(self.root, path)}: {error.strerror}. "
-                    "Give a writable local folder"
+                    "Give a local folder that you can write to"
                 ) from error
             if lock:
                 if self._group is not None:
@@ -236,11 +254,12 @@ class CacheState:
             pause = min(LONGEST_PAUSE_S, pause * 2)
 
     def check_open(self, name: str) -> None:
-        """Raise ShardUnavailableError if the cache is closing."""
+        """Raise ShardUnavailableError if the cache is closing. name: file to name in the error; "" for the whole
+        cache."""
         if self.closing.is_set():
             raise ShardUnavailableError(
-                f"{self._address(name)} was not fetched, because the dataset was closed during the download. Open the "
-                "dataset again"
+                f"{self._address(name)} was not fetched, because the dataset was closed meanwhile. Open the dataset "
+                "again"
             )
 
     def _address(self, name: str) -> str:
@@ -250,7 +269,7 @@ class CacheState:
 
 
 def _holder(path: str) -> str:
-    """Return a description of a lock's holder for errors, from the process ID in the lock file."""
+    """Return who holds a lock, as text for errors, from the process ID in the lock file."""
     try:
         text = read_plain(path, LONGEST_TEXT)
     except OSError:

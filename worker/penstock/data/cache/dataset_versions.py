@@ -21,17 +21,18 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnava
 __all__ = ["Version", "check_version", "open_version", "version_of"]
 
 Version = int | Literal["newest"] | None
-"""Version that a user asks for: a number; "newest" or None for the newest one."""
+"""Version of a dataset as a user gives it: a number from 1; "newest" or None for the newest one."""
 
 
 def check_version(name: str, version: Version) -> None:
-    """Raise InvalidArgumentError for anything but a version. `name`: name of the argument."""
+    """Raise InvalidArgumentError unless `version` is a number from 1, "newest" or None. `name`: name of the
+    argument."""
     if version not in (None, "newest") and (type(version) is not int or version < 1):
         raise InvalidArgumentError(f'{name} must be a number of at least 1, "newest" or None, got {version!r}')
 
 
 def version_of(notes: Mapping[str, Any]) -> int | None:
-    """Return the number of the version that an index with these notes is of; None if the dataset has no versions."""
+    """Return the version number in the notes of a dataset's index; None if the dataset has no versions."""
     number = notes.get(VERSION_NOTE)
     return number if type(number) is int and number > 0 else None
 
@@ -39,10 +40,11 @@ def version_of(notes: Mapping[str, Any]) -> int | None:
 def open_version(
     make: Callable[[str], ShardCache], version: Version, name: str
 ) -> tuple[ShardCache, Descriptor, int | None]:
-    """Return the cache of a version, its index, and its number; None as the number if the dataset has no versions.
+    """Open a version of a dataset. Return its cache, its index, and its number, which is None if the dataset has no
+    versions.
 
     Args:
-        make: function that makes the dataset's cache for the index of this name.
+        make: function that makes the dataset's cache, given the name of the index file.
         name: name of the dataset, for errors.
 
     Raises DatasetError for a version that does not exist, ShardUnavailableError if an index cannot be fetched.
@@ -72,7 +74,7 @@ def _numbered(make: Callable[[str], ShardCache], version: int, name: str) -> tup
             got = "a damaged file, which names no version" if found is None else f"that of version {found}"
             raise DatasetError(
                 f"{name}: {version_index(version)} must be the index of version {version}, got {got}. Restore the "
-                f"file (of the newest version, {INDEX} is a copy), or give another version"
+                f"file, or give another version. If {version} is the newest version, {INDEX} is a copy of the file"
             )
     except BaseException as error:
         cache.close()

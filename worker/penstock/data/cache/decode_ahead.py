@@ -1,4 +1,5 @@
-"""Decoding of blocks (row groups) in a thread, ahead of need.
+"""Decoding of blocks in a thread, before they are needed. A *block* is a part of a shard that is decoded as a whole,
+such as a row group of Parquet.
 
 Decoding releases the GIL, so it runs beside the code that makes samples. Each dataset has one thread, which ends after
 some time without work, and is started again when needed. A forked child starts its own thread.
@@ -22,11 +23,13 @@ EXIT_WAIT_S = 10.0
 
 
 class DecodeAhead:
-    """Thread that decodes blocks in a given order. Safe for threads."""
+    """Thread that decodes blocks (parts of shards, such as row groups) in a given order. Any thread may call its
+    methods."""
 
     def __init__(self, decode: Callable[[int], None]) -> None:
-        """`decode`: bound method that decodes a block by number; only a weak reference to its object is kept. Its
-        errors are ignored, because the reader that needs the block raises them."""
+        """Remember `decode`, a bound method that decodes a block, given its number. Only a weak reference to the
+        method's object is kept. Errors of the method are ignored, because the reader that needs the block raises
+        them."""
         self._decode = weakref.WeakMethod(decode)
         self._reset()
         _all.add(self)
@@ -35,12 +38,12 @@ class DecodeAhead:
         # Reentrant: garbage collection of a dataset, which closes this, may run in the thread that holds the lock.
         self._work = threading.Condition(threading.RLock())
         self._wanted: list[int] = []
-        """Blocks to decode, the next one last."""
+        """Numbers of the blocks to decode, the next one last."""
         self._thread: threading.Thread | None = None
 
     def want(self, blocks: Sequence[int], *, more: bool = False) -> None:
-        """Decode these blocks, in this order. The list replaces that of the previous call, or with `more` extends
-        it."""
+        """Decode the blocks of these numbers, in this order. The list replaces that of the previous call; with `more`
+        it is appended to that list."""
         with self._work:
             self._wanted = [*reversed(blocks), *(self._wanted if more else ())]
             if not blocks:
@@ -80,8 +83,8 @@ def _forked() -> None:
 
 
 def _exiting() -> None:
-    """Wait for the threads, because a thread that returns from C++ code into an interpreter that has ended is
-    killed."""
+    """Wait for the decoding threads when the interpreter exits. A thread that returns from C++ code into an interpreter
+    that has ended is killed."""
     for each in list(_all):
         each.close(EXIT_WAIT_S)
 

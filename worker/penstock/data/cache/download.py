@@ -1,10 +1,10 @@
 """Download of one shard's files into the cache's folder: look for them in the folder, fetch, verify, decompress,
-rename.
+rename. A file's *raw* form is the one that is read; its *packed* form is the compressed file, if the dataset has one.
 
 A file gets its name only when it is complete, verified and synced to the disk. A file that fails verification is
 removed before it can be read; otherwise the next run would read it without an error. Only the process that holds the
-shard's fetch lock runs this code. A transfer that fails is repeated by the remote folder
-(data/remote/folders.py and retries.py).
+shard's fetch lock runs this code. A transfer that fails is repeated by the remote folder (data/remote/folders.py and
+retries.py).
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 __all__ = ["Downloads", "give_name", "put"]
 
 ATTEMPTS = 2
-"""Number of times that a file is downloaded if it arrives corrupt each time. An error is raised after the last."""
+"""Number of times that a file is downloaded if it arrives damaged each time. An error is raised after the last."""
 
 
 def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> None:
-    """Write a file below `folder`, either completely or not at all. `temporary`: path at which the bytes are written
-    first; `source`: where they come from, for errors."""
+    """Write `data` to the file `name` below `folder`, either completely or not at all.
+
+    temporary: path to which the bytes are written first. source: where the bytes come from, for errors.
+    """
     try:
         with open(temporary, "wb", buffering=0, opener=open_plain) as file:
             view = memoryview(data)
@@ -55,7 +57,7 @@ def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> N
 
 def give_name(temporary: Path, folder: Path, name: str) -> None:
     """Rename a temporary file to `name` below a folder, without following links of other users. The file's bytes are
-    synced first, so a power loss cannot leave the name without them."""
+    synced to the disk first, so that a power loss cannot leave the name without the bytes."""
     descriptor = open_plain(temporary, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)
@@ -67,7 +69,8 @@ def give_name(temporary: Path, folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Callable that returns the temporary path of one file of a shard, by the file's kind ("raw" or "packed")."""
+    """Callable that returns the temporary path of one file of a shard, for its compressed ("packed") or its
+    decompressed ("raw") form."""
 
     temporary: Callable[[str], Path]
     number: int
@@ -77,7 +80,8 @@ class _Numbered:
 
 
 class Downloads:
-    """Downloads of a dataset's shards into one cache folder."""
+    """Downloads of a dataset's shards into one cache folder. A *version* is the record of a shard's complete files
+    there (shard_versions.py)."""
 
     def __init__(
         self,
@@ -88,10 +92,14 @@ class Downloads:
         validate: str | Literal[False] | None,
         keep_packed: bool,
     ) -> None:
-        """
+        """Store the settings.
+
         Args:
+            remote: where files are fetched from; None: nothing is fetched, and `folder` is the dataset itself.
+            folder: the cache's folder.
             index: name of the index file.
             validate: as in ShardCache.
+            keep_packed: True to keep compressed files after decompression.
         """
         self._remote = remote
         self._folder = folder
@@ -100,7 +108,7 @@ class Downloads:
         self._index = RemoteIndex(remote, folder, f"{STATE}/{index}") if remote and not remote.local else None
 
     def before_index_fetch(self) -> None:
-        """Record the version of the remote's index. Called before the index is fetched."""
+        """Record which version of its index the remote has (ETag or time). Called before the index is fetched."""
         if self._index is not None:
             self._index.record_version()
 
@@ -108,34 +116,37 @@ class Downloads:
         return origin_of(shard, self._remote.local if self._remote else None)
 
     def accepts(self, version: ShardVersion, shard: Shard) -> bool:
-        """Return True if `version` belongs to the files that the index lists now, and was verified by the configured
-        hash."""
+        """Return True if the record `version` describes the files that the index lists now, and if they were verified
+        by the hash that `validate` asks for."""
         if version.origin != self.origin(shard):
             return False
         return version.hash == self._validate if self._validate else bool(version.hash) or not self._verified_by(shard)
 
     def _verified_by(self, shard: Shard) -> str:
-        """Return the hash algorithm that verifies a shard's files; "" if none does."""
+        """Return the name of the hash algorithm that verifies a shard's files; "" if they are not verified."""
         stored = (shard.files[0].raw, shard.files[0].packed)
         return next((name for each in stored if each and (name := self._algorithm(each))), "")
 
     def _algorithm(self, stored: StoredFile) -> str:
-        """Return the hash algorithm that verifies a file; "" if none does."""
+        """Return the name of the hash algorithm that verifies a file; "" if it is not verified."""
         if self._validate is None:
             return fastest_of(stored.hashes)
         return self._validate or ""
 
     def forget(self, version: ShardVersion) -> None:
-        """Remove the fetched files that an outdated version names, because the remote has other data under these names
+        """Remove the fetched files that an outdated record names, because the remote has other data under these names
         now."""
         if self._remote is not None:
             for name, _ in (*version.evictable, *version.packed):
                 self._unlink(name)
 
     def need(self, shard: Shard, *, from_remote: bool) -> ShardVersion:
-        """Return the version that claims a shard's space before the shard is fetched. Its size is the largest number of
-        bytes that the shard may take on disk. `from_remote`: True if the files that are in the folder already were
-        fetched by a cache, False if the user put them there."""
+        """Return the record with which the space of a shard is claimed before the shard is fetched. Its `size` is the
+        largest number of bytes that the shard may take on disk.
+
+        from_remote: True if the shard's files that are in the folder already were fetched by a cache, False if the user
+        put them there.
+        """
         return ShardVersion(
             evictable=tuple((file.raw.name, file.raw.size) for file in shard.files),
             packed=tuple((file.packed.name, file.packed.size) for file in shard.files if file.packed),
@@ -158,9 +169,15 @@ class Downloads:
         return file.raw.size + file.packed.size
 
     def fill(self, shard: Shard, temporary: Callable[[str], Path], until: float, *, from_remote: bool) -> ShardVersion:
-        """Fetch and verify the shard's raw files that are missing or damaged; return the version of all. `temporary`:
-        function from a kind ("raw", "packed") to a unique path; `until`: deadline (monotonic time); `from_remote`: as
-        in `need`."""
+        """Fetch, decompress and verify those of the shard's files that are missing or damaged. Return the record of all
+        its files.
+
+        Args:
+            temporary: returns a unique path, given the kind of a temporary file: "packed" (compressed) or "raw"
+                (decompressed).
+            until: deadline, monotonic time in seconds.
+            from_remote: as in `need`.
+        """
         made_of = self.origin(shard)
         raw: list[tuple[str, int, int]] = []
         packed: list[tuple[str, int]] = []
@@ -210,8 +227,8 @@ class Downloads:
         return found is not None and found[0] == stored.size
 
     def _raw(self, shard: Shard, file: ShardFile, temporary: Callable[[str], Path], until: float) -> tuple[Path, bool]:
-        """Fetch, verify and decompress a file as needed. Returns the path of its raw form, and True if neither the raw
-        nor the packed form had to be fetched from the remote."""
+        """Fetch, verify and decompress a file as needed. Return the path of the decompressed file, and True if nothing
+        had to be fetched from the remote for it."""
         self._drop_strange_links(file)
         for path in (self._in_place(file.raw), self._own(file.raw)):
             if path and self._usable(path, file.raw):
@@ -235,8 +252,8 @@ class Downloads:
         return own, False
 
     def _usable(self, path: Path, stored: StoredFile) -> bool:
-        """Return True if a file exists, and its size and hash are right. Raises ShardCorruptError for a damaged file
-        that is the only copy; removes any other damaged file."""
+        """Return True if the file at `path` exists, and its size and hash are right. Raise ShardCorruptError for a
+        damaged file that is the only copy; remove any other damaged file."""
         found = file_stat(str(path))
         if found is None:
             return False
@@ -256,7 +273,7 @@ class Downloads:
 
     def _is_only_copy(self, path: Path, stored: StoredFile) -> bool:
         """Return True for a file that must never be removed: one in a remote that is a local folder, or one in a cache
-        folder without a remote. One of the two folders may lie below the other."""
+        folder without a remote."""
         return self._remote is None or path == self._in_place(stored)
 
     def _verify(self, source: Path | bytes, stored: StoredFile, name: str) -> None:
@@ -267,8 +284,8 @@ class Downloads:
         if expected is None:
             known = ", ".join(sorted(stored.hashes)) or "none"
             raise DatasetError(
-                f"{name}: the index must have the {algorithm} hash of each file to validate by it, got the hashes "
-                f"{known}. Write the dataset with hashes=, or leave validate out"
+                f"{name}: validate_hash={algorithm!r} needs this hash of each file in the dataset's index, got the "
+                f"hashes {known}. Write the dataset with hashes=[{algorithm!r}], or leave validate_hash out"
             )
         digest = digest_of(source, algorithm)
         if digest != expected.lower():
@@ -298,12 +315,12 @@ class Downloads:
         self._download(packed, got, until, inflate)
 
     def _download(self, stored: StoredFile, temporary: Path, until: float, use: Callable[[str], None]) -> None:
-        """Download a file to `temporary`, then call `use` with the file's address; `use` verifies the file and gives it
-        its name. Downloads it again if it is corrupt, up to ATTEMPTS times."""
+        """Download a file to `temporary`, then call `use` with the file's address, which verifies the file and gives it
+        its name. Download the file again if it is damaged, up to ATTEMPTS times in all."""
         if self._remote is None:
             raise ShardUnavailableError(
-                f"{self._own(stored)} is missing, and there is no remote to fetch it from. Give remote, or copy the "
-                "file there"
+                f"{self._own(stored)} is missing, and no remote was given to fetch it from. Copy the file there, or "
+                "give the dataset's address as remote"
             )
         source = self._remote.url_of(stored.source or stored.name)
         for last in range(1 - ATTEMPTS, 1):
@@ -328,8 +345,7 @@ class Downloads:
                 raise unwritable(error, str(self._folder), stored.size, source) from error
 
     def _inflate(self, shard: Shard, file: ShardFile, path: Path, temporary: Path) -> None:
-        """Decompress the packed file at `path` into the cache's folder, and verify both its packed and its raw
-        bytes."""
+        """Decompress the file at `path` into the cache's folder, and verify the bytes before and after."""
         assert file.packed is not None
         data = read_plain(path, file.packed.size)
         source = (
@@ -349,6 +365,6 @@ class Downloads:
         put(raw, temporary, self._folder, file.raw.name, source)
 
     def _remove_packed(self, path: Path, packed: StoredFile) -> None:
-        """Remove a packed file that can be fetched again. Does nothing if packed files are kept."""
+        """Remove a compressed file that can be fetched again, unless compressed files are kept."""
         if not self._keep_packed and not self._is_only_copy(path, packed):
             self._unlink(packed.name)

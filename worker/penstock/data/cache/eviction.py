@@ -1,7 +1,8 @@
 """Eviction from a cache's folder: the bytes in use, and the shards to remove when the cache needs space.
 
-One process at a time counts and evicts, under a lock. A count reads the version files of all shards: their times, and
-the contents of those that changed. Bytes are claimed before they are fetched, in the shard's version file.
+One process at a time counts and evicts, under a lock. To *count* is to read the version files of all shards
+(shard_versions.py): their times, and the contents of those that changed. To *claim* bytes is to write them into the
+shard's version file, before they are fetched.
 
 A count of 10,000 shards takes 50 ms, so claims keep an upper bound of the bytes in use in the lock's file, and count
 only if a shard might not fit. The bound is raised before a claim is written and lowered by a count alone, so that a
@@ -34,9 +35,9 @@ from penstock.runtime.files.plain_files import read_plain
 __all__ = ["Eviction", "disk_bytes", "free_bytes", "same_disk"]
 
 LARGE_CACHE = 1000
-"""Number of shards from which a cache is large: counting them takes longer than 5 ms."""
+"""Number of shards from which a cache counts as large: reading all its version files takes longer than 5 ms."""
 SURPLUS = 0.01
-"""Share of a large cache's limit that an eviction frees beyond what is needed."""
+"""Fraction of a large cache's limit that an eviction frees beyond what is needed."""
 _BOUND_TEXT = re.compile(rb"at most (\d{1,20}) bytes\n")
 
 
@@ -46,13 +47,14 @@ class _Entry(NamedTuple):
 
 
 class Eviction:
-    """Eviction from one cache's folder, by one process. The contents of version files are kept in memory, and a file is
-    read again only after a change."""
+    """Eviction from one cache's folder, by one process. The contents of version files (the shards' records) are kept in
+    memory, and a file is read again only after a change."""
 
     def __init__(self, state: CacheState, limit: int | None, fetchable: Callable[[str, int], bool]) -> None:
-        """
+        """Start without having read the folder.
+
         Args:
-            limit: largest number of bytes in the folder; None: no limit, then nothing is claimed.
+            limit: largest number of bytes in the folder; None: no limit, then no bytes are claimed.
             fetchable: `fetchable(name, size)` returns True if the remote has that file, so that it can be fetched
                 again.
         """
@@ -62,17 +64,22 @@ class Eviction:
         self._entries: dict[str, _Entry] = {}
         self._has_counted = False
         self._only_copies: set[str] = set()
-        """Keys of shards that the remote reported missing. They are remembered, so that a later claim does not ask the
+        """Keys of shards that the remote no longer has. They are remembered, so that a later claim does not ask the
         remote again."""
 
     def claim(
         self, counting: FileLock, key: str, lock: FileLock, version: ShardVersion, *, demand: bool, exceed: bool = False
     ) -> bool:
-        """Evict other shards until this one fits, then claim its bytes by writing `version`. `counting` and `lock`: the
-        eviction lock and the shard's lock, held by the caller.
+        """Evict other shards until this one fits, then claim its bytes by writing its record `version`. Return True if
+        they were claimed, False if there is not enough space.
 
-        Returns False if there is not enough space; with `exceed` it then writes the version and returns True
-        nevertheless. `demand`: True if a reader waits for the shard, so that prefetched shards may be evicted.
+        Args:
+            counting: the eviction lock, held by the caller.
+            key: the shard's key.
+            lock: the shard's lock, held by the caller.
+            version: record of the shard, with its size.
+            demand: True if a reader waits for the shard, so that prefetched shards may be evicted.
+            exceed: True to claim the bytes even if there is not enough space.
         """
         assert self._limit is not None
         bound = _decoded_bound(counting.read()) if self._has_counted else None
@@ -86,7 +93,7 @@ class Eviction:
         return True
 
     def free(self, size: int, *, demand: bool) -> int:
-        """Evict shards until `size` bytes are freed or nothing is left to evict, because the disk is full; return the
+        """Evict shards because the disk is full, until `size` bytes are freed or nothing is left to evict. Return the
         number of freed bytes. The caller holds the eviction lock. `demand`: as in `claim`."""
         self._read()
         missing = size
@@ -95,8 +102,8 @@ class Eviction:
         return size - (self._shrink(missing, whole=True, sparing=False) if demand else missing)
 
     def _excess_after_eviction(self, key: str, size: int, *, demand: bool) -> int:
-        """Count, and evict other shards than `key` until `size` bytes fit. Return the number of bytes by which they
-        exceed the limit; 0 or less if they fit."""
+        """Count the bytes in use, and evict other shards than `key` until `size` more bytes fit. Return the number of
+        bytes by which the limit would still be exceeded; 0 or less if they fit."""
         assert self._limit is not None
         self._read()
         self._entries.pop(key, None)
@@ -124,9 +131,12 @@ class Eviction:
                     self._entries[file.name] = entry
 
     def _shrink(self, excess: int, *, whole: bool, sparing: bool) -> int:
-        """Evict shards, the least recently used first, until `excess` bytes are freed or nothing is left to evict;
-        return the bytes that are still missing. `whole`: also evict files that must be fetched again; `sparing`: keep
-        shards that another process has prefetched and not used yet."""
+        """Evict shards, the least recently used first, until `excess` bytes are freed or nothing is left to evict.
+        Return the number of bytes that are still missing.
+
+        whole: True to evict also files that must be fetched again. sparing: True to keep shards that another process
+        has prefetched and not used yet.
+        """
         if excess <= 0:
             return excess
         for key, entry in sorted(self._entries.items(), key=lambda item: item[1].time_ns):
@@ -140,7 +150,7 @@ class Eviction:
         return excess
 
     def _evict(self, key: str, *, whole: bool, sparing: bool) -> int:
-        """Evict a shard; return the freed bytes, or 0 if the shard must stay. `whole` and `sparing`: as in
+        """Evict a shard. Return the number of freed bytes; 0 if the shard must stay. `whole` and `sparing`: as in
         `_shrink`."""
         if sparing:
             try:
@@ -201,7 +211,8 @@ def _encoded_bound(bound: int) -> bytes:
 
 
 def _decoded_bound(text: bytes) -> int | None:
-    """Return the upper bound of the bytes in use; None if the text has none."""
+    """Return the upper bound of the bytes in use that was written into the eviction lock's file; None for other text in
+    the file."""
     found = _BOUND_TEXT.fullmatch(text)
     return int(found[1]) if found else None
 

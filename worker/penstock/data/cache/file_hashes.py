@@ -23,18 +23,18 @@ HASHES: dict[str, Callable[[], Any]] = {
     },
     **{name: getattr(xxhash, name) for name in sorted(xxhash.algorithms_available)},
 }
-"""Constructors of hash objects by the algorithm's name."""
+"""Name of a hash algorithm -> function that makes a hash object, as in hashlib."""
 
 _FAST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "blake2b", "sha256", "md5", "sha512")
 """Names of hash algorithms, from the fastest to the slowest on current processors. Algorithms that are not listed count
 as slower than all of these."""
 
 PIECE = 1 << 20
-"""Bytes of a file that are read into memory at a time."""
+"""Number of bytes of a file that are read into memory at a time."""
 
 
 def fastest_of(algorithms: Iterable[str]) -> str:
-    """Return the name of the fastest of several algorithms; "" if all are unknown."""
+    """Return the name of the fastest of several hash algorithms; "" if none of the names is known."""
     known = [name for name in algorithms if name in HASHES]
     return min(known, key=lambda name: (_FAST.index(name) if name in _FAST else len(_FAST), name), default="")
 
@@ -44,7 +44,7 @@ def digest_of(source: Path | bytes | bytearray | memoryview, algorithm: str) -> 
     algorithm."""
     make = HASHES.get(algorithm)
     if make is None:
-        raise InvalidArgumentError(f"the hash must be one of {', '.join(sorted(HASHES))}, got {algorithm!r}")
+        raise InvalidArgumentError(f"the hash algorithm must be one of {', '.join(sorted(HASHES))}, got {algorithm!r}")
     state = make()
     if isinstance(source, Path):
         with open(source, "rb", buffering=0, opener=open_plain) as file:

@@ -23,7 +23,7 @@ from penstock.runtime.files.inner_paths import parent_of, unlink_below
 __all__ = ["LONGEST_TEXT", "FileLock", "take"]
 
 LONGEST_TEXT = 1 << 20
-"""Largest text that is read back, in bytes."""
+"""Largest number of bytes that are read from a lock file."""
 
 _opening = threading.RLock()
 """Lock of this module's list of open files, held while a file is opened and registered, during a release, and during a
@@ -56,8 +56,8 @@ class FileLock:
         return self._held().read(LONGEST_TEXT, 0)
 
     def write(self, text: bytes) -> None:
-        """Write one line into the lock file. Readers see the whole line or nothing of it. The rest of a longer old text
-        is truncated afterwards."""
+        """Write one line into the lock file. A reader sees the whole line or nothing of it. If the old text was longer,
+        its rest is cut off afterwards."""
         descriptor = self._held()
         os.pwrite(descriptor.fileno(), text, 0)
         os.ftruncate(descriptor.fileno(), len(text))
@@ -72,19 +72,20 @@ class FileLock:
             os.utime(number, ns=(now, now))
 
     def share(self, group: int) -> None:
-        """Let the members of `group` write the lock file. Does nothing if the file belongs to another user."""
+        """Let the members of the Unix group `group` write the lock file. Do nothing if the file belongs to another
+        user."""
         number = self._held().fileno()
         with contextlib.suppress(PermissionError):  # the file belongs to another member of the group
             os.fchown(number, -1, group)
             os.fchmod(number, 0o664)
 
     def remove(self) -> None:
-        """Remove the lock file. Only an exclusive holder may call this. The lock itself is held until it is
-        released."""
+        """Remove the lock file. Only the holder of an exclusive lock may call this. The lock itself is held until
+        `release`."""
         unlink_below(self.root, self.name)
 
     def release(self) -> None:
-        """Release the lock, from any thread. Does nothing if it is released already, or in a forked child."""
+        """Release the lock; any thread may do so. Do nothing if it is released already, or in a forked child."""
         if self._pid != os.getpid():
             return
         with _opening:
@@ -101,8 +102,12 @@ class FileLock:
 
 
 def take(root: str, name: str, *, shared: bool, create: bool = True) -> FileLock | None:
-    """Try to acquire a lock; return None if another process holds it. The lock's file is `name` below the folder
-    `root`; links in that path are refused. Raises FileNotFoundError for an absent file unless `create`."""
+    """Try to acquire a lock, and return it; None if another process holds it. The lock's file is `name` below the
+    folder `root`; links in that path are refused.
+
+    shared: True for a lock that several processes can hold together. create: True makes an absent file; False raises
+    FileNotFoundError for one.
+    """
     flags = os.O_RDWR | (os.O_CREAT if create else 0)
     while True:
         with parent_of(root, name) as (folder, last), _opening:

@@ -35,18 +35,18 @@ __all__ = ["IndexWatch", "RemoteIndex", "check_index", "digest_of", "is_index_of
 VERSION_TIMEOUT_S = 10.0
 """Seconds to wait for the remote's answer about its index's version."""
 LARGEST_PAGE = 4 << 20
-"""Size of an index, in bytes, up to which its copy is parsed before it is believed to be one."""
+"""Size of a fetched file, in bytes, up to which all of it is parsed to see that it is an index and not a login page."""
 
 
 @dataclass
 class IndexWatch:
-    """Index file of an open dataset, and what it was when the dataset was opened."""
+    """Watch over the index file of an open dataset, to see whether it has changed since the dataset was opened."""
 
     path: Path
     digest: str
     """Digest of the index's content when the dataset was opened."""
     hashed: bool
-    """True if the index has a hash of each shard: an equal index then means equal data."""
+    """True if the index has a hash of each shard, so that an equal index means equal data."""
     in_place: bool
     """True if the shards lie beside the index. False for a copy in a cache, which may be removed."""
     seen: tuple[int, int, int] | None
@@ -61,8 +61,8 @@ class IndexWatch:
         return IndexWatch(path, digest, hashed, in_place, _version_of(os.fstat(index.fileno())))
 
     def check(self, shard: Sequence[Path]) -> None:
-        """Raise DatasetError if the dataset was written again since it was opened. `shard`: paths of the shard files
-        that were just opened. The index's content is read only if its time has changed."""
+        """Raise DatasetError if the dataset was written again since it was opened. The index's content is read only if
+        its time has changed. `shard`: paths of the shard files that were just opened."""
         seen = _file_version(self.path)
         if seen is None:
             if self.in_place:
@@ -104,14 +104,14 @@ class IndexWatch:
 
 @dataclass(frozen=True)
 class RemoteIndex:
-    """Index file of a dataset at a remote; a cache has a copy of it."""
+    """Index file of a dataset at a remote, of which a cache has a copy."""
 
     remote: RemoteFolder
     folder: Path
-    """Folder of the cache."""
+    """Folder of the cache that has a copy of the index."""
     record: str
-    """Path, relative to `folder`, of the file that records the fetched index's version for all processes of the
-    host. It is named like the index."""
+    """Path, relative to `folder`, of the file that records for all processes of the host which version of the index was
+    fetched (ETag or time). The file is named like the index."""
 
     @property
     def name(self) -> str:
@@ -119,14 +119,14 @@ class RemoteIndex:
         return self.record.rpartition("/")[2]
 
     def record_version(self) -> None:
-        """Record the current version of the remote's index. Called before the index is fetched, so that a replacement
-        during the fetch is detected."""
+        """Record which version of its index the remote has now (ETag or time). Called before the index is fetched, so
+        that a replacement during the fetch is detected."""
         version = (self._version() or "").encode()
         with parent_of(self.folder, self.record) as (folder, name):
             write_whole(Path(f"/proc/self/fd/{folder}", name), version)
 
     def check(self) -> None:
-        """Raise DatasetError if the remote's index was replaced or removed since it was fetched. Does nothing if the
+        """Raise DatasetError if the remote's index was replaced or removed since it was fetched. Do nothing if the
         remote reports no versions or does not answer; the check after the next download will find out."""
         try:
             before = read_plain(self.folder / self.record, LONGEST_TEXT).decode(errors="replace")
@@ -136,12 +136,13 @@ class RemoteIndex:
         if now is not None and now != before and not self._became_first_version():
             raise DatasetError(
                 f"{self.remote.url_of(self.name)} was {'written again' if now else 'removed'} since it was fetched "
-                f"into {self.folder}, and without hashes old and new shards cannot be told apart. "
+                f"into {self.folder}, and without hashes in the index old and new shards cannot be told apart. "
                 "Write new data to a new address, with hashes; or use another cache folder to read the new data"
             )
 
     def _became_first_version(self) -> bool:
-        """Return True if the index was replaced because a writer appended to the dataset."""
+        """Return True if the remote's index has changed only because a writer appended to the dataset, so that the
+        cached copy is now the index of version 1."""
         try:
             cached = digest_of(Descriptor(self.folder / self.name))
             notes = first_notes(
@@ -152,7 +153,8 @@ class RemoteIndex:
         return notes.get(PRECEDED_NOTE) == cached
 
     def _version(self) -> str | None:
-        """Return the version of the remote's index; "" if there is no index, None if the version is unknown."""
+        """Return the version (ETag or time) of the remote's index; "" if there is no index, None if the remote does not
+        say."""
         try:
             return self.remote.version(self.name, deadline_s=VERSION_TIMEOUT_S)
         except FileNotFoundError:
@@ -164,9 +166,8 @@ class RemoteIndex:
 
 
 def check_index(file: Descriptor, source: str) -> None:
-    """Raise DatasetError if a file is not an index, but a login page or a proxy's answer, for example. Such data must
-    not be cached as the index. Of a large one only the ends are looked at: no page is that large. `source`: address of
-    the file."""
+    """Raise DatasetError if a file is not an index, but for example a login page or a proxy's answer, which must not be
+    cached. Of a large file only the two ends are read, because no page is that large. `source`: address of the file."""
     size = os.fstat(file.fileno()).st_size
     if size > LARGEST_PAGE:
         is_index = file.read(256, 0).lstrip()[:1] == b"{" and file.read(256, size - 256).rstrip()[-1:] == b"}"
@@ -185,14 +186,15 @@ def check_index(file: Descriptor, source: str) -> None:
 
 
 def is_index_of(path: Path, folder: str) -> bool:
-    """Return True if a file is the index of the files in another local folder: `folder`, "" for none."""
+    """Return True if the file at `path` is the index of the files in the local folder `folder`, which is another folder
+    than the file's own. For "" return False."""
     with contextlib.suppress(OSError):
         return bool(folder) and file_notes(Descriptor(path)).get(SOURCE_NOTE) == folder
     return False
 
 
 def digest_of(file: Descriptor) -> str:
-    """Return the digest of a file of any size. It is read in pieces."""
+    """Return the digest of a file of any size, which is read piece by piece."""
     digest, at = xxhash.xxh3_128(), 0
     while piece := file.read(1 << 20, at):
         digest.update(piece)

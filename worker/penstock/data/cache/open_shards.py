@@ -33,7 +33,7 @@ class _Open:
 
 
 class OpenShards:
-    """Open shards of a dataset, by shard number. Safe for threads; empty in a forked child."""
+    """Open shards of a dataset, by shard number. Any thread may call its methods. A forked child starts with none."""
 
     def __init__(self) -> None:
         self.most = MIN_OPEN
@@ -50,7 +50,7 @@ class OpenShards:
         return len(self._open)
 
     def get(self, number: int, opened: Callable[[int], tuple[HeldShard, ShardReader]]) -> ShardReader:
-        """Return the reader of a shard. `opened`: function that opens the shard; called if the shard is not open. Other
+        """Return the reader of a shard; open the shard with `opened`, given its number, if it is not open. Other
         threads can look up shards meanwhile."""
         found = self._open.get(number)
         if found is None:
@@ -59,7 +59,7 @@ class OpenShards:
         return found.reader
 
     def peek(self, number: int) -> ShardReader | None:
-        """Return the reader of a shard if it is open, without opening it or keeping it open."""
+        """Return the reader of a shard if it is open; None otherwise. The call does not count as a use of the shard."""
         found = self._open.get(number)
         return found.reader if found else None
 
@@ -79,7 +79,7 @@ class OpenShards:
         return found
 
     def keep(self, numbers: Container[int]) -> None:
-        """Close all shards except these, so that the cache may evict the closed ones."""
+        """Close all shards except those of these numbers, so that the cache may evict the closed ones."""
         with self._lock:
             dropped = [self._open.pop(number) for number in tuple(self._open) if number not in numbers]
         for shard in dropped:
@@ -93,7 +93,7 @@ class OpenShards:
 
 
 def _descriptors() -> int:
-    """Return the largest number of file descriptors that this process may have."""
+    """Return the largest number of file descriptors that this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

@@ -1,5 +1,5 @@
-"""Tables of files whose parts are fetched one by one: footers, headers, offsets. A table is fetched and read once for
-all parts that are read at about the same time."""
+"""Tables of files whose parts are fetched one by one. A table is what says where the parts lie: a footer, a header, or
+offsets. It is fetched and read once for all parts that are read at about the same time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ MOST = 64
 
 
 class PartTables:
-    """Tables of a dataset's files, by file. Safe for threads; empty in a copy."""
+    """Tables (footers, headers or offsets) of a dataset's files whose parts are fetched one by one. Any thread may call
+    its methods. A pickled copy starts empty."""
 
     def __init__(self) -> None:
         # There is no lock, which a forked child would inherit: two threads that fetch the same table do no harm.
@@ -29,8 +30,11 @@ class PartTables:
         return PartTables, ()
 
     def of(self, stream: int, cache: ShardCache, file: Shard, source: str) -> Any:
-        """Return the table of a file. `stream`: number of the stream; `source`: address of the file, for errors. Raises
-        as `ShardCache.hold` does, and ShardCorruptError if the table does not match the index."""
+        """Return the table of a file: its footer, header or offsets, which say where its parts lie.
+
+        stream: number of the dataset's stream. source: address of the file, for errors. Raises as `ShardCache.hold`
+        does, and ShardCorruptError if the table does not match the index.
+        """
         key = stream, file.name
         table = self._known.get(key)
         if table is None:
@@ -46,8 +50,9 @@ class PartTables:
                     raise
                 except Exception as error:
                     raise ShardCorruptError(
-                        f"{source}: the copy of the file's table, {path}, cannot be read: {error}. Remove the copy to "
-                        "fetch the table again; if that does not help, index the file again"
+                        f"{source}: the cached copy of the file's table (its footer, header or offsets), {path}, "
+                        f"cannot be read: {error}. Remove the copy to fetch the table again; if that does not help, "
+                        "index the file again"
                     ) from error
             self._known[key] = table
             if len(self._known) > MOST:

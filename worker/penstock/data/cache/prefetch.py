@@ -30,7 +30,7 @@ EVICTION_PAUSE_S = 0.25
 """Seconds between two attempts to prefetch when the cache is full. The cache is polled, because other processes do not
 report when they release a shard."""
 MARK_S = 10.0
-"""Seconds to wait for the mark (a lock) of a prefetched shard while another process removes that mark."""
+"""Seconds to wait until a prefetched shard can be marked, while another process removes an old mark (a lock) of it."""
 
 
 @dataclass(frozen=True)
@@ -38,30 +38,31 @@ class FetchStats:
     """Statistics of what one process has fetched of a dataset since it opened the dataset."""
 
     fetched_shards: int = 0
-    """Number of shards, or of row groups that are fetched alone."""
+    """Number of shards that were fetched; a row group that is fetched alone counts as one."""
     fetched_bytes: int = 0
-    """Bytes that the fetched shards take on disk."""
+    """Number of bytes that the fetched shards take on disk."""
     ahead_shards: int = 0
     """Number of shards that were prefetched, are on disk, and were not used yet."""
     ahead_bytes: int = 0
-    """Bytes of these prefetched shards."""
+    """Number of bytes of the shards that were prefetched, are on disk, and were not used yet."""
     waited_s: float = 0.0
-    """Seconds that reads waited for shards that were not prefetched. If the value grows after the first batches, the
-    prefetch should reach farther, or the remote is too slow."""
+    """Seconds that reads waited for shards that were not prefetched. If the value grows after the first batches, raise
+    the number of samples that are prefetched, or use a faster remote."""
 
     def __add__(self, other: FetchStats) -> FetchStats:
         return FetchStats(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
 def process_group(process: int | None = None) -> str:
-    """Return a name of a process, unique on this host also where containers share a cache. `process`: its ID; None: of
-    this process."""
+    """Return a name of a process that is unique on this host, also where containers share a cache. `process`: ID of the
+    process; None: the calling process."""
     return f"{os.stat('/proc/self/ns/pid').st_ino}-{process or os.getpid()}"
 
 
 class HostReaders:
-    """Processes of this host that prefetch into one cache's folder, in groups that need the same shards: the workers of
-    a box. Safe for threads. A forked child makes an object of its own."""
+    """Processes of this host that prefetch into one cache's folder, in groups that need the same shards; the workers
+    of a box (data-parallel rank) are a group. Any thread may call its methods. A forked child makes an object of its
+    own."""
 
     _numbers = itertools.count()
 
@@ -69,11 +70,11 @@ class HostReaders:
         self._state = state
         self._lock = threading.RLock()  # reentrant: garbage collection of a dataset closes this
         self._own: FileLock | None = None
-        """Lock that says that this process prefetches."""
+        """Lock by which other processes see that this process prefetches; None while it does not."""
 
     def groups(self, group: str) -> int:
-        """Count this process as one of `group`, and return the number of groups that have a living process; 1 if the
-        folder cannot be used, which the next fetch reports."""
+        """Count this process as one of the group called `group`, and return the number of groups that have a living
+        process. Return 1 if the folder cannot be used, which the next fetch reports."""
         with self._lock, contextlib.suppress(PenstockError, OSError):
             self._state.prepare()
             if self._own is None or not os.path.basename(self._own.name).startswith(f"{group}."):
@@ -89,7 +90,7 @@ class HostReaders:
         return 1
 
     def close(self) -> None:
-        """No longer count this process."""
+        """Stop counting this process as one that prefetches."""
         with self._lock:
             self._leave()
 
@@ -101,7 +102,7 @@ class HostReaders:
             own.release()
 
     def _lives(self, name: str) -> bool:
-        """Return True if the process that made a file lives. Otherwise remove the file."""
+        """Return True if the process that made the lock file `name` lives. Otherwise remove the file."""
         try:
             left = take(self._state.root, f"{self._state.readers}/{name}", shared=True, create=False)
         except OSError:  # removed just now
@@ -117,8 +118,11 @@ class Prefetcher:
     def __init__(
         self, state: CacheState, threads: int, fetch: Callable[[Shard, str, Callable[[], None]], bool]
     ) -> None:
-        """
+        """Store the settings, without starting a thread.
+
         Args:
+            state: locks of the cache's folder.
+            threads: largest number of threads.
             fetch: `fetch(shard, key, decided)` fetches a shard, or returns False if there is no space for it. The
                 function calls `decided` once it has claimed space, or must wait for another process. The next shard's
                 fetch begins only then, so shards get space in the list's order.
@@ -129,7 +133,7 @@ class Prefetcher:
         self._fetch_shard = fetch
         self._changed = threading.Condition()
         self._wanted: dict[str, int] = {}
-        """Sizes in bytes of the shards of the last list that this process has not used since, by key."""
+        """Key -> size in bytes, for the shards of the last list that this process has not used since."""
         self._queue: deque[tuple[str, Shard]] = deque()
         """(key, shard) of each shard of the list that no thread has taken yet."""
         self._moving: set[str] = set()
@@ -143,8 +147,8 @@ class Prefetcher:
         self._workers: list[threading.Thread] = []
 
     def want(self, shards: Sequence[tuple[str, Shard]], but: Collection[str]) -> None:
-        """Replace the list of shards to prefetch, given with their keys. `but`: keys of shards in use, which are left
-        out."""
+        """Replace the list of shards to prefetch, given as (key, shard). `but`: keys of shards that are in use, which
+        are left out."""
         with self._changed:
             self._wanted = {key: shard.size for key, shard in shards if key not in but}
             dropped = [self._marks.pop(key) for key in tuple(self._marks) if key not in self._wanted]
@@ -159,7 +163,7 @@ class Prefetcher:
             _drop(lock)
 
     def used(self, key: str) -> None:
-        """Remove the prefetch mark of a shard, because this process uses the shard now."""
+        """Remove the mark (a lock) of a prefetched shard, because this process uses the shard now."""
         with self._changed:
             self._wanted.pop(key, None)
             lock = self._marks.pop(key, None)
@@ -167,13 +171,13 @@ class Prefetcher:
             _drop(lock)
 
     def ahead(self) -> tuple[int, int]:
-        """Return the number and the bytes of the shards that were prefetched and not used yet."""
+        """Return the number of shards that were prefetched and not used yet, and their size in bytes."""
         with self._changed:
             sizes = [self._wanted.get(key, 0) for key in self._marks]
         return len(sizes), sum(sizes)
 
     def check_space(self) -> None:
-        """Let a thread try the next prefetch at once, because the cache may have space now."""
+        """Let a thread try the next prefetch at once, because the cache may have free space now."""
         with self._changed:
             self._full_until = 0.0
             self._changed.notify_all()
@@ -215,7 +219,8 @@ class Prefetcher:
             self._decided(key)
 
     def _pause_s(self) -> float | None:
-        """Return the seconds until the next shard may be taken from the list; None: wait for another event."""
+        """Return the seconds until a thread may take the next shard from the list; None if it must wait for an event
+        instead."""
         if not self._queue or self._deciding:
             return None
         return max(0.0, self._full_until - time.monotonic())
@@ -244,8 +249,7 @@ class Prefetcher:
 
 
 def _drop(lock: FileLock) -> None:
-    """Release a shared lock, such as the mark of a prefetched shard. The last process that holds it removes its
-    file."""
+    """Release a shared lock, such as the mark of a prefetched shard. If no other process holds it, remove its file."""
     lock.release()
     with contextlib.suppress(OSError):  # the file was removed already, or is no longer a lock
         last = take(lock.root, lock.name, shared=False, create=False)

@@ -46,14 +46,15 @@ FULL_TRIES = 4
 FULL_WAIT_S = 5.0
 """Seconds that a reader waits for other processes to release a shard when the disk is full."""
 DISK = (errno.ENOSPC,)
-"""Number of the system's error that says that the disk itself is full, and not a quota."""
+"""Error numbers of the system that say that the disk itself is full, and not a quota."""
 FREE_MORE = 1 << 16
-"""Bytes that are freed beyond those needed when the disk is full: for the rounding to blocks, and for locks."""
+"""Number of bytes that are freed beyond those needed when the disk is full, for rounding to blocks and for lock
+files."""
 YIELD_S = 5.0
-"""Seconds that a reader waits for other processes' prefetches to end, before it exceeds the cache's limit."""
+"""Seconds that a reader waits for other processes to finish their prefetches, before it exceeds the cache's limit."""
 LOOK_S = 0.1
-"""Seconds that a reader waits, before it exceeds the cache's limit, for processes that lock a shard only to check it. A
-locked shard cannot be evicted."""
+"""Seconds that a reader waits, before it exceeds the cache's limit, for processes that hold a shard's lock only for a
+moment. A locked shard cannot be evicted."""
 CONFIRM_S = 10.0
 """Seconds to wait for the remote to answer whether it has a file."""
 
@@ -62,14 +63,14 @@ _log = logging.getLogger(__name__)
 
 
 class HeldShard:
-    """A shard that stays in the cache until `release` is called. Any thread may call `release`, more than once. In a
+    """Shard that stays in the cache until `release` is called. Any thread may call `release`, more than once. In a
     forked child the object holds no shard."""
 
     __slots__ = ("_cache", "_key", "_pid", "paths")
 
     def __init__(self, cache: ShardCache, key: str, paths: tuple[Path, ...]) -> None:
         self.paths = paths
-        """Paths of the raw files, in the order of the shard's files."""
+        """Paths of the decompressed files, in the order of the shard's files."""
         self._cache: ShardCache | None = cache
         self._key = key
         self._pid = os.getpid()
@@ -89,7 +90,7 @@ class HeldShard:
 
 
 class _InUse:
-    """Lock and paths of a shard that this process uses, and how often it is held."""
+    """Lock and paths of a shard that this process uses, and the number of HeldShard objects that hold it."""
 
     def __init__(self, lock: FileLock, paths: tuple[Path, ...]) -> None:
         self.lock = lock
@@ -98,8 +99,8 @@ class _InUse:
 
 
 class ShardCache:
-    """Cache folder of a dataset. Safe for threads. A forked child starts with no shards in use and no threads. The
-    object can be pickled to send it to a spawned process."""
+    """Cache folder of a dataset. Any thread may call its methods. A forked child starts with no shards in use and no
+    threads. The object can be pickled to send it to a spawned process."""
 
     def __init__(
         self,
@@ -115,31 +116,31 @@ class ShardCache:
         group: int | None = None,
         index: str = INDEX,
     ) -> None:
-        """
+        """Store the settings, without touching the folder.
+
         Args:
             remote: folder that the files are fetched from; None: `folder` is the dataset itself, and nothing in it is
                 ever removed.
             limit: largest number of bytes in the folder, for all processes of the host together; None: unlimited.
-            validate: None: verify files that were fetched, or found without a matching version, by any hash that the
+            validate: None: verify files that were fetched, or found without a matching record, by any hash that the
                 index has. Name of an algorithm: verify all files by this hash, also those used in place; the index must
                 have it. False: verify nothing.
-            keep_packed: keep compressed files beside their decompressed form, which is evicted first. False: keep only
-                the decompressed form.
+            keep_packed: True to keep compressed files beside their decompressed form, which is evicted first. False to
+                keep only the decompressed form.
             timeout_s: seconds until a call of `hold` gives up.
+            threads: largest number of threads that prefetch.
             on_pressure: called when a shard would exceed the limit, so that the owner releases shards that it does not
                 need now.
             group: ID of the Unix group whose members share the folder; None: this user alone.
             index: name of the index file.
         """
         if limit is not None and limit <= 0:
-            raise InvalidArgumentError(f"the limit of a cache must be above 0 bytes, got {limit}")
+            raise InvalidArgumentError(f"cache_limit must be above 0 bytes, got {limit}")
         if validate and validate not in HASHES:
-            raise InvalidArgumentError(
-                f"the hash to validate by must be one of {', '.join(sorted(HASHES))}, got {validate!r}"
-            )
+            raise InvalidArgumentError(f"validate_hash must be one of {', '.join(sorted(HASHES))}, got {validate!r}")
         if threads < 1 or timeout_s <= 0:
             raise InvalidArgumentError(
-                f"threads must be at least 1 and timeout_s above 0, got {threads} and {timeout_s}"
+                f"download_threads must be at least 1 and timeout_s above 0, got {threads} and {timeout_s}"
             )
         self.folder = Path(folder).absolute()
         if remote and remote.local and remote.local.resolve() == self.folder.resolve():
@@ -147,7 +148,8 @@ class ShardCache:
         self.remote = remote
         self.on_pressure = on_pressure
         self.neighbours: Sequence[ShardCache] = ()
-        """Other caches of the same dataset: they give back shards that are not in use if a common disk is full."""
+        """Other caches of the same dataset, which evict shards that are not in use if a disk that they share is
+        full."""
         self._limit = limit if remote else None
         self._validate = validate
         self._keep_packed = keep_packed
@@ -159,7 +161,7 @@ class ShardCache:
         self._downloads = Downloads(remote, self.folder, index, validate=self._validate, keep_packed=keep_packed)
         in_place = self.folder if remote is None else remote.local
         self._in_place = str(in_place) if in_place else ""
-        """Folder whose files are used where they lie, and not copied into the cache; "" for none."""
+        """Folder whose files are read where they lie, without a copy in the cache; "" for none."""
         self._reset()
         _caches.add(self)
 
@@ -199,20 +201,23 @@ class ShardCache:
 
     @property
     def _indexed_here(self) -> bool:
-        """True if files are used where they lie, but their index is in the cache's folder: index_folder wrote it there,
-        because it could not write into theirs."""
+        """True if files are read where they lie, but their index is in the cache's folder: index_folder wrote it there,
+        because it could not write into the folder of the files."""
         if self._is_indexed_here is None:
             self._is_indexed_here = is_index_of(self.folder / self._index_name, self._in_place)
         return self._is_indexed_here
 
     @property
     def in_place(self) -> bool:
-        """True if files are used where they lie, and not copied into the cache."""
+        """True if files are read where they lie, without a copy in the cache."""
         return bool(self._in_place)
 
     def fetches_ranges(self, hashed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return for each shard whether parts of its file may be fetched instead of the file: nothing verifies the
-        whole file by a hash, and it is not used in place. `hashed`: whether a raw file of it has a hash."""
+        """Return for each shard whether parts of its file may be fetched instead of the whole file: if no hash of the
+        whole file is checked, and the file is not read in place.
+
+        hashed: for each shard, whether the index has a hash of its decompressed file. The result has the same length.
+        """
         if self._in_place or self.remote is None or self._validate:
             return np.zeros(len(hashed), bool)
         return np.ones(len(hashed), bool) if self._validate is False else ~hashed
@@ -251,7 +256,7 @@ class ShardCache:
                     give_name(temporary("raw"), self.folder, name)
 
     def newest_notes(self) -> dict[str, Any]:
-        """Return the notes of the index file at the remote now, which may be newer than the cache's copy. Raises
+        """Return the notes in the index file that the remote has now, which may be newer than the cache's copy. Raises
         ShardUnavailableError."""
         if self._in_place or self.remote is None:
             return file_notes(self.index())
@@ -261,14 +266,14 @@ class ShardCache:
     # One shard
 
     def name_of(self, path: Path, shard: Shard) -> str:
-        """Return the name of a shard's file for errors: its path, with its address if it was fetched."""
+        """Return the name of a shard's file at `path` for errors: its path, with its address if it was fetched."""
         if self.remote is None or (self.remote.local and path.is_relative_to(self.remote.local)):
             return str(path)
         return f"{self.remote.url_of(shard.name)} ({path}: remove it to have it fetched again)"
 
     def hold(self, shard: Shard) -> HeldShard:
-        """Return the shard's raw files, complete and verified. They stay in the cache until they are released. Waits
-        for them if needed.
+        """Return the shard with its files decompressed and verified; wait until they are fetched if needed. The files
+        stay in the cache until the shard is released.
 
         Raises ShardUnavailableError (timeout, missing, or disk full), ShardCorruptError, or DatasetError if the index
         has no hash of the algorithm that `validate` names.
@@ -293,7 +298,8 @@ class ShardCache:
         return HeldShard(self, key, in_use.paths)
 
     def _taken(self, shard: Shard, key: str, until: float) -> tuple[FileLock, tuple[Path, ...]]:
-        """Return the shard's lock, taken, and the paths of its raw files, which are fetched if needed."""
+        """Acquire the shard's lock, and fetch its files if needed. Return the lock, and the paths of the decompressed
+        files."""
         self._state.prepare()
         lock = self._state.wait(f"{self._state.shards}/{key}", until, shard.name, shared=True)
         try:
@@ -302,7 +308,7 @@ class ShardCache:
                 paths = self._fill(shard, key, lock, until)
             if paths is None:
                 raise ShardUnavailableError(
-                    f"{shard.name} was changed in {self.folder} while it was fetched. Let no other program change it"
+                    f"{shard.name} was changed in {self.folder} while it was fetched. Let only Penstock write there"
                 )
         except BaseException:
             lock.release()
@@ -310,8 +316,8 @@ class ShardCache:
         return lock, paths
 
     def _found_in_place(self, shard: Shard) -> tuple[Path, ...] | None:
-        """Return the paths of a shard's files where they lie; None if any is missing or has a wrong size, if files are
-        not used in place, or if they must be verified first. Files used in place need no lock."""
+        """Return the paths of a shard's files where they lie. Return None if a file is missing or has a wrong size, if
+        files are not read in place, or if they must be verified first. Files that are read in place need no lock."""
         if not self._in_place or self._validate:
             return None
         paths = []
@@ -349,8 +355,11 @@ class ShardCache:
     def _fill(
         self, shard: Shard, key: str, lock: FileLock, until: float, decided: Callable[[], None] | None = None
     ) -> tuple[Path, ...] | None:
-        """Fetch the shard's files, or wait for the process that fetches them; return the paths of the raw files.
-        `decided` is given for a prefetch (see `Prefetcher`), which returns None if the cache has no space."""
+        """Fetch the shard's files, or wait for the process that fetches them; return the paths of the decompressed
+        files.
+
+        decided: given for a prefetch (see `Prefetcher`), for which None is returned if the cache has no space.
+        """
         with self._state.fetching(key, until, shard.name, decided) as temporary:
             paths = self._ready(shard, lock)
             if paths:
@@ -387,15 +396,15 @@ class ShardCache:
             )
 
     def stats(self) -> FetchStats:
-        """Return what this process has fetched into the cache, and what of it is ahead of need now."""
+        """Return what this process has fetched into the cache, and what it has prefetched and not used yet."""
         shards, size = self._prefetcher.ahead()
         return replace(self._fetched, ahead_shards=shards, ahead_bytes=size)
 
     # Space
 
     def _with_space(self, shard: Shard, until: float, work: Callable[[], T], *, demand: bool) -> T:
-        """Return `work()`, which stores a shard. If the disk is full, evict what no process uses, and call it again:
-        several times only if other processes keep taking what was freed."""
+        """Return the result of `work()`, which stores a shard. If the disk is full, evict shards that no process uses,
+        and call `work` again, up to FULL_TRIES times in all, because other processes may take what was freed."""
         tries = 1
         while True:
             try:
@@ -415,8 +424,8 @@ class ShardCache:
                 raise
 
     def _has_given_back(self, size: int, until: float, *, demand: bool) -> bool:
-        """Return True once shards were evicted because the disk is full. If all are in use, a reader waits a moment for
-        other processes to release some."""
+        """Return True once shards were evicted because the disk is full. If all are in use, a reader waits up to
+        FULL_WAIT_S seconds for other processes to release some."""
         if disk_bytes(self._root) < size:  # eviction does not help
             return False
         yield_until = min(until, time.monotonic() + FULL_WAIT_S)
@@ -433,7 +442,7 @@ class ShardCache:
 
     def _free(self, size: int, until: float, *, demand: bool) -> int:
         """Evict shards from this cache and from its neighbours on the same disk, because the disk is full. Return the
-        number of freed bytes. `size`: bytes that are needed; `demand`: True if a reader waits for them."""
+        number of freed bytes. size: number of bytes that are needed. demand: True if a reader waits for them."""
         size += FREE_MORE
         freed = 0
         near = [cache for cache in (self, *self.neighbours) if cache is self or same_disk(cache._root, self._root)]
@@ -463,7 +472,7 @@ class ShardCache:
         return 0
 
     def _disk_has(self, size: int, until: float, *, demand: bool) -> bool:
-        """Return True if the disk has `size` bytes free, after evicting shards if need be."""
+        """Return True if the disk has `size` bytes free, if need be after shards were evicted."""
         return free_bytes(self._root) >= size or (
             disk_bytes(self._root) >= size
             and self._free(size, until, demand=demand) > 0
@@ -504,8 +513,8 @@ class ShardCache:
         return True
 
     def _others_fetch_ahead(self, key: str) -> bool:
-        """Return True if other processes are prefetching shards now. `key`: shard that this process is fetching, which
-        does not count."""
+        """Return True if other processes are prefetching shards now. `key`: key of the shard that this process is
+        fetching, which does not count."""
         prefetched = set(os.listdir(os.path.join(self._root, self._state.prefetched))) - {key}
         return not prefetched.isdisjoint(os.listdir(os.path.join(self._root, self._state.fetching_folder)))
 
@@ -530,7 +539,7 @@ class ShardCache:
     # Prefetch
 
     def fetch_ahead(self, shards: Sequence[Shard]) -> None:
-        """Prefetch these shards in this order, in threads. The list replaces the one of the call before.
+        """Prefetch these shards in this order, in threads. The list replaces that of the previous call.
 
         A prefetched shard stays until this process uses it or drops it from the list, or until a waiting reader needs
         its space. Errors are raised only by `hold`.
@@ -544,11 +553,11 @@ class ShardCache:
         )
 
     def reading_groups(self, group: str) -> int:
-        """Return the number of groups of this host that prefetch into the folder, see HostReaders."""
+        """Return the number of groups of processes on this host that prefetch into the folder, see HostReaders."""
         return 1 if self.in_place else self._prefetcher.readers.groups(group)
 
     def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
-        """Fetch a shard before a reader needs it. Returns False if the cache has no space."""
+        """Fetch a shard before a reader needs it. Return False if the cache has no space."""
         until = time.monotonic() + self.timeout_s
 
         def fetched() -> bool:

@@ -1,4 +1,5 @@
-"""Version of a shard on disk: a record in a file that is also the lock of the shard's users.
+"""Version of a shard on disk: a record of its complete files. It is the text of a file that is also the lock of the
+shard's users.
 
 A version records that files with certain sizes and times were complete, and which hash verified them. A process that
 finds the files unchanged does not verify them again. The version is written after the files, and lists all files that
@@ -23,7 +24,7 @@ _LONGEST_NAME = 200
 
 
 def key_of(name: str) -> str:
-    """Return a shard's key: a file name made from the shard's name, without "!"."""
+    """Return a shard's key: a file name made from the shard's name, which contains no "!"."""
     key = quote(name, safe="")
     return key if len(key) <= _LONGEST_NAME else hashlib.sha256(name.encode()).hexdigest()
 
@@ -38,8 +39,9 @@ def file_stat(path: str) -> tuple[int, int] | None:
 
 
 def origin_of(shard: Shard, remote: Path | None) -> str:
-    """Return a digest of a shard's files as the index lists them. If the remote is a local folder, the digest includes
-    the files' sizes and times there. A changed digest shows that other data were written to the same address."""
+    """Return a digest of a shard's files as the index lists them: names, sizes and hashes. If the remote is a local
+    folder, the digest includes the files' sizes and times there. A changed digest shows that other data were written to
+    the same address."""
     digest = hashlib.sha256()
     for file in shard.files:
         for stored in (file.raw, file.packed):
@@ -51,31 +53,32 @@ def origin_of(shard: Shard, remote: Path | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardVersion:
-    """Record of one shard's complete files. Paths are relative to the cache's folder, or absolute for files that are
-    used in place."""
+    """Record of one shard's complete files in a cache. Paths are relative to the cache's folder, or absolute for files
+    that are read in place."""
 
     raw: tuple[tuple[str, int, int], ...] = ()
-    """(path, size in bytes, modification time in ns) of each raw file; empty while the shard is being fetched."""
+    """(path, size in bytes, modification time in ns) of each decompressed file; empty while the shard is being
+    fetched."""
     packed: tuple[tuple[str, int], ...] = ()
-    """(path, size) of each compressed file that the cache keeps beside its raw form."""
+    """(path, size in bytes) of each compressed file that the cache keeps beside the decompressed one."""
     evictable: tuple[tuple[str, int], ...] = ()
-    """(path, size) of each raw file that may be evicted."""
+    """(path, size in bytes) of each decompressed file that may be evicted."""
     size: int = 0
-    """Bytes that count against the cache's limit: the largest space that the shard may take on disk now."""
+    """Number of bytes that count against the cache's limit: the largest space that the shard may take on disk now."""
     hash: str = ""
     """Hash algorithm that verified the files; "" for none."""
     found: tuple[tuple[str, int], ...] = ()
-    """(name, size) of each file that was in the folder before the cache fetched anything. Such a file is evicted only
-    if the remote has it, too."""
+    """(name, size in bytes) of each file that was in the folder before the cache fetched anything. Such a file is
+    evicted only if the remote has it, too."""
     origin: str = ""
-    """Digest of the source's files, see `origin_of`; empty while the shard is being fetched."""
+    """Digest of the shard's files as the index lists them, see `origin_of`; empty while the shard is being fetched."""
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode() + b"\n"
 
     @staticmethod
     def decoded(text: bytes) -> ShardVersion | None:
-        """Return the version in a version file's text; None for any other text, including a half-written version."""
+        """Return the record in a version file's text; None for any other text, including a half-written record."""
         try:
             values = json.loads(text.partition(b"\n")[0])  # further lines are the rest of an older, longer text
             version = ShardVersion(
@@ -95,7 +98,8 @@ class ShardVersion:
         return None if any(path.is_absolute() or ".." in path.parts for path in removable) else version
 
     def holds(self, shard: Shard, folder: str) -> tuple[Path, ...] | None:
-        """Return the paths of the shard's raw files; None if a file's size or time differs from the record."""
+        """Return the paths of the shard's decompressed files; None if the size or time of a file differs from this
+        record."""
         if len(self.raw) != len(shard.files):
             return None
         paths = []

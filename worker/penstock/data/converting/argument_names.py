@@ -1,4 +1,4 @@
-"""Names of a conversion's arguments in messages: those of the function in Python, or the options of the command."""
+"""Names of a conversion's arguments in messages: those of the Python function, or the options of the command."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from dataclasses import dataclass
 __all__ = ["ARGUMENTS", "ArgumentNames"]
 
 _OPTIONS = {"types": "--as"}
-"""Options whose name is not the argument's."""
+"""Argument -> option of the command, where their names differ."""
 
 
 @dataclass(frozen=True)
 class ArgumentNames:
-    """Names of arguments in messages."""
+    """Names by which messages call the arguments of a conversion."""
 
     options: bool = False
-    """True for the options of `penstock data convert`; False for the arguments of `convert_dataset`."""
+    """True for the options of the command `penstock data convert`, False for the arguments of `convert_dataset`."""
 
     def of(self, argument: str) -> str:
-        """Return the name of an argument."""
+        """Return the name of an argument as the user wrote it: "--size-limit" or "size_limit"."""
         return _OPTIONS.get(argument, "--" + argument.replace("_", "-")) if self.options else argument
 
     def column_type(self, column: str, kind: str) -> str:
-        """Return the text that gives a column a type."""
+        """Return the text with which the user gives a column a type: "--as COLUMN=KIND" or "types={'COLUMN':
+        'KIND'}"."""
         return f"--as {column}={kind}" if self.options else f"types={{{column!r}: {kind!r}}}"
 
 

@@ -1,4 +1,5 @@
-"""Plan of a conversion: plain data that all its processes read, and that a second run compares with its own plan."""
+"""Plan of a conversion: plain data that all its processes read, and that a second run compares with its own plan. A
+conversion is divided into *parts*, each a run of consecutive samples of one shard of the source."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ PART_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive samples of one shard of the source, converted as a unit."""
+    """Part of a conversion: consecutive samples of one shard of the source, which one process converts."""
 
     shard: int
     """Number of the shard in the source's index."""
     begin: int
     end: int
-    """Numbers in the shard of the first sample, and of the one after the last."""
+    """`begin` and `end`: number in the shard of the part's first sample, and of the one after its last."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class ConversionPlan:
     schema: str = ""
     """Parquet: serialized Arrow schema of the columns, in hexadecimal."""
     encoded: bool = False
-    """True if the stored bytes of MDS columns are copied without decoding."""
+    """True if the values of MDS columns are copied as they are stored, without decoding."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the result's files."""
+    """Settings of the result's files, such as their compression; see target_settings.py."""
     data: str = ""
-    """Digest of the source's files."""
+    """Digest of the source's files, which changes when a file changes."""
     order: str = ""
     """Digest of the source's order, if the result keeps that order; "" otherwise."""
     parts: Sequence[Part] = ()
@@ -58,11 +59,12 @@ class ConversionPlan:
     source_options: Mapping[str, Any] = field(default_factory=dict)
     dest_options: Mapping[str, Any] = field(default_factory=dict)
     names: ArgumentNames = ARGUMENTS
-    """Names of arguments in errors."""
+    """How errors name the arguments that the user gave."""
 
     @property
     def key(self) -> str:
-        """Digest of everything that decides the result's content. A finished part with the same key is reused."""
+        """Digest of everything that decides the result's content. A part that an earlier run finished under the same
+        key is reused."""
         chosen = (self.to, self.schema, self.encoded, self.settings, self.data, self.order)
         columns, parts = [asdict(each) for each in self.columns], [asdict(each) for each in self.parts]
         text = json.dumps([chosen, columns, parts], sort_keys=True)
@@ -89,8 +91,8 @@ class ConversionPlan:
 
 
 def parts_of(shards: Sequence[Shard]) -> list[Part]:
-    """Return the parts of a dataset, in the order of its samples. A large shard is divided between its blocks, or
-    between any samples if it has no blocks."""
+    """Return the parts into which the conversion of a dataset is divided, in the order of its samples. A large shard is
+    divided at the borders of its blocks (such as row groups), or between any samples if it has no blocks."""
     found = []
     for number, shard in enumerate(shards):
         pieces = -(-shard.size // PART_BYTES)

@@ -48,13 +48,13 @@ __all__ = ["Converted", "convert_dataset"]
 JOURNAL = ".penstock-converting"
 """Name of the file in the result's folder that identifies an unfinished conversion."""
 SAMPLED_SHARDS, SAMPLED_ROWS = 8, 64
-"""Number of shards, and number of rows of each, from which the types of columns are chosen."""
+"""Number of shards, and number of rows in each of them, that are read to choose the types of columns."""
 ARROW_FILE = b"ARROW1"
-"""First bytes of a file in Arrow's file format; the stream format does not have them."""
+"""First bytes of a file in Arrow's file format. Its stream format begins with other bytes."""
 PROCESS_BYTES = 128 << 20
-"""Bytes of data for each process: with fewer, starting another process takes longer than it saves."""
+"""Number of bytes of data for which a process is started: with fewer, starting it takes longer than it saves."""
 THREADS = 16
-"""Number of small files that are read or removed at a time."""
+"""Number of small files that are read or removed at the same time."""
 PROGRAM = "penstock.data.converting.part_process"
 
 
@@ -63,12 +63,13 @@ class Converted:
     """Result of a conversion."""
 
     shards: list[Shard]
-    """Shards in the result's index."""
+    """Shards of the result, as its index lists them."""
     samples: int
     digest: str
-    """Digest of all rows, part by part."""
+    """Digest of all rows of the result, as hexadecimal text. It does not depend on the format."""
     parts: int
-    """Number of parts; `made` of them were converted by this call."""
+    """Number of parts into which the conversion was divided. This call converted `made` of them; an earlier call had
+    finished the others."""
     made: int
     columns: Mapping[str, str]
     """Type of each column: the encoding of MDS, or Arrow's type."""
@@ -173,8 +174,8 @@ def _choose(
     name: str,
     say: ArgumentNames,
 ) -> tuple[list[TargetColumn], str, bool]:
-    """Return the columns of the result, the Parquet schema in hexadecimal, and whether values are copied as they are
-    stored."""
+    """Return the columns of the result, the Parquet schema in hexadecimal ("" for MDS), and True if values are copied
+    as they are stored."""
     if not any(shard.samples for shard in shards):
         raise DatasetError(
             f"{name}: the index must list at least one sample, got none. Give the folder of another dataset"
@@ -205,13 +206,13 @@ def _chosen(
         if wrong or not names:
             raise InvalidArgumentError(
                 f"{name}: {say.of(argument)} must be some of {', '.join(among)}, each once, got "
-                f"{', '.join(wrong) or 'none'}"
+                f"{', '.join(wrong) or 'none'}. Correct the columns' names"
             )
     return names
 
 
 def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
-    """Return pyarrow's types of a source's columns by name; empty if its files have no Arrow types."""
+    """Return the Arrow types (of pyarrow) of a source's columns by name; empty if its files declare none."""
     if shard.format not in ("parquet", "arrow"):
         return {}
     arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
@@ -226,7 +227,8 @@ def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
 
 
 def _image_types(shards: Sequence[Shard], names: Sequence[str]) -> dict[str, str]:
-    """Return the encodings of columns that are image files in the source, but images for its reader."""
+    """Return the MDS encodings, by column, of columns that hold image files in the source, for which its reader returns
+    decoded images."""
     kinds = {"jpg": "jpeg", "jpeg": "jpeg", "png": "png"}
     if shards[0].format == "webdataset":
         return {name: kinds[end] for name in names if (end := name.rpartition(".")[2]) in kinds}
@@ -237,7 +239,7 @@ def _image_types(shards: Sequence[Shard], names: Sequence[str]) -> dict[str, str
 
 
 def _sampled(cache: ShardCache, shards: Sequence[Shard]) -> list[dict[str, Any]]:
-    """Return some rows of some shards, from which the types of columns are chosen."""
+    """Return some rows of some shards, as dicts, from which the types of columns are chosen."""
     filled = [shard for shard in shards if shard.samples]
     step = -(-len(filled) // SAMPLED_SHARDS)
     found: list[dict[str, Any]] = []
@@ -253,7 +255,7 @@ def _sampled(cache: ShardCache, shards: Sequence[Shard]) -> list[dict[str, Any]]
 
 @dataclass
 class _Conversion:
-    """Run of a conversion."""
+    """One run of a conversion in this process."""
 
     plan: ConversionPlan
     remote: RemoteFolder
@@ -278,7 +280,8 @@ class _Conversion:
 
     @contextlib.contextmanager
     def _sole_writer(self) -> Iterator[FileLock | None]:
-        """Lock the journal in a local folder; yield the lock."""
+        """Hold a lock on the journal while the `with` block runs, so that only one process converts into the folder.
+        Yield the lock; None for a remote folder, which has no locks."""
         folder = self.remote.local
         if folder is None:
             yield None
@@ -301,7 +304,8 @@ class _Conversion:
             lock.release()
 
     def _begin(self, lock: FileLock | None) -> None:
-        """Write the journal, if it is missing: into the locked file, because a new file would not be locked."""
+        """Write the journal, if it is missing. In a local folder its text goes into the locked file, because a new file
+        would not be locked."""
         text = self.plan.key.encode() + b"\n"
         if lock is None:
             self.remote.write(JOURNAL, text, deadline_s=self.timeout_s)
@@ -333,8 +337,8 @@ class _Conversion:
     # ---- what is there
 
     def _finished_before(self) -> Converted | None:
-        """Return the result, if an earlier run of this conversion finished it; else None. Raises DatasetError if the
-        folder has anything other than this conversion."""
+        """Return the result if an earlier run of the same conversion has finished it; None otherwise. Raise
+        DatasetError if the folder holds anything but this conversion."""
         names = self.remote.names(deadline_s=self.timeout_s)
         if INDEX in names:
             text = self.remote.read(INDEX, deadline_s=self.timeout_s)
@@ -354,7 +358,7 @@ class _Conversion:
         return None
 
     def _journaled(self) -> dict[int, tuple[list[Shard], dict[str, Any]]]:
-        """Return the shards and notes of each part that is finished."""
+        """Return the finished parts, as number of the part -> (its shards, notes of its index)."""
         present = {name for name in self.remote.find(deadline_s=self.timeout_s) if name.endswith(f"/{INDEX}")}
         numbers = [n for n in range(len(self.plan.parts)) if f"{self.plan.folder_of(n)}/{INDEX}" in present]
 
@@ -412,8 +416,8 @@ class _Conversion:
         return self._converted(shards, digest, made)
 
     def _clean_up(self) -> None:
-        """Remove the parts' indexes, temporary files of killed runs, and then the journal. The dataset's index lists
-        everything by now."""
+        """Remove the parts' own indexes, temporary files of killed runs, and then the journal. The dataset's index
+        lists all shards by now."""
         shards = read_index(self.remote.read(INDEX, deadline_s=self.timeout_s), self.remote.url)
         needed = {(file.packed or file.raw).name for shard in shards for file in shard.files}
         folders = {self.plan.folder_of(number) for number in range(len(self.plan.parts))}

@@ -1,4 +1,5 @@
-"""Conversion of one part: read its samples, write them, read the result back, and compare."""
+"""Conversion of one part (consecutive samples of a shard): read its samples, write them, read the result back, and
+compare."""
 
 from __future__ import annotations
 
@@ -26,17 +27,18 @@ from penstock.proto.errors import DatasetError
 __all__ = ["PartConverter", "data_of", "source_of"]
 
 ROWS = 256
-"""Rows that are converted at a time."""
+"""Number of rows that are read and written at a time."""
 
 
 def source_of(source: str, options: Any, cache: str, *, limit: int | None, timeout_s: float) -> ShardCache:
-    """Return the cache of a conversion's source. `cache`: folder for the files of a remote source."""
+    """Return the cache through which the source of a conversion is read. `cache`: folder for the files of a remote
+    source."""
     return ShardCache(RemoteFolder(source, options), cache, limit=limit, timeout_s=timeout_s)
 
 
 @dataclass
 class PartConverter:
-    """Converter of the parts of a plan, in this process."""
+    """Converter of parts of a plan (runs of consecutive samples of the source), in this process."""
 
     plan: ConversionPlan
 
@@ -52,8 +54,8 @@ class PartConverter:
         )
 
     def convert(self, number: int) -> None:
-        """Convert a part. Raises DatasetError, which names the part and the cause, and any error of the source's
-        files."""
+        """Convert the part with this number. Raises DatasetError, which names the part and the cause, and any error of
+        the source's files."""
         part, folder = self.plan.parts[number], self.plan.folder_of(number)
         shard = self._shards[part.shard]
         files = self._files(folder)
@@ -104,7 +106,8 @@ class PartConverter:
                 reader.close()
 
     def _verify(self, folder: str, shards: list[Shard], written: RowDigest) -> None:
-        """Read a written part back. Raises DatasetError if its rows differ from those written."""
+        """Read a part of the conversion back after it was written, and raise DatasetError if its rows differ from those
+        written."""
         digest = RowDigest()
         address = str(self._dest.local / folder) if self._dest.local else joined(self.plan.dest, folder)
         with TemporaryDirectory(prefix="penstock-verify-") as scratch:
@@ -132,5 +135,6 @@ class PartConverter:
 
 
 def data_of(shards: list[Shard], source: RemoteFolder) -> list[str]:
-    """Return a digest of all shards' files, which changes when any of them changes."""
+    """Return one digest for each shard, made from what the index says about its files. A digest changes when a file
+    changes."""
     return [origin_of(shard, source.local) for shard in shards]

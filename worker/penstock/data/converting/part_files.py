@@ -28,33 +28,35 @@ PARQUET_FILE = "shard.00000.parquet"
 
 
 class PartFiles(Protocol):
-    """Writer of the files of one part."""
+    """Writer of the files of one part of a conversion."""
 
     def write(self, rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
-        """Add rows. `sizes`: size of each row in bytes. Raises DatasetError for a value that cannot be stored, OSError
+        """Add rows. `sizes`: size of each row in bytes. Raise DatasetError for a value that cannot be stored, OSError
         for a full disk."""
 
     def finish(self) -> list[Shard]:
-        """Write all files except the index; return the part's shards."""
+        """Write all files of the part except its index, and return its shards."""
 
     def publish(self, notes: Mapping[str, Any]) -> None:
-        """Write the index, with notes. From then on the part counts as finished."""
+        """Write the index of the part, with notes. From then on the part counts as finished."""
 
     def abandon(self) -> None:
-        """Stop without writing the index. Does nothing after `publish`."""
+        """Stop without writing the index. After `publish` this does nothing."""
 
 
 class MDSPart:
-    """Writer of a part in MDS."""
+    """Writer of a part of a conversion in MDS."""
 
     def __init__(
         self, folder: str, columns: Sequence[TargetColumn], settings: Mapping[str, Any], names: ArgumentNames
     ) -> None:
-        """
+        """Begin to write.
+
         Args:
             folder: path or URL of the part's folder, whose content is replaced.
+            columns: columns of the result.
             settings: keyword arguments of MDSWriter.
-            names: names of arguments in errors.
+            names: how errors name the arguments that the user gave.
         """
         self._writer = MDSWriter(folder, {each.name: each.type for each in columns}, exist_ok=True, **settings)
         self._writer.remedy_of = lambda name: f"Give the column another type with {names.column_type(name, 'json')}"
@@ -76,7 +78,7 @@ class MDSPart:
 
 
 class ParquetPart:
-    """Writer of a part in Parquet: one file."""
+    """Writer of a part of a conversion as one Parquet file."""
 
     def __init__(
         self,
@@ -89,12 +91,16 @@ class ParquetPart:
         group_bytes: int,
         timeout_s: float,
     ) -> None:
-        """
+        """Begin to write.
+
         Args:
-            remote: folder of the whole result; folder: path of the part below it.
+            remote: folder of the whole result.
+            folder: path of the part's folder below it.
             schema: pyarrow schema of the columns.
-            names: names of arguments in errors.
+            names: how errors name the arguments that the user gave.
+            compression: compression of the file, by pyarrow's name; None: none.
             group_bytes: bytes of values after which a row group is written.
+            timeout_s: seconds for each file of a remote.
         """
         self._arrow = importlib.import_module("pyarrow")
         self._remote, self._folder, self._timeout_s, self._names = remote, folder, timeout_s, names

@@ -1,4 +1,5 @@
-"""Process that converts parts (see job_processes.py). Several such processes share the parts of a conversion."""
+"""Program of a process that converts parts (see job_processes.py). Several such processes share the parts of a
+conversion."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ __all__ = ["converted"]
 
 @contextlib.contextmanager
 def converted(plan: bytes) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """Yield the function that converts a part of a plan."""
+    """Yield a function that converts the part with a given number. plan: encoded ConversionPlan."""
     converter = PartConverter(ConversionPlan.decoded(plan))
 
     def convert(number: int) -> dict[str, Any]:

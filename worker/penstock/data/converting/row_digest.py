@@ -28,16 +28,16 @@ _TIMES = (datetime.datetime, datetime.date, datetime.time)
 
 
 class RowDigest:
-    """Digest of rows one after the other."""
+    """Digest of rows that are added one after the other."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
         self.rows = 0
-        """Rows that were added so far."""
+        """Number of rows that were added so far."""
 
     def add(self, row: Mapping[str, Any]) -> int:
-        """Add a row; return its size in bytes. The order of its columns does not matter. Raises DatasetError for a
-        value of an unknown type, which names the column."""
+        """Add a row to the digest, and return the row's size in bytes. The order of its columns does not matter. Raise
+        DatasetError, which names the column, for a value of an unknown type."""
         parts = []
         for name in sorted(row):
             try:
@@ -55,7 +55,8 @@ class RowDigest:
 
 
 def value_bytes(value: Any) -> bytes:
-    """Return bytes that are equal exactly for equal values. Raises TypeError for an unknown type."""
+    """Return bytes for a value, which are equal for equal values and differ for others. Raise TypeError for an unknown
+    type."""
     if value is None:
         return b"0"
     if isinstance(value, np.generic):
@@ -105,7 +106,8 @@ def _of_array(value: np.ndarray[Any, Any]) -> bytes:
 
 
 def _of_list(value: Sequence[Any]) -> bytes:
-    """Return the bytes of a list. A list of only integers or only floats has the bytes of the equal array."""
+    """Return the bytes for a list. A list of integers alone, or of floats alone, has the same bytes as an equal
+    array."""
     kinds = {type(each) for each in value}
     if kinds == {int} and all(-(1 << 63) <= each < 1 << 64 for each in value):
         return _of_array(np.array([each if each < 1 << 63 else each - (1 << 64) for each in value], np.int64))

@@ -33,13 +33,13 @@ INT64 = range(-(1 << 63), 1 << 63)
 
 @dataclass(frozen=True)
 class TargetColumn:
-    """Column of the converted dataset."""
+    """Column of the converted dataset: its name, its type, and the change that its values need."""
 
     name: str
     type: str
     """Encoding of the column (MDS), or Arrow's name of its type (Parquet)."""
     change: str = ""
-    """Name of the function in CHANGES that turns a value of the source into the stored one; "" for none."""
+    """Name of the function in CHANGES that turns a value of the source into the value to store; "" for no change."""
 
 
 def _json_text(value: Any) -> Any:
@@ -47,7 +47,7 @@ def _json_text(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """Return a value for JSON: arrays become lists, numpy's scalars Python's."""
+    """Return a value in a form that JSON can hold: arrays become lists, numpy's scalars Python's numbers."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, np.generic):
@@ -64,7 +64,7 @@ def _time_text(value: Any) -> Any:
     if value is None or isinstance(value, np.datetime64):
         return value if value is None else str(value)
     if not isinstance(value, datetime.date | datetime.time):  # a datetime is a date
-        raise ValueError(f"must be a time, as in the sampled rows, got {value!r:.80}")
+        raise ValueError(f"all values must be times, as in the rows that decided the type, got {value!r:.80}")
     return value.isoformat()
 
 
@@ -73,19 +73,23 @@ def _float(value: Any) -> Any:
         return value
     made = float(value)
     if made != value:
-        raise ValueError(f"must be a number that float64 holds exactly, got {value}")
+        raise ValueError(f"all values must be numbers that float64 holds exactly, got {value}")
     return made
 
 
 def _only(value: Any) -> Any:
     if not isinstance(value, list) or len(value) != 1:
-        raise ValueError(f"must be a list of one value, as in the sampled rows, got {value!r:.80}")
+        raise ValueError(
+            f"all values must be lists of one value, as in the rows that decided the type, got {value!r:.80}"
+        )
     return value[0]
 
 
 def _file(value: Any) -> Any:
     if not isinstance(value, Mapping) or not isinstance(value.get("bytes"), bytes):
-        raise ValueError(f"must have the field bytes, as in the sampled rows, got {value!r:.80}")
+        raise ValueError(
+            f"all values must be dicts with a field 'bytes', as in the rows that decided the type, got {value!r:.80}"
+        )
     return value["bytes"]
 
 
@@ -98,13 +102,14 @@ CHANGES: Mapping[str, Callable[[Any], Any]] = {
     "only": _only,
     "file": _file,
 }
-"""Functions by name: each converts a value of the source to the value that a reader of the result gets."""
+"""Name -> function that turns a value of the source into the value that a reader of the result gets."""
 
 
 def stored_rows(
     rows: Sequence[Mapping[str, Any]], columns: Sequence[TargetColumn], say: ArgumentNames
 ) -> list[dict[str, Any]]:
-    """Return rows with the values that a reader of the result gets. Raises DatasetError, which names the column."""
+    """Return the rows with the values that a reader of the result gets. Raise DatasetError, which names the column, for
+    a value that cannot be stored."""
     changes = [(column.name, column.change, CHANGES[column.change]) for column in columns]
     found = []
     for number, row in enumerate(rows):
@@ -121,7 +126,7 @@ def stored_rows(
 
 
 def _remedy(change: str, name: str, say: ArgumentNames) -> str:
-    """Return what to do about a value that a function of CHANGES refused, for errors."""
+    """Return the remedy for an error about a value that a function of CHANGES has refused."""
     if change == "float":
         return f"Give the column's type with {say.column_type(name, 'json')}"
     if change in ("only", "file"):
@@ -131,16 +136,22 @@ def _remedy(change: str, name: str, say: ArgumentNames) -> str:
 
 def _missing(number: int, name: str, row: Mapping[str, Any], say: ArgumentNames) -> DatasetError:
     return DatasetError(
-        f"row {number}: column {name!r} must be there, got {', '.join(map(repr, row))}. Write samples that all have "
-        f"it, or leave the column out with {say.of('columns')}"
+        f"row {number} must have the column {name!r}, as other rows have, got {', '.join(map(repr, row))}. Write "
+        f"samples that all have this column, or leave it out with {say.of('columns')}"
     )
 
 
 def mds_columns(
     samples: Sequence[Mapping[str, Any]], names: Sequence[str], given: Mapping[str, str], say: ArgumentNames
 ) -> list[TargetColumn]:
-    """Return the columns of an MDS dataset. `samples`: some rows of the source; `given`: encodings that the user chose,
-    by column; `say`: names of arguments in errors. Raises DatasetError, InvalidArgumentError."""
+    """Return the columns of an MDS dataset. Raises DatasetError, InvalidArgumentError.
+
+    Args:
+        samples: some rows of the source.
+        names: names of the columns.
+        given: column -> encoding, for those that the user chose.
+        say: how errors name the arguments that the user gave.
+    """
     return [_mds_column(name, _values(samples, name, say), given.get(name), say) for name in names]
 
 
@@ -177,8 +188,8 @@ def _mds_column(name: str, values: Sequence[Any], given: str | None, say: Argume
 
 
 def _unwrapped(values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
-    """Return (name of a change, changed values), where the change unwraps values: the only value of a TensorFlow
-    feature, or the file in a Hugging Face image."""
+    """Return a name in CHANGES and the changed values, if these values are wrapped: each is a list of one value, as in
+    a TensorFlow feature, or a dict with a file, as in a Hugging Face image. Otherwise return "" and the values."""
     for change in ("only", "file"):
         with contextlib.suppress(ValueError):
             made = [CHANGES[change](value) for value in values]
@@ -188,7 +199,7 @@ def _unwrapped(values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
 
 
 def _file_encoding(files: Sequence[bytes]) -> str:
-    """Return the encoding of image files, by their first bytes."""
+    """Return the MDS encoding of files, from their first bytes: "jpeg", "png", or "bytes" for others."""
     for encoding, begin in (("jpeg", b"\xff\xd8\xff"), ("png", b"\x89PNG\r\n\x1a\n")):
         if all(file.startswith(begin) for file in files):
             return encoding
@@ -196,7 +207,7 @@ def _file_encoding(files: Sequence[bytes]) -> str:
 
 
 def _mds_encoding(kinds: set[type], values: Sequence[Any]) -> str | None:
-    """Return the MDS encoding for values of these types; None if no encoding fits all of them."""
+    """Return the MDS encoding for values of these types; None if no single encoding fits all of them."""
     if len(kinds) != 1:
         return None
     (kind,) = kinds
@@ -240,9 +251,13 @@ def parquet_columns(
     declared: Mapping[str, Any],
     say: ArgumentNames,
 ) -> tuple[list[TargetColumn], Any]:
-    """Return the columns of Parquet files, and their pyarrow schema. `samples`, `names`, `say`: as in `mds_columns`.
-    `given`: types that the user chose, by column: "json", or pyarrow's name such as "int32". `declared`: pyarrow's
-    types of the source's columns; empty if the source has none."""
+    """Return the columns of Parquet files, and their pyarrow schema.
+
+    Args:
+        samples, names, say: as in `mds_columns`.
+        given: column -> type that the user chose: "json", or pyarrow's name such as "int32".
+        declared: column -> pyarrow's type in the source; empty if the source declares none.
+    """
     arrow = importlib.import_module("pyarrow")
     columns, fields = [], []
     for name in names:
@@ -287,7 +302,7 @@ def _parquet_column(
 
 
 def _arrow_type(arrow: Any, kinds: set[type], present: Sequence[Any]) -> Any:
-    """Return the common Arrow type of these values, which exclude None; None if they have no common type."""
+    """Return the Arrow type that all these values have in common; None if they have none. The values exclude None."""
     if kinds == {np.datetime64}:
         return arrow.timestamp("ns", "UTC")
     if kinds == {np.timedelta64}:
@@ -309,7 +324,7 @@ def _arrow_type(arrow: Any, kinds: set[type], present: Sequence[Any]) -> Any:
 
 
 def _unchanged(arrow: Any, kind: Any, values: Sequence[Any]) -> bool:
-    """Return True if values are unchanged after a round trip through an Arrow array of this type."""
+    """Return True if the values come back unchanged from an Arrow array of this type."""
     times = (np.datetime64, np.timedelta64)
     if any(isinstance(value, times) for value in values):  # pyarrow needs pandas to return nanoseconds
         return all(value is None or isinstance(value, times) for value in values)

@@ -16,18 +16,18 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["target_settings"]
 
 PARQUET_GROUP = 16 << 20
-"""Default number of bytes of a row group's values."""
+"""Default size of the values in a row group of Parquet, in bytes."""
 PARQUET_COMPRESSIONS = ("brotli", "gzip", "lz4", "none", "snappy", "zstd")
 """Compressions of Parquet's pages, by pyarrow's names."""
 SIZE_LIMIT = 64 << 20
-"""Default size of a raw MDS shard, in bytes."""
+"""Default of the largest size of an MDS shard before compression, in bytes."""
 
 
 def target_settings(
     to: str, compression: str | None, hashes: Collection[str] | None, limit: int | str | None, names: ArgumentNames
 ) -> dict[str, Any]:
-    """Return the settings of the result's files. The arguments are those of `convert_dataset`. Raises
-    InvalidArgumentError for settings that the files' writer would refuse."""
+    """Return the settings of the result's files, as keyword arguments of their writer. The arguments are those of
+    `convert_dataset`. Raise InvalidArgumentError for settings that the writer would refuse."""
     one_of(names.of("to"), to, ("mds", "parquet"))
     size = byte_count(names.of("size_limit"), limit)
     if to == "parquet":
@@ -56,7 +56,7 @@ def _parquet_settings(
 
 
 def _check(argument: str, value: str, check: Callable[[str], object]) -> None:
-    """Call `check` with an argument's value, and name the argument in its error."""
+    """Call `check` with the value of an argument. Add the argument's name to an error that it raises."""
     try:
         check(value)
     except InvalidArgumentError as error:

@@ -1,1 +1,2 @@
-"""Indexes of datasets as columns, which are made once for all processes of a host."""
+"""Indexes of datasets in the form of columns (arrays with a number for each shard), made once for all processes of a
+host."""

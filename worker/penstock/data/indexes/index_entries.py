@@ -1,4 +1,5 @@
-"""Entries of an index.json of any size, one by one, in bounded memory.
+"""Entries of an index.json of any size, one by one, in bounded memory. An entry is the JSON object that describes a
+shard.
 
 A whole index of a million shards takes 3 GiB as Python objects. Here the text is read in pieces, and json's own decoder
 takes one entry after the other from the front of the text.
@@ -21,13 +22,13 @@ from penstock.data.formats.index import check_version
 __all__ = ["Entry", "IndexEntries"]
 
 PIECE = 1 << 20
-"""Bytes that are read at a time."""
+"""Number of bytes of the index that are read at a time."""
 LONGEST_VALUE = 1 << 28
-"""Largest number of characters of one entry, or of another value beside the entries."""
+"""Largest number of characters of one value in the index, such as a shard's entry."""
 
 
 class Entry(NamedTuple):
-    """A shard's entry, and where it stands in the file."""
+    """Entry of a shard in an index, and its place in the file."""
 
     begin: int
     """Offset in the file, in bytes."""
@@ -36,8 +37,8 @@ class Entry(NamedTuple):
 
 
 class IndexEntries:
-    """Entries of the index in an open file, in order, as an iterable that is read once. Raises InvalidField for what is
-    not an index."""
+    """Iterable over the entries of the index in an open file, in their order, which can be read only once. Raises
+    InvalidField if the file is not an index."""
 
     def __init__(self, file: Descriptor) -> None:
         self._file = file
@@ -47,12 +48,12 @@ class IndexEntries:
         self._digest = xxhash.xxh3_128()
         self._text, self._at = "", 0
         self._offset = 0
-        """Offset in the file, in bytes, of the character at `_at`."""
+        """Offset in the file, in bytes, of the next character to parse, which is at `_at` in `_text`."""
         self._ended = False
 
     @property
     def digest(self) -> str:
-        """Digest of all that was read: after the last entry, of the file."""
+        """Digest of everything that was read so far; after the last entry, the digest of the file."""
         return self._digest.hexdigest()
 
     def __iter__(self) -> Iterator[Entry]:
@@ -103,7 +104,7 @@ class IndexEntries:
                 return
 
     def _next(self) -> str:
-        """Return the next character that is not white space, without taking it; "" at the end."""
+        """Return the next character that is not white space, and leave it in the text; "" at the end of the file."""
         while True:
             end = WHITESPACE.match(self._text, self._at).end()
             self._offset += end - self._at
@@ -116,14 +117,14 @@ class IndexEntries:
     def _take(self, expected: str) -> str:
         found = self._next()
         if not found or found not in expected:
-            raise ValueError(f"byte {self._offset} must be one of {' '.join(expected)}, got {found!r}")
+            raise ValueError(f"the character at byte {self._offset} must be one of {' '.join(expected)}, got {found!r}")
         self._at += 1
         self._offset += 1
         return found
 
     def _value(self) -> Entry:
-        """Take the next value. Reads on while it is not complete; each time twice as much, so that a long value is not
-        decoded often."""
+        """Take the next JSON value from the text, and return it as an Entry. While the value is not complete, read on,
+        each time twice as much, so that a long value is not decoded often."""
         self._next()
         pieces = 1
         while True:
@@ -144,7 +145,7 @@ class IndexEntries:
         return found
 
     def _more(self) -> bool:
-        """Read on; return False at the end of the file."""
+        """Read the next piece of the file. Return False at the end of the file."""
         if self._ended:
             return False
         piece = self._file.read(PIECE, self._read)

@@ -1,4 +1,5 @@
-"""Indexes of any size that are made of others: the next version of a dataset that grows, and an index of many folders.
+"""Indexes of any size that are made from other indexes: the next version of a dataset that grows, and an index of many
+folders.
 
 Entries are read and written one by one, so the memory needed is a few numbers for each shard.
 """
@@ -34,22 +35,25 @@ from penstock.proto.errors import DatasetError, ShardUnavailableError
 __all__ = ["GivenIndex", "JoinedIndex"]
 
 PIECE = 16 << 20
-"""Bytes that are copied at a time."""
+"""Number of bytes that are copied at a time."""
 
 
 class GivenIndex:
-    """Index that exists, in a folder of this machine or at a remote."""
+    """Index that exists already, in a folder of this machine or at a remote."""
 
     def __init__(self, remote: RemoteFolder, name: str, scratch: Path, timeout_s: float) -> None:
-        """
+        """Open the index; download it first if it is at a remote.
+
         Args:
+            remote: folder of the dataset.
             name: path of the index below the remote.
             scratch: folder for a copy of a remote index.
+            timeout_s: seconds for the download.
 
         Raises ShardUnavailableError.
         """
         self.where = remote.url_of(name)
-        """Address, for errors."""
+        """Address of the index, for errors."""
         path = remote.local / name if remote.local else scratch / f"given-{name.replace('/', '-')}"
         if not remote.local:
             remote.copy(name, path, deadline_s=timeout_s)
@@ -65,22 +69,22 @@ class GivenIndex:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes of the index, see `index_notes`."""
+        """Notes that the index holds besides its shards, see `index_notes`."""
         return file_notes(self.file)
 
     @property
     def digest(self) -> str:
-        """Digest of the whole index."""
+        """Digest of the content of the index file."""
         return digest_of(self.file)
 
     def entries(self) -> Iterator[tuple[Entry, Shard]]:
-        """Yield each entry with its shard. Raises DatasetError."""
+        """Yield each entry of the index, with its shard. Raises DatasetError for an invalid entry."""
         known: dict[str, Mapping[str, Any]] = {}
         files: dict[str, StoredFile] = {}
         try:
             for number, entry in enumerate(IndexEntries(self.file)):
                 try:
-                    # A large index is searched for names with two meanings by its readers.
+                    # Two different files of one name are refused here; in a large index its readers look for them.
                     shard = shard_of(entry.value, known, files if self._size < LARGE_INDEX else {})
                 except (InvalidField, DatasetError) as error:
                     raise invalid_index(f"{self.where}: shard {number}", error) from None
@@ -90,12 +94,13 @@ class GivenIndex:
 
 
 class JoinedIndex:
-    """Index that is made of entries, in their order."""
+    """Index that is being made from entries, in the order in which they are added."""
 
     def __init__(self, scratch: Path) -> None:
-        """
+        """Begin an index without entries.
+
         Args:
-            scratch: folder for its files, which is removed when the index is no longer needed.
+            scratch: folder for temporary files, which the caller removes when the index is no longer needed.
         """
         self._scratch = scratch
         with self._on_disk():
@@ -106,7 +111,7 @@ class JoinedIndex:
         return len(self._begins)
 
     def add(self, text: bytes) -> None:
-        """Add the text of an entry."""
+        """Add the text of a shard's entry."""
         with self._on_disk():
             if self._begins:
                 self._body.write(b", ")
@@ -118,7 +123,8 @@ class JoinedIndex:
         self.add(entry_text(shard))
 
     def written(self, name: str, notes: Mapping[str, Any] | None = None) -> Path:
-        """Return the file of the index of the entries so far. `name`: name of the file in the scratch folder."""
+        """Write the index of the entries that were added so far, and return its path. `name`: name of the file, in the
+        scratch folder."""
         path = self._scratch / name
         with self._on_disk(), path.open("wb") as file:
             self._body.flush()
@@ -132,8 +138,8 @@ class JoinedIndex:
         return path
 
     def shards(self, path: Path, notes: Mapping[str, Any] | None = None) -> Sequence[Shard]:
-        """Return the shards of the index that `written` returned with these notes: a list, or for a large index a
-        sequence that reads each from the index when it is asked for."""
+        """Return the shards of the index that `written` wrote to `path` with these notes: as a list, or for a large
+        index as a sequence that reads a shard's entry from the index when the shard is asked for."""
         if path.stat().st_size < LARGE_INDEX:
             return read_index(path.read_bytes(), path.name)
         return _IndexedShards(Descriptor(path), len(index_begin(notes)), self._begins, self._lengths)
@@ -154,7 +160,7 @@ class JoinedIndex:
 
 
 class _IndexedShards(ShardsOnDemand):
-    """Shards of an index by the places of their entries."""
+    """Shards of a large index, found by the offsets and lengths of their entries in the file."""
 
     def __init__(self, index: Descriptor, first: int, begins: Sequence[int], lengths: Sequence[int]) -> None:
         self._index, self._first, self._begins, self._lengths = index, first, begins, lengths

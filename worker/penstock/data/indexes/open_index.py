@@ -1,8 +1,9 @@
-"""Opening of a dataset's index. A large one is turned into columns by one process of the host, and mapped by all.
+"""Opening of a dataset's index. A large one is turned into columns (arrays with a number for each shard) by one process
+of the host, in a file that all processes map into memory.
 
-The file of columns is in the cache's state folder, or for a dataset that is read in place in the user's cache folder,
-under the index's digest. It belongs to the index whose digest it has; a damaged or old one is made again. A process
-that cannot write there makes columns of its own, without a name.
+The file of columns is in the cache's state folder, or for a dataset that is read in place in the user's cache folder.
+Its name is the index's digest, so it belongs to that index alone. A damaged or outdated file is made again. A process
+that cannot write there makes columns of its own, in a temporary file.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from penstock.runtime.files.plain_files import is_ours
 __all__ = ["LARGE_INDEX", "ColumnsPlace", "open_index"]
 
 LARGE_INDEX = 4 << 20
-"""Size of an index, in bytes, from which it has a file of columns: about 10,000 shards, which take 0.4 s to parse."""
+"""Size of an index, in bytes, from which it gets a file of columns: about 10,000 shards, which take 0.4 s to parse."""
 LONGEST_PAUSE_S = 0.1
-"""Longest pause between two looks at a lock, in seconds."""
+"""Longest pause between two attempts to acquire a lock, in seconds."""
 
 
 @dataclass(frozen=True)
 class ColumnsPlace:
-    """Folder for the file of columns of an index."""
+    """Folder in which the file of an index's columns (shard_table.py) is kept."""
 
     root: Path
     folder: str
-    """Path below `root`."""
+    """Path of the folder, relative to `root`."""
     group: int | None
     """ID of the Unix group whose members share the folder; None: this user alone."""
     timeout_s: float
-    """Seconds to wait for the process that makes the file."""
+    """Seconds to wait while another process makes the file."""
 
     @staticmethod
     def of(cache: ShardCache) -> ColumnsPlace:
-        """Return the folder for the index of a dataset with this cache."""
+        """Return the folder for the columns of the index of a dataset with this cache."""
         if not cache.in_place:
             return ColumnsPlace(cache.folder, STATE, cache.group, cache.timeout_s)
         try:
@@ -61,14 +62,15 @@ class ColumnsPlace:
 
 
 def open_index(path: Path, index: Descriptor, where: str, place: ColumnsPlace) -> tuple[ShardTable, str]:
-    """Return the shards of an index, and its digest.
+    """Return the table of an index's shards, and the index's digest.
 
     Args:
         path: path of the index, from which a copy of the table in another process opens it again.
         index: the open index.
-        where: its address, for errors.
+        where: address of the index, for errors.
+        place: folder for the file of columns, which a large index gets.
 
-    Raises DatasetError if it is not an index, ShardUnavailableError if no file of columns can be made.
+    Raises DatasetError if the file is not an index, ShardUnavailableError if no file of columns can be made.
     """
     size = os.fstat(index.fileno()).st_size
     if size < LARGE_INDEX:
@@ -79,7 +81,7 @@ def open_index(path: Path, index: Descriptor, where: str, place: ColumnsPlace) -
 
 
 class _CopiedShards(StoredShards):
-    """Table that another process can have a copy of."""
+    """Table of a large index's shards that can be pickled. The copy opens the index again."""
 
     reopen: tuple[Callable[..., ShardTable], tuple[object, ...]]
 
@@ -102,7 +104,8 @@ def _reopened(path: Path, where: str, place: ColumnsPlace, digest: str) -> Shard
 
 
 def _preceded(path: Path, digest: str) -> Descriptor | None:
-    """Return the index of version 1 if the index with this digest was the dataset's before: a writer appended to it."""
+    """Return the index of version 1, at `path`, if a writer has appended to the dataset since the index with this
+    digest was read, so that version 1 has the same content. Return None otherwise."""
     try:
         first = Descriptor(path)
     except FileNotFoundError:
@@ -154,15 +157,15 @@ class _OpenIndex:
                 return lock
             if time.monotonic() >= until:
                 raise ShardUnavailableError(
-                    f"{self._where}: another process must read the index within {self._place.timeout_s:g} s, but it "
-                    f"still holds the lock {self._place.root}/{self._name}.lock. Set timeout_s higher, or end that "
-                    "process"
+                    f"{self._where}: another process has not finished reading the index within "
+                    f"{self._place.timeout_s:g} s, and still holds the lock "
+                    f"{self._place.root}/{self._name}.lock. Set timeout_s higher, or end that process"
                 )
             time.sleep(pause)
             pause = min(LONGEST_PAUSE_S, 2 * pause)
 
     def _existing(self) -> ShardTable | None:
-        """Return the table of the file that is there; None for none that can be used."""
+        """Return the table from an existing file of columns; None if no usable file exists."""
         try:
             with parent_of(self._place.root, self._name) as (folder, name):
                 columns = Descriptor(name, folder=folder)

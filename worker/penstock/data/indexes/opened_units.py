@@ -1,4 +1,9 @@
-"""Units of a dataset, and what is opened to read each: a file, or one part of it that is fetched without the rest."""
+"""Units of a dataset, and what is opened to read each.
+
+A *unit* is a part of a file that is read as a whole, such as a row group of Parquet, or a file that is not divided. An
+*opened piece* is what is opened to read a unit: the unit's whole file, or the unit alone, if it is fetched without the
+rest of the file. Units, files and opened pieces are numbered through all streams of the dataset.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +20,20 @@ __all__ = ["Units"]
 
 
 class Units:
-    """Numbers of units, files and opened things, over all streams. They are the same where no file has blocks, so that
-    nothing is stored for each shard."""
+    """Numbers of a dataset's units, files and opened pieces (see the module), over all streams. Where no file is
+    divided, the three numbers are equal, and nothing is stored for each shard."""
 
     def __init__(self, tables: Sequence[ShardTable], by_unit: Sequence[npt.NDArray[np.bool_]]) -> None:
-        """
+        """Number the units of all streams.
+
         Args:
-            by_unit: for each stream, whether each file is fetched unit by unit. If any file is, the stream's units are
-                the parts of its files.
+            tables: shards of each stream.
+            by_unit: for each stream, whether each of its files is fetched unit by unit; shape (files,). If any file is,
+                all files of the stream are divided into the parts that can be fetched alone.
         """
         self._tables = tables
         self.finer = [table.parts is not None and bool(own.any()) for table, own in zip(tables, by_unit, strict=True)]
-        """True for each stream whose units are parts of those that decide the order."""
+        """True for each stream whose units here are smaller than the units that decide its order (order_layout.py)."""
         self._firsts = np.cumsum([0, *(len(table) for table in tables)])
         """Number of each stream's first file."""
         self.sizes: Ints = joined([sizes for sizes, _ in map(self._division, range(len(tables)))])
@@ -39,15 +46,16 @@ class Units:
             self._set_blocks(np.concatenate(filled), np.concatenate([np.zeros(0, bool), *by_unit]))
             opened = np.bincount(self._opened_of, self.sizes, len(self._first_units)).astype(np.int64)
             self.bounds: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(opened)])
-            """Number of the first sample of each opened thing, and at the end the number of samples."""
+            """Number of the first sample of each opened piece (whole file, or unit that is opened alone), and at the
+            end the number of samples; shape (pieces + 1,)."""
         elif len(tables) == 1:
             self.bounds = tables[0].starts
         else:
             self.bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
 
     def _division(self, stream: int) -> tuple[Ints, Ints | None]:
-        """Return the number of samples in each unit of a stream, and the number of units in each file; None if each has
-        one."""
+        """Return the number of samples in each unit of a stream, and the number of units in each file; None if each
+        file is one unit."""
         table = self._tables[stream]
         return table.parts if self.finer[stream] and table.parts is not None else (table.sizes, table.counts)
 
@@ -55,15 +63,15 @@ class Units:
         self._file_of = np.repeat(np.arange(len(counts)), counts)
         """Number of the file that each unit lies in."""
         self._opened_of: Ints = np.cumsum(_begins(self._file_of) | by_unit[self._file_of]) - 1
-        """Number of what is opened to read each unit."""
+        """Number of the opened piece (whole file, or unit that is opened alone) for each unit."""
         self._unit_bounds: Ints = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
         self._first_units = np.flatnonzero(_begins(self._opened_of))
-        """First unit of each thing that is opened."""
+        """Number of the first unit of each opened piece (whole file, or unit that is opened alone)."""
         self._alone = by_unit[self._file_of[self._first_units]]
-        """True for each thing that is opened if it is a unit alone."""
+        """True for each opened piece that is a single unit and not the whole file."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy in another process, without what its tables map again."""
+        """Return the state for a copy in another process, without the arrays that the copy takes from its tables."""
         given = dict(self.__dict__)
         if len(self._tables) == 1:
             del given["sizes"]
@@ -80,25 +88,26 @@ class Units:
 
     @property
     def count(self) -> int:
-        """Number of files."""
+        """Number of files in all streams together."""
         return int(self._firsts[-1])
 
     @property
     def unit_bounds(self) -> Ints:
-        """Number of the first sample of each unit, and at the end the number of samples."""
+        """Number of the first sample of each unit, and at the end the number of samples; shape (units + 1,)."""
         return self.bounds if self._file_of is None else self._unit_bounds
 
     def opened_of(self, units: Ints) -> Ints:
-        """Return the number of what is opened to read each of these units."""
+        """Return, for each of these units, the number of the opened piece: its whole file, or the unit if it is opened
+        alone."""
         return units if self._file_of is None else self._opened_of[units]
 
     def first_unit(self, opened: int) -> int:
-        """Return the first unit of what is opened."""
+        """Return the number of the first unit of an opened piece (whole file, or unit that is opened alone)."""
         return opened if self._file_of is None else int(self._first_units[opened])
 
     def file(self, opened: int) -> tuple[int, int, int | None]:
-        """Return the stream of what is opened, the number of its file in the stream, and the number of its only block;
-        None: the whole file."""
+        """Return the stream of an opened piece (whole file, or unit that is opened alone), the number of its file in
+        the stream, and the number of its block in the file; None for a whole file."""
         unit = self.first_unit(opened)
         file, block = unit, None
         if self._file_of is not None:
@@ -109,10 +118,10 @@ class Units:
 
 
 def joined(arrays: Sequence[Ints]) -> Ints:
-    """Return one array of several, without a copy if there is only one."""
+    """Return the arrays as one array, without a copy if only one is given."""
     return arrays[0] if len(arrays) == 1 else np.concatenate([np.zeros(0, np.int64), *arrays])
 
 
 def _begins(numbers: Ints) -> npt.NDArray[np.bool_]:
-    """Return for each of these ascending numbers whether it is the first of its kind."""
+    """Return, for each of these ascending numbers, True if the number before it is another one."""
     return np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]

@@ -1,8 +1,9 @@
-"""Division of a dataset's samples that decides their order: units that are read as a whole, and the files they lie in.
+"""Division of a dataset's samples that decides their order: into *units*, which are read as a whole (row groups, or
+whole shards), and the files in which the units lie.
 
-It is that of the dataset's own shards. A dataset that was made of another one, with the same samples by the same
-numbers, has a note of the other's in its index: it then has the other's order, and the same fingerprint, so that states
-and restore keys of either are good for both.
+Usually it is the division of the dataset's own shards. A dataset that was made from another one, with the same samples
+under the same numbers, has a note of the other one's division in its index. It then has the other dataset's order and
+fingerprint, so that states and restore keys of one dataset are valid for both.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class OrderLayout:
-    """Units of a dataset's samples, in the order of their numbers."""
+    """Units of a dataset (parts that are read as a whole), in the order of the numbers of their samples."""
 
     fingerprint: str
-    """Digest of the data, which changes with them, and does not depend on where they are stored."""
+    """Digest of the data. It changes with the data, and does not depend on where they are stored."""
     units: Ints
-    """Number of samples in each unit: a row group, or else a shard; shape (units,)."""
+    """Number of samples in each unit, which is a row group, or a shard without row groups; shape (units,)."""
     counts: Ints | None
-    """Number of units in each file; None if each has one."""
+    """Number of units in each file; shape (files,). None if each file is one unit."""
     blocks: bool
-    """True if a file has blocks that are decoded as a whole."""
+    """True if a file has blocks (such as row groups) that are decoded as a whole."""
     decoded: tuple[int, int]
-    """Bytes of all decoded blocks whose size is known, and the number of samples in them."""
+    """(bytes of all decoded blocks whose size is known, number of samples in these blocks)."""
     own: bool = True
-    """True if the units are those of the dataset's own shards."""
+    """True if the units are those of the dataset's own shards, False if a note in the index gave them."""
 
     @property
     def files(self) -> Ints:
@@ -49,24 +50,28 @@ class OrderLayout:
 
     @staticmethod
     def of(table: ShardTable) -> OrderLayout:
-        """Return the layout of a dataset's own shards."""
+        """Return the layout of a dataset whose own shards decide the order. `table`: these shards."""
         facts = table.facts
         decoded = facts.decoded_bytes, facts.decoded_samples
         return OrderLayout(_fingerprint(table), table.sizes, table.counts, facts.blocks, decoded)
 
     @staticmethod
     def noted(notes: Mapping[str, Any], table: ShardTable, name: str) -> OrderLayout:
-        """Return the layout that an index has notes of, or else that of its shards. Raises DatasetError for notes that
-        do not fit the shards."""
+        """Return the layout that the notes of the dataset's index describe; without such a note, the layout of the
+        dataset's own shards. Raise DatasetError for a note that does not fit the shards. `name`: name of the dataset,
+        for errors."""
         note = notes.get("order")
         if note is None:
             return OrderLayout.of(table)
         try:
             units, counts = (np.array(note[each], np.int64).reshape(-1) for each in ("units", "files"))
             if (units < 0).any() or (counts < 0).any() or int(counts.sum()) != len(units):
-                raise ValueError("its lists units and files must describe the same blocks")
+                raise ValueError("the sum of its list 'files' must be the length of its list 'units'")
             if int(units.sum()) != int(table.starts[-1]):
-                raise ValueError(f"it must have {int(table.starts[-1])} samples, as the shards, got {int(units.sum())}")
+                raise ValueError(
+                    f"its list 'units' must have {int(table.starts[-1])} samples in all, as the shards, got "
+                    f"{int(units.sum())}"
+                )
             decoded = int(note["decoded"][0]), int(note["decoded"][1])
             return OrderLayout(str(note["fingerprint"]), units, counts, bool(note["blocks"]), decoded, own=False)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -76,7 +81,7 @@ class OrderLayout:
             ) from None
 
     def note(self) -> dict[str, Any]:
-        """Return the note from which `noted` makes this layout."""
+        """Return the note, as JSON values, from which `noted` makes this layout again."""
         counts = np.ones(len(self.units), np.int64) if self.counts is None else self.counts
         return {
             "fingerprint": self.fingerprint,
@@ -88,8 +93,8 @@ class OrderLayout:
 
 
 def joined_files(layouts: Sequence[OrderLayout]) -> list[Ints] | None:
-    """Return the number of the file that each unit lies in, for each stream, counted through all streams; None if no
-    file has blocks."""
+    """Return for each stream an array with the number of the file in which each unit lies, where files are numbered
+    through all streams. Return None if no file has blocks."""
     if not any(each.blocks for each in layouts):
         return None
     found, begin = [], 0
@@ -105,7 +110,7 @@ def mean_sample_bytes(layouts: Sequence[OrderLayout]) -> float:
 
 
 def joint_fingerprint(layouts: Sequence[OrderLayout]) -> str:
-    """Return one fingerprint of the shards of all streams of a dataset."""
+    """Return one fingerprint for the data of all streams of a dataset."""
     if len(layouts) == 1:
         return layouts[0].fingerprint
     return xxhash.xxh3_128("".join(f"{each.fingerprint}\n" for each in layouts).encode()).hexdigest()

@@ -1,4 +1,5 @@
-"""Shards of a dataset's index as columns: what orders and epochs need of all shards. A Shard is made on demand.
+"""Shards of a dataset's index in the form of columns: arrays with what orders and epochs need of all shards. A Shard
+object is made when it is asked for.
 
 A small index is a list of shards. A large one has a file of columns, which all processes of the host map:
 
@@ -6,8 +7,12 @@ A small index is a list of shards. A large one has a file of columns, which all 
     lines     text from which the dataset's fingerprint is computed
     columns   8 bytes for each shard or unit, see `_COLUMNS`; flags: 1 byte
 
-Its `begins`, `lengths` and `checks` say where a shard's entry lies in index.json. The entry is read from there,
-compared with its check, and parsed, when the shard is asked for: so names of files come from the index alone.
+Its columns `begins`, `lengths` and `checks` hold the offset, length and digest of each shard's entry in index.json.
+When a shard is asked for, its entry is read from there, compared with its digest, and parsed. So names of files come
+from the index alone.
+
+A *unit* decides the order and is read as a whole: a block of a file (such as a row group), or a shard without blocks. A
+*part* can be fetched without the rest of its file: a block, or else a *span* of samples (see Shard.spans).
 """
 
 from __future__ import annotations
@@ -38,10 +43,11 @@ __all__ = ["ListedShards", "ShardTable", "StoredShards", "write_columns"]
 VERSION = 2
 HEADER_BYTES = 4096
 RANGES, HASHED = 1, 2
-"""Flags of a shard: its parts are worth fetching one by one; a raw file of it has a hash."""
+"""Flags of a shard. RANGES: its parts are worth fetching one by one. HASHED: the index has a hash of one of its files
+in decompressed form."""
 PIECE = 1 << 20
 KEPT = 1024
-"""Number of shards of a large index that stay in memory."""
+"""Number of shards of a large index that are kept in memory as objects."""
 _COLUMNS = {
     **dict.fromkeys(("sizes", "starts", "begins", "lengths", "counts", "part_sizes", "part_counts"), "<i8"),
     "checks": "<u8",
@@ -50,26 +56,27 @@ _COLUMNS = {
 
 @dataclass
 class Facts:
-    """Values that hold for all shards of an index together."""
+    """Facts about all shards of an index together."""
 
     shards: int = 0
     units: int = 0
     hashed: bool = True
-    """True if each file has a hash, in its raw or packed form."""
+    """True if the index has a hash of each file, in its decompressed or compressed form."""
     blocks: bool = False
-    """True if any shard has blocks."""
+    """True if any shard has blocks (such as row groups)."""
     spans: bool = False
-    """True if any shard has spans."""
+    """True if any shard has spans (consecutive samples that can be fetched alone)."""
     splits: bool = False
-    """True if any shard names splits, see formats/records/energon_folder.py."""
+    """True if any shard names the splits, such as "train", that its samples belong to; see
+    formats/records/energon_folder.py."""
     formats: tuple[str, ...] = ()
     decoded_bytes: int = 0
     decoded_samples: int = 0
-    """Bytes and samples of all shards whose decoded size is known."""
+    """`decoded_bytes` and `decoded_samples`: bytes and number of samples of all shards whose decoded size is known."""
 
 
 class _Collected:
-    """Columns of shards that are added one by one."""
+    """Columns of an index's shards, which are added one by one."""
 
     def __init__(self) -> None:
         self.facts = Facts()
@@ -97,40 +104,40 @@ class _Collected:
 
 
 class ShardTable(ShardsOnDemand):
-    """Shards of an index, in its order, and columns of them."""
+    """Sequence of an index's shards, in its order, with columns: arrays of facts about all of the shards."""
 
     facts: Facts
     sizes: Ints
-    """Number of samples in each unit that is read as a whole: a block, or else the shard."""
+    """Number of samples in each unit, which is a block or a shard without blocks; shape (units,)."""
     starts: Ints
     """Number of the first sample of each unit, and at the end the number of all samples; shape (units + 1,)."""
     counts: Ints | None
-    """Number of units in each shard; None if each has one."""
+    """Number of units in each shard; shape (shards,). None if each shard is one unit."""
     flags: npt.NDArray[np.uint8]
     parts: tuple[Ints, Ints] | None
-    """Number of samples in each part that can be fetched alone, and number of parts in each shard; None if the parts
-    are the units."""
+    """(number of samples in each part that can be fetched alone, number of parts in each shard); None if the parts are
+    the units."""
 
     def __len__(self) -> int:
         return self.facts.shards
 
     @property
     def has_ranges(self) -> npt.NDArray[np.bool_]:
-        """True for each shard whose parts are worth fetching one by one."""
+        """True for each shard whose parts are worth fetching one by one; shape (shards,)."""
         return (self.flags & RANGES).astype(bool)
 
     @property
     def hashed(self) -> npt.NDArray[np.bool_]:
-        """True for each shard that has a hash of a raw file."""
+        """True for each shard of which the index has a hash of a file in decompressed form; shape (shards,)."""
         return (self.flags & HASHED).astype(bool)
 
     def describe(self, digest: Any) -> None:
-        """Add to a digest what the fingerprint of a dataset consists of."""
+        """Add to `digest` the facts about the shards from which the fingerprint of the dataset is computed."""
         raise NotImplementedError
 
 
 class ListedShards(ShardTable):
-    """Shards of a small index, which are in memory."""
+    """Table of a small index, whose shards are all in memory."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = list(shards)
@@ -153,15 +160,18 @@ class ListedShards(ShardTable):
 
 
 class StoredShards(ShardTable):
-    """Shards of a large index, by its file of columns."""
+    """Table of a large index, read from its file of columns."""
 
     def __init__(self, index: Descriptor, columns: Descriptor, digest: str, where: str) -> None:
-        """
+        """Map the file of columns.
+
         Args:
-            digest: digest of the index, to which the columns must belong.
+            index: the open index.
+            columns: the open file of columns.
+            digest: digest of the index to which the columns must belong.
             where: address of the index, for errors.
 
-        Raises ValueError if the file is not that of this index, or is damaged.
+        Raises ValueError if the file belongs to another index, or is damaged.
         """
         header = _read_header(columns, digest)
         self.facts = Facts(**{**header["facts"], "formats": tuple(header["facts"]["formats"])})
@@ -198,8 +208,8 @@ class StoredShards(ShardTable):
 
 
 def write_columns(index: Descriptor, file: BinaryIO, where: str) -> str:
-    """Write the columns of an index into an empty file, and return the index's digest. Raises DatasetError if it is not
-    an index."""
+    """Write the columns of an index into an empty file, and return the index's digest. Raise DatasetError if `index` is
+    not an index. `where`: address of the index, for errors."""
     columns, entries = _Collected(), IndexEntries(index)
     begins, lengths, checks = array("q"), array("q"), array("Q")
     names, contents, owners = array("Q"), array("Q"), array("q")
@@ -267,12 +277,12 @@ def write_columns(index: Descriptor, file: BinaryIO, where: str) -> str:
 def _read_header(columns: Descriptor, digest: str) -> dict[str, Any]:
     data = columns.read(HEADER_BYTES, 0)
     if len(data) != HEADER_BYTES or xxhash.xxh3_128_hexdigest(data[32:]).encode() != data[:32]:
-        raise ValueError("its header is damaged")
+        raise ValueError("the header of the file of columns is damaged")
     header: dict[str, Any] = json.loads(data[32:])
     if header["version"] != VERSION or header["index"] != digest:
-        raise ValueError("it belongs to another index")
+        raise ValueError("the file of columns belongs to another index")
     if _digest(columns, HEADER_BYTES, header["size"]) != header["body"]:
-        raise ValueError("its columns are damaged")
+        raise ValueError("the data in the file of columns are damaged")
     return header
 
 
@@ -289,7 +299,8 @@ def _pieces(file: Descriptor, begin: int, end: int) -> Iterable[bytes]:
 
 
 def _same_names(names: Any, contents: Any, owners: Any) -> list[int]:
-    """Return the shards of which a file has the name of another file with another content, by digests of both."""
+    """Return the numbers of the shards that have a file whose name is also that of a different file. `names` and
+    `contents`: digest of each file's name, and of its size and hashes; `owners`: number of each file's shard."""
     name, content = np.asarray(names), np.asarray(contents)
     order = np.argsort(name, kind="stable")
     differs = (name[order][1:] == name[order][:-1]) & (content[order][1:] != content[order][:-1])

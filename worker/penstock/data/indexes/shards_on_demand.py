@@ -1,4 +1,4 @@
-"""Sequence of a dataset's shards that makes each one when it is asked for. A million shards would take gigabytes."""
+"""Sequence of a dataset's shards that makes a shard when it is asked for. A million shards would take gigabytes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["ShardsOnDemand"]
 
 
 class ShardsOnDemand(Sequence[Shard]):
-    """Base class of such sequences."""
+    """Base class of sequences that make a shard when it is asked for."""
 
     @abstractmethod
     def _shard(self, number: int) -> Shard:
-        """Return the shard with this number, which is in range."""
+        """Return the shard with this number, which is from 0 to len(self) - 1."""
 
     @overload
     def __getitem__(self, at: int) -> Shard: ...

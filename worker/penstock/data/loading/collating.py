@@ -1,5 +1,5 @@
-"""Batches from samples or columns: a user's collate function and its StopIteration, batches without rows, and columns
-collated as torch collates rows."""
+"""Making of batches from samples or from columns: by a user's collate function, which must not raise StopIteration, or
+by collating columns as torch collates rows. Also batches without rows."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _TORCHS_OWN: dict[Any, Any] = {
     str: torchs.collate_str_fn,
     bytes: torchs.collate_str_fn,
 }
-"""torch's table of collate functions, as long as no user has registered others."""
+"""torch's table of collate functions as it is if no user has registered others."""
 
 
 def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Wrap `collate_fn` to raise DatasetError instead of StopIteration. A StopIteration would end the epoch silently,
-    without its remaining batches."""
+    """Return a function that does what `collate_fn` does, but raises DatasetError instead of StopIteration. A
+    StopIteration would end the epoch silently, without its remaining batches."""
     if not callable(collate_fn):
         raise InvalidArgumentError(
             f"collate_fn must be a function from a list of samples to a batch, got {collate_fn!r}"
@@ -47,19 +47,20 @@ def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any
 
 
 def may_draw(collate_fn: Callable[[list[Any]], Any]) -> bool:
-    """Return True for a collate function that may draw random numbers: any but Penstock's `collate` and torch's
+    """Return True if a collate function may draw random numbers: any function except Penstock's `collate` and torch's
     `default_collate`."""
     return collate_fn is not collate and collate_fn is not torchs.default_collate
 
 
 def collates_as_torch() -> bool:
-    """Return True if default_collate has torch's own functions only. Users may register functions at any time."""
+    """Return True if torch's default_collate now uses only torch's own functions. Users may register others at any
+    time."""
     return torchs.default_collate_fn_map == _TORCHS_OWN
 
 
 def collate_columns(columns: Columns) -> dict[str, Any]:
-    """Return the batch that default_collate makes of the rows of these columns, with torch's own functions. Raises what
-    it raises for a column."""
+    """Return the batch that torch's default_collate makes from the rows of these columns, as column -> values. Raise
+    what default_collate raises for a column."""
     return {name: _collated_column(values) for name, values in columns.items()}
 
 
@@ -75,9 +76,9 @@ def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
     `sample`: any sample.
 
     Few collate functions accept an empty list. So this function collates [sample] and [sample, sample], compares the
-    two batches, and shortens each part of the first one by what the second one has more. That works for stacked
-    tensors, lists, running offsets ([0, 7] for one sample, [0, 7, 14] for two, [0] for none) and counts. Raises
-    DatasetError for other objects.
+    two batches, and removes from the first one as much as the second one has more. That works for stacked tensors,
+    lists, running offsets ([0, 7] for one sample, [0, 7, 14] for two, [0] for none) and counts. Raises DatasetError for
+    other objects.
     """
     warnings.warn(
         "the epoch's last batch has fewer samples than there are boxes, so some boxes get a batch without rows, and "

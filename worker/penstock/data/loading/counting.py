@@ -1,5 +1,6 @@
 """Counting of samples by source and key, for the loaders' argument `counts`. penstock.proto.state.counts defines the
-counts, and how they reach states and the training process."""
+counts, and how they reach states and the training process. A *group* is a pair (source, key); a *row* is the list of
+the group's counts."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ TOKEN_FIELDS = ("input_ids", "tokens", "token_ids")
 used."""
 
 MOST_TOKENS = 1 << 40
-"""Largest number of tokens of a sample."""
+"""Largest number of tokens that a sample may have."""
 NONE = "(none)"
 """Name under which samples with the key None are counted."""
 
@@ -81,14 +82,14 @@ class Counts:
 
 
 class CountedBatch(NamedTuple):
-    """Batch with the counts of its samples, passed from the thread or process that makes it to the loader."""
+    """Batch with the counts of its samples, as the thread or process that makes it gives it to the loader."""
 
     batch: Any
     counted: dict[Group, Row]
 
 
 class SampleCounter:
-    """Counter of the samples of a batch. Has only settings, and so can be sent to another process."""
+    """Counter of the samples in a batch. It holds only settings, so it can be sent to another process."""
 
     def __init__(self, counts: Counts) -> None:
         self._by, self._tokens, self._truncated = counts.by, counts.tokens, counts.truncated
@@ -99,12 +100,12 @@ class SampleCounter:
         sources: Sequence[str] | None = None,
         parts: Sequence[Sequence[tuple[str, int]]] | None = None,
     ) -> dict[Group, Row]:
-        """Return the counts of samples by group.
+        """Return the counts of these samples, as group (source, key) -> row of counts.
 
         Args:
             sources: source of each sample; None: all are of source "".
-            parts: pairs (source, number of tokens) of the documents in each sample; without any, the sample's tokens
-                are those of its own source.
+            parts: for each sample, pairs (source, number of tokens) of the documents in it; if a sample has none, its
+                tokens count for its own source.
         """
         if not samples:
             return {}
@@ -139,7 +140,8 @@ class SampleCounter:
         return list(map(self._key, samples))
 
     def _lengths(self, samples: Sequence[Any]) -> list[int | None]:
-        """Return the number of tokens of each sample, with a fast path for dicts of tensors."""
+        """Return the number of tokens of each sample; None for a sample without tokens. For dicts of tensors a faster
+        way is used."""
         name = self._tokens
         if name is None and type(samples[0]) is dict:
             name = next((field for field in TOKEN_FIELDS if field in samples[0]), None)
@@ -188,7 +190,7 @@ class SampleCounter:
 
 
 def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
-    """Return the field of each sample; None unless all samples are dicts with this field."""
+    """Return the values of the field `name` of all samples; None unless all samples are dicts with this field."""
     if isinstance(name, str) and type(samples[0]) is dict:
         try:
             return [sample[name] for sample in samples]
@@ -198,7 +200,7 @@ def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
 
 
 def _row_of(lengths: list[int | None]) -> Row:
-    """Return the row of counts for samples with these numbers of tokens."""
+    """Return the row of counts for samples with these numbers of tokens; None stands for a sample without tokens."""
     row, known = new_row(), [length for length in lengths if length is not None]
     row[SAMPLES], row[TOKENS] = len(lengths), sum(known)
     for bits, count in Counter(map(int.bit_length, known)).items():
@@ -209,7 +211,8 @@ def _row_of(lengths: list[int | None]) -> Row:
 def _move_tokens(
     found: dict[Group, Row], sources: Sequence[str], keys: Sequence[str], parts: Sequence[Sequence[tuple[str, int]]]
 ) -> None:
-    """Move the tokens of a sample's documents from the sample's source to the documents' own sources."""
+    """Count the tokens of each document for the document's own source, and no longer for the source of the sample that
+    the document is in."""
     for source, key, own in zip(sources, keys, parts, strict=True):
         for of, size in own:
             if of != source:
@@ -222,7 +225,7 @@ def _len(value: Any) -> int:
 
 
 def _own_length(sample: Any) -> int | None:
-    """Return the number of tokens of a sample; 0 if its type does not show its tokens."""
+    """Return the number of tokens of a sample, as its type shows it; None if it does not show any tokens."""
     if type(sample) is dict or isinstance(sample, Mapping):
         for name in TOKEN_FIELDS:
             if name in sample:
@@ -252,11 +255,11 @@ def _value(sample: Any, part: _Part, what: str) -> Any:
 
 
 class LoaderCounts:
-    """Counts of a loader up to its position, with the settings of the counting.
+    """Counts of a loader's samples up to its position, with the settings of the counting.
 
     Args:
         counts: what to count; None: nothing.
-        shares: see Tally.
+        shares: source -> its configured share in the mixture, see Tally.
     """
 
     def __init__(self, counts: Counts | None, shares: Mapping[str, tuple[int, int]] | None = None) -> None:
@@ -268,31 +271,31 @@ class LoaderCounts:
         self.tally = None if counts is None else Tally(shares=self._shares)
 
     def handed_out(self, counted: Mapping[Group, Row]) -> None:
-        """Add the counts of a batch that the loader returns."""
+        """Add the counts of a batch that the loader hands to the training loop."""
         if self.tally is not None:
             self.tally.add(counted)
 
     def want(self, shares: Mapping[str, tuple[int, int]]) -> None:
-        """Change the shares that the mixture wants; see Tally."""
+        """Change the configured share of each source in the mixture; see Tally."""
         self._shares = shares
         if self.tally is not None:
             self.tally.want(shares)
 
     def saved(self) -> dict[str, Any]:
-        """Return the entry of a worker's state with the counts; an empty dict if the loader does not count."""
+        """Return the part of a worker's state that holds the counts; an empty dict if the loader does not count."""
         if self.tally is None:
             return {}
         return {COUNTS: {"by": self._by, "rows": plain_rows(self.tally.rows)}}
 
     def begin(self, rows: Rows) -> None:
-        """Continue from these counts."""
+        """Continue counting from these rows of counts."""
         if self.tally is not None:
             self.tally = Tally(rows, self._shares)
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Continue the counts in a worker's state. A state without counts begins them at zero, with a warning.
+        """Continue from the counts in a worker's state. If the state has none, begin at zero, with a warning.
 
-        Raises StateMismatchError if the state has counts by another key, and `strict` is set.
+        Raises StateMismatchError if `strict` is set, and the counts in the state are by another key.
         """
         counts = state.get(COUNTS)
         if not isinstance(counts, Mapping):
@@ -324,7 +327,12 @@ class LoaderCounts:
         self.begin(saved_rows(counts.get("rows")))
 
     def part(self, aggregated: Mapping[str, Any], box: int, num_boxes: int, worker: int) -> dict[str, Any]:
-        """Return the entry of a worker's state with its part of aggregated counts, see counts_part."""
+        """Return the part of a worker's new state that holds the counts: its part of aggregated counts, see
+        counts_part.
+
+        aggregated: state that all workers' states were merged into. box, worker: number of the box, and of the worker
+        in it.
+        """
         counts = aggregated.get(COUNTS)
         if not isinstance(counts, Mapping):
             return {}
@@ -337,14 +345,14 @@ class LoaderCounts:
 
     @staticmethod
     def aggregated(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the entry of an aggregated state with the counts in the states of all workers."""
+        """Return the part of an aggregated state that holds the counts, merged from the states of all workers."""
         counts = [state.get(COUNTS) for state in states]
         found = aggregated_counts(counts, len(states) // states[0]["topology"]["boxes"])
         return {} if found is None else {COUNTS: found}
 
 
 def skipped_rows(skipped: Mapping[str, int]) -> dict[Group, Row]:
-    """Return rows of counts, by source, for samples that were skipped."""
+    """Return rows of counts for samples that were skipped. skipped: source -> number of its skipped samples."""
     found = {}
     for source, count in skipped.items():
         found[source, ""] = row = new_row()

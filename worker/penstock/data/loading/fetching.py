@@ -1,7 +1,8 @@
 """Prefetching of batches in threads or processes. Batches are returned in order.
 
-Threads and processes get the plans of an epoch's batches (ordering/epoch_plan.py), which name the samples to read. The
-loader's position counts only batches that the caller has taken: after a resume, prefetched batches are made again.
+Threads and processes get the plans of an epoch's batches (BatchPlan in ordering/epoch_plan.py), which name the samples
+to read. The loader's position counts only batches that the caller has taken: after a resume, prefetched batches are
+made again.
 
 Threads suit data that wait for disk or network, and code that releases the GIL. Threads only read samples: batches are
 collated in the main thread, which writes them into the ring of shared memory. The processes are started by torch's own
@@ -36,15 +37,18 @@ from penstock.runtime.process.end import describe_exit
 __all__ = ["ReadAhead", "check_threads", "in_processes", "in_threads"]
 
 EXIT_WAIT_S = 5.0
-"""Seconds to wait for the exit status of a process that stopped sending. The status usually comes within
+"""Seconds to wait for the exit status of a process that has stopped sending. The status usually comes within
 milliseconds."""
 PREFETCHED_BATCHES = 2
-"""Batches made ahead by each thread or process, as in torch's DataLoader by default."""
+"""Number of batches that each thread or process makes ahead, as in torch's DataLoader by default."""
 
 
 class ReadAhead:
-    """Implementation of Fetcher (position_loader.py) that prefetches batches. `begin`: function from plans to an
-    iterator of batches; dropping the iterator stops its threads or processes."""
+    """Fetcher (position_loader.py) that makes batches ahead of need.
+
+    begin: function that makes an iterator of batches from an iterator of their plans. Dropping the iterator of batches
+    stops its threads or processes.
+    """
 
     def __init__(self, own_batches: WorkerBatches, begin: Callable[[Iterator[BatchPlan]], Iterator[Any]]) -> None:
         self._worker_batches, self._begin = own_batches, begin
@@ -64,7 +68,8 @@ class ReadAhead:
 
 
 def check_threads(threads: int, reseed: bool | None) -> None:
-    """Raise InvalidArgumentError for an invalid `fetch_threads`, and for `fetch_threads` together with `reseed`."""
+    """Raise InvalidArgumentError if `fetch_threads` (given as `threads`) is negative, or is combined with
+    reseed=True."""
     if threads < 0:
         raise InvalidArgumentError(f"fetch_threads must be at least 0, got {threads}")
     if threads and reseed:
@@ -112,8 +117,8 @@ def _read(wanted: SimpleQueue[tuple[Future[Any], BatchPlan] | None], reader: Map
 
 
 def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, *, seed: int) -> Iterator[Any]:
-    """Yield the batches of these plans, made by a torch DataLoader's processes. `seed`: seed of the processes' random
-    generators, for samples read without `reseed`.
+    """Yield the batches of these plans, made by the worker processes of a torch DataLoader. `seed`: seed of the
+    processes' random generators, for samples that are read without `reseed`.
 
     Raises InvalidArgumentError in a daemonic process, which must not have children.
     """
@@ -162,16 +167,17 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
 
 
 def _watch(batches: Iterator[Any], workers: list[Any]) -> None:
-    """Set the processes that torch's SIGCHLD handler checks. When one has ended, the handler raises an error in the
-    main thread, also in the middle of the user's own code. So the processes are set only while this module waits for a
-    batch. There the handler is needed, because it also ends a wait for the rest of a message that broke off."""
+    """Let torch's SIGCHLD handler check these worker processes, and no others of the iterator `batches`. When one of
+    them has ended, the handler raises an error in the main thread, even in the middle of the user's own code. So the
+    processes are set only while this module waits for a batch. There the handler is needed, because it also ends a wait
+    for the rest of a message that broke off."""
     _C._remove_worker_pids(id(batches))
     _C._set_worker_pids(id(batches), tuple(worker.pid for worker in workers))
 
 
 def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
-    """Return the error to raise in place of `error`. If one of the processes `workers` has ended, the new error
-    describes its exit; otherwise return `error` without its traceback and context.
+    """Return the error to raise in place of `error`. If one of the processes `workers` has ended, the new error says
+    how; otherwise it is `error` without its traceback and context.
 
     The end of a process shows in several ways, and not all report the cause: torch's SIGCHLD handler, torch's check
     every five seconds, the check in `in_processes`, or a queued batch that can no longer be received.
@@ -179,14 +185,17 @@ def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
     if isinstance(error, RuntimeError):
         status = _status(workers, EXIT_WAIT_S if isinstance(error, _WorkerEnded) else 0.0)
         if status is not None:
-            return RuntimeError(f"a process that reads {name} {describe_exit(status)}")
+            return RuntimeError(
+                f"a process that reads {name} {describe_exit(status)}. See its messages on standard error; if memory "
+                "is short, use fewer fetch_processes"
+            )
     error.__context__ = None
     return error.with_traceback(None)
 
 
 def _status(workers: list[Any], wait_s: float) -> int | None:
-    """Return the exit status of a process that has ended (-9: by signal 9), or None if all are alive. Waits up to
-    `wait_s` seconds for one to end."""
+    """Return the exit status of a worker process that has ended (-9: by signal 9). Wait up to `wait_s` seconds for one
+    to end; return None if all still live."""
     until, ends = time.monotonic() + wait_s, select.poll()
     for worker in workers:
         ends.register(worker.sentinel, select.POLLIN)
@@ -227,7 +236,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
 
 
 class _WorkerEnded(RuntimeError):
-    """Error: a process that makes batches has closed its pipe. The process is ending, but may still be alive."""
+    """Error for a process that makes batches and has closed its pipe. The process is ending, but may still be alive."""
 
 
 def _received(batch: bytes) -> Any:

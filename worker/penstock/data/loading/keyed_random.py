@@ -30,8 +30,8 @@ Seeds = tuple[int, int]
 
 
 def seeds_of(key: int, *position: npt.ArrayLike) -> list[Seeds]:
-    """Return the seeds for several samples. `position`: integers that identify each sample, such as its epoch and its
-    position. At least one of them is an array; the others are broadcast to its shape."""
+    """Return a pair of seeds for each of several samples. `position`: integers that identify each sample, such as its
+    epoch and its position. At least one of them is an array; the others are broadcast to its shape."""
     words = mix(key, *position)
     return list(zip(mix(_PYTHON, words).tolist(), mix(_OTHERS, words).tolist(), strict=True))
 
@@ -45,8 +45,8 @@ def seed_generators(seeds: Seeds) -> None:
 
 
 def seeded(make: Callable[[], T], key: int, *position: int) -> T:
-    """Call `make` with the random generators seeded for a position, so that the result does not depend on earlier
-    draws. Their earlier state is restored afterwards."""
+    """Return the result of `make()`, called with the random generators seeded for a position, so that it does not
+    depend on earlier draws. Their earlier state is restored afterwards."""
     before = capture_rng()
     try:
         seed_generators(seeds_of(key, np.array([position[0]]), *position[1:])[0])

@@ -1,5 +1,5 @@
-"""Loader of batches from any map-style dataset, in one order, with a position that can be saved and moved to any
-topology."""
+"""Loader of batches from any map-style dataset. Its order does not depend on the numbers of boxes and workers, and its
+position can be saved and resumed on other numbers."""
 
 from __future__ import annotations
 
@@ -212,7 +212,8 @@ def _check_fetching(threads: int, processes: int, reseed: bool | None) -> None:
 
 
 def _length_of(dataset: Any) -> int:
-    """Return the dataset's length. Raises InvalidArgumentError unless it is map-style, DatasetError if it is empty."""
+    """Return the dataset's length. Raise InvalidArgumentError unless the dataset is map-style, DatasetError if it is
+    empty."""
     name = type(dataset).__qualname__
     if not hasattr(type(dataset), "__getitem__") or isinstance(dataset, torch.utils.data.IterableDataset):
         raise InvalidArgumentError(
@@ -224,5 +225,5 @@ def _length_of(dataset: Any) -> int:
     except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
         raise InvalidArgumentError(f"dataset must have a length, got {name}: {error}. Define __len__") from error
     if length == 0:
-        raise DatasetError(f"{name} must have at least one sample, got none")
+        raise DatasetError(f"{name} must have at least one sample, got none. Pass a dataset that is not empty")
     return length

@@ -1,5 +1,5 @@
-"""Reading of samples by number, for MapLoader and StreamingLoader. Seeds random generators, and adds notes to errors of
-user code.
+"""Reading of samples by number, for MapLoader and StreamingLoader, with seeded random generators, and with notes on
+errors of user code.
 
 Random augmentation draws from the process's generators. The generators are seeded before each sample from the loader's
 seed and the sample's position in the order (keyed_random.py), and set back to their earlier state after the batch.
@@ -26,8 +26,8 @@ __all__ = ["MapReader"]
 
 
 class MapReader:
-    """Reader of samples and maker of batches. Has only the dataset and settings, and so can be sent to another
-    process."""
+    """Reader of samples and maker of batches, as the plans of batches (BatchPlan) say. It holds only the dataset and
+    settings, so it can be sent to another process."""
 
     def __init__(
         self,
@@ -43,10 +43,16 @@ class MapReader:
         counter: SampleCounter | None = None,
         by_column: bool = False,
     ) -> None:
-        """
+        """Store the settings.
+
         Args:
-            reseed: seed the random generators before each sample is read.
-            reseed_collate: seed the random generators before a batch is collated; None: as `reseed`.
+            dataset: map-style dataset.
+            name: name of the dataset in errors.
+            epoch_size: number of samples in an epoch.
+            collate: function from a list of samples to a batch.
+            seed: seed for `reseed` and `reseed_collate`.
+            reseed: True to seed the random generators before each sample is read.
+            reseed_collate: True to seed the random generators before a batch is collated; None: as `reseed`.
             many: function that reads all samples of a batch in one call, and names the failing sample in its errors.
             counter: counter of the samples; batches then come as CountedBatch. None: samples are not counted.
             by_column: True if `collate` is torch's own, so that a batch may be made without samples.
@@ -58,11 +64,12 @@ class MapReader:
         self._collate_key = derive_seed(seed, "collate") if reseed_collate else None
         self._many, self._counter = many, counter
         self._by_column = by_column and not self.reseeds and counter is None and makes_all_samples(dataset)
-        """True if no code but torch's needs the samples, and the dataset returns columns."""
+        """True if batches are made from columns: the dataset returns columns, and no code but torch's needs the
+        samples."""
 
     @property
     def reseeds(self) -> bool:
-        """True if batches depend on the seed."""
+        """True if the random generators are seeded before samples are read or batches are collated."""
         return self._key is not None or self._collate_key is not None
 
     def samples(self, plan: BatchPlan) -> list[Any]:
@@ -75,8 +82,7 @@ class MapReader:
             restore_rng(before)
 
     def read(self, plan: BatchPlan) -> list[Any] | Columns:
-        """Return what `collated` makes the batch of a plan of: its columns where that suffices, otherwise its
-        samples."""
+        """Return what `collated` needs to make a plan's batch: its columns if they suffice, otherwise its samples."""
         if self._by_column and not plan.empty and collates_as_torch():
             columns: Columns | None = self.dataset.get_columns(plan.ids)
             if columns is not None:
@@ -95,7 +101,8 @@ class MapReader:
             restore_rng(before)
 
     def collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
-        """Return the collated batch of what `read` returned earlier, with the generators seeded as in `batch`."""
+        """Return the collated batch of a plan. `found`: what `read` returned for this plan. The random generators are
+        seeded as in `batch`."""
         if self._collate_key is None:
             return self._collated(plan, found)
         before = capture_rng()
@@ -120,15 +127,16 @@ class MapReader:
         return CountedBatch(self.collate(found), counted)
 
     def sources(self, numbers: Ints) -> Sequence[str] | None:
-        """Return the source of each of the samples with these numbers, from the dataset's method `sources_of`, with
-        long names truncated; None if the dataset lacks the method."""
+        """Return the source of each sample with these numbers, from the dataset's method `sources_of`, with long names
+        truncated; None if the dataset has no such method."""
         names = getattr(self.dataset, "sources_of", None)
         if not callable(names):
             return None
         found = list(names(numbers))
         if len(found) != len(numbers) or not all(isinstance(name, str) for name in set(found)):
             raise DatasetError(
-                f"{self.name}: sources_of must return a text for each of {len(numbers)} samples, got {found!r:.100}"
+                f"{self.name}: the method sources_of must return a text for each of {len(numbers)} samples, got "
+                f"{found!r:.100}"
             )
         return [cut_name(str(name)) for name in found]
 
@@ -176,8 +184,8 @@ class MapReader:
             raise
 
     def _annotate(self, error: Exception, what: str) -> None:
-        """Add a note that names the sample to the user's error. Raises DatasetError for a StopIteration, which would
-        end the epoch silently."""
+        """Add a note to an error of user code that says which sample was read. Raise DatasetError instead of a
+        StopIteration, which would end the epoch silently."""
         if isinstance(error, StopIteration):
             raise stop_iteration_error(f"{self.name} for {what}") from error
         error.add_note(f"raised by {self.name} for {what}")

@@ -45,18 +45,18 @@ __all__ = ["Fetcher", "PositionLoader", "balanced_order", "check_settings"]
 
 
 COUNTED_AT_ONCE = 1 << 16
-"""Largest number of skipped samples whose sources are looked up in one call."""
+"""Largest number of skipped samples whose sources are looked up in one call of the dataset."""
 
 
 class Fetcher(Protocol):
-    """Source of a worker's batches, which are made ahead of need."""
+    """Source of a worker's batches that makes them before they are needed."""
 
     def take(self, done: int) -> Any:
-        """Return batch number `done`, counted from 0, of the worker's batches in this epoch. The batch must exist.
-        `done` grows by one at each call, or stays the same after an error."""
+        """Return the worker's batch with the number `done`, counted from 0, in this epoch. The batch must exist. `done`
+        grows by one at each call, or stays the same after an error."""
 
     def close(self) -> None:
-        """Stop making batches ahead; the next `take` starts again."""
+        """Stop making batches. The next call of `take` starts again."""
 
 
 class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
@@ -80,13 +80,19 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         counts: LoaderCounts,
         balance: Balanced | None = None,
     ) -> None:
-        """
+        """Store the settings, and go to the beginning of epoch 0.
+
         Args:
             name: name of the data in messages.
+            order: order of the samples.
             described: all settings that decide the order. load_state_dict refuses a state with other settings.
-            batch: rows of all boxes' batches together.
-            balance: balance of the loader, see Balanced; None: rows are assigned in turn.
+            identity: the box and the worker that this process is.
+            batch: number of rows of all boxes' batches together.
+            tail: treatment of an incomplete last batch, as in MapLoader.
+            skip: ranges of sample numbers to leave out, as in MapLoader.
+            keys: name of the field for restore keys; None: batches have none.
             counts: counts of the samples. If the loader counts, `_make_batch` and fetchers return a CountedBatch.
+            balance: assignment of rows to boxes by cost, see Balanced; None: rows are assigned to the boxes in turn.
         """
         super().__init__()
         self._name, self._order, self._described, self._identity, self._batch = name, order, described, identity, batch
@@ -97,21 +103,21 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         if counts.tally is not None:
             self.advance_state = None  # type: ignore[method-assign, assignment]  # counting needs the samples, so batches cannot be skipped unread
         self._last: tuple[EpochRemainder, int] | None = None
-        """(remainder of the epoch, number of the batch in the remainder) of the last returned batch; None before the
-        first."""
+        """Batch that was returned last, as (the EpochRemainder that it is in, number of the batch there); None before
+        the first."""
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
-        """Topology whose processes have shared the batches since `_done` was 0."""
+        """Topology (numbers of boxes and workers) in which processes have shared the batches since `_done` was 0."""
         self._at_position = True
+        """True if the next iteration begins at the present position; False if at the next epoch's beginning."""
         self._epoch_is_set = False
         """True if `set_epoch` was called since the last iteration began. The next iteration then has that epoch, even
         if the epoch has no batch left."""
-        """True if the next iteration begins at the present position; False if at the next epoch's beginning."""
         self._counted = 0, 0
-        """Position (epoch, start) from which `state_after` counts batches."""
+        """Position, as (epoch, number of the sample in it), from which `state_after` counts batches."""
         self._epochs_begun = 0
-        """Number of iterations begun, plus jumps by `load_state_dict` or `set_epoch`. An iterator ends if this number
-        has changed since the iterator was made."""
+        """Number of times that an iteration began, or that `load_state_dict` or `set_epoch` changed the position. An
+        iterator ends if this number has changed since the iterator was made."""
         if EpochPlan(len(order), tail).remainder(0, 0, batch, identity.boxes).batches == 0:
             raise DatasetError(
                 f"{name}: a global batch must have at most {len(order)} rows, the samples of an epoch, with "
@@ -130,29 +136,29 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     @abstractmethod
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
-        """Return the samples that a batch's plan names."""
+        """Return the samples that the plan of a batch names."""
 
     @abstractmethod
     def _make_batch(self, plan: BatchPlan) -> Any:
-        """Return the collated batch that a plan describes."""
+        """Return the collated batch that the plan describes."""
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Prepare the prefetch for the next batches. `own_batches`: this worker's batches of the epoch; `plans`: plans
-        of the batches that are needed first."""
+        """Prepare to prefetch data for the next batches. `own_batches`: this worker's batches of the epoch; `plans`:
+        plans of the batches that are needed first."""
 
     def _approach(self, plan: BatchPlan) -> None:
-        """Prefetch the data that is due. Called before each batch, with its plan."""
+        """Prefetch the data that will be needed soon. Called before each batch, with the plan of that batch."""
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
-        """Return a fetcher for a new epoch; None if each batch is made only when it is needed. `own_batches`: this
+        """Return the Fetcher for a new epoch; None if each batch is made only when it is needed. `own_batches`: this
         worker's batches of the epoch."""
         return None
 
     # ---- cost
 
     def imbalance(self, steps: int = 100) -> Imbalance:
-        """Return the imbalance of the boxes' costs in the first steps of the present epoch, with and without balance.
-        Reads no sample. Raises InvalidArgumentError for a loader without `balance`."""
+        """Return how unequal the costs of the boxes are in the first steps of the present epoch, with and without
+        balance. No sample is read. Raise InvalidArgumentError for a loader without `balance`."""
         if self._balance is None:
             raise InvalidArgumentError(
                 f"{self._name}: imbalance() needs the costs of samples. Pass balance=Balance(cost, report=True) to the "
@@ -190,7 +196,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return _Epoch(self, self._worker_batches())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. The iteration starts at the epoch's beginning; or, if a state in this
+        """Set the number of the next epoch. The next iteration starts at that epoch's beginning; or, if a state in this
         epoch was loaded, at that state's position. If that position is the epoch's end, the iteration has no batch."""
         epoch = whole("epoch", epoch)
         if epoch < 0:
@@ -209,12 +215,13 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return a worker's state after `batches` more of its batches in the same epoch. The state is computed, without
-        reading data or running user code."""
+        """Return the state that a worker will have after `batches` more of its batches in the same epoch. It is
+        computed from `state_dict`, without reading data or running user code."""
         return {**state_dict, "done": progress_of(state_dict).done + batches}
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Set `advance_state` to None in a class that overrides `state_dict` alone, because the two must agree."""
+        """Set `advance_state` to None in a class that overrides `state_dict` but not `advance_state`, because the two
+        must agree."""
         super().__init_subclass__(**keywords)
         if "state_dict" in vars(cls) and "advance_state" not in vars(cls):
             cls.advance_state = None  # type: ignore[assignment]
@@ -284,8 +291,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return state_of(OrderProgress(epoch, start, 0, self._topology()), self._described, self._epochs.skip)
 
     def config(self) -> dict[str, Any]:
-        """Return the settings that decide the order of samples, as JSON values. A state with different settings is
-        refused."""
+        """Return the settings that decide the order of samples, as a dict of JSON values. A state with different
+        settings is refused."""
         return {"kind": type(self).__name__, **copy.deepcopy(self._described)}
 
     def can_restore_sample(self) -> bool:
@@ -293,7 +300,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return True
 
     def restore_sample(self, key: str) -> Any:
-        """Read again the sample of a row. `key`: the row's entry in the batch's field `keys`.
+        """Read the sample of one row of an earlier batch again. `key`: the row's text in the field that the loader's
+        argument `keys` names.
 
         Raises InvalidArgumentError for an invalid key, StateMismatchError for a key of other data or settings.
         """
@@ -315,7 +323,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     @property
     def tally(self) -> Tally | None:
-        """Counts up to the present position, by source and key; None without `counts`."""
+        """Counts of the samples up to the present position, by source and key; None without `counts`."""
         return self._counts.tally
 
     @property
@@ -337,8 +345,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return None
 
     def _skipped(self, remainder: EpochRemainder, number: int) -> dict[str, int]:
-        """Return the number of samples, by source, that `skip` leaves out between the ends of batches `number` - 1 and
-        `number`; empty on boxes other than 0, because only box 0 counts them."""
+        """Return, as source -> number of samples, what `skip` leaves out between the end of batch `number` - 1 and the
+        end of batch `number`. Return an empty dict on boxes other than 0, because only box 0 counts these samples."""
         if not self._epochs.skip or self._identity.box:
             return {}
         found: Counter[str] = Counter()
@@ -361,7 +369,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     def _repartition(self) -> None:
         """Adapt this loader's position to the processes that share the batches now. A worker process of a torch
-        DataLoader gets a copy of a loader that was made, and perhaps loaded, in the parent process, where fewer
+        DataLoader gets a copy of a loader that was made, and perhaps got a state, in the parent process, where fewer
         processes share the batches."""
         topology = self._topology()
         if not self._done or self._partitioned_for == topology:
@@ -394,7 +402,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
 
 class _Epoch:
-    """Iterator over one epoch, which advances the position of its loader."""
+    """Iterator over the batches of one epoch. Each batch advances the position of its loader."""
 
     def __init__(self, loader: PositionLoader, own_batches: WorkerBatches) -> None:
         self._loader, self._worker_batches, self._number = loader, own_batches, loader._epochs_begun
@@ -437,7 +445,8 @@ class _Epoch:
         self._move_on()
 
     def _count(self, counted: dict[Group, Row]) -> None:
-        """Count the batch that is handed out or skipped, with the samples that `skip` leaves out before its end."""
+        """Count a batch that is handed to the training loop or skipped, and the samples that `skip` leaves out before
+        its end."""
         loader, remainder, imbalance = self._loader, self._worker_batches.remainder, self._ready[-1].imbalance
         if imbalance is not None and counted:
             row = next(iter(counted.values()))
@@ -451,7 +460,7 @@ class _Epoch:
         self._loader._done += 1
 
     def _plan(self) -> BatchPlan:
-        """Return the plan of the next batch. Raises StopIteration after the last one."""
+        """Return the plan of the next batch. Raise StopIteration after the last batch."""
         loader = self._loader
         if self._number != loader._epochs_begun:
             self._close()
@@ -476,7 +485,8 @@ class _Epoch:
 def balanced_order(
     balance: Balance | None, order: SampleOrder, dataset: Any, length: int, batch: int, described: dict[str, Any]
 ) -> Balanced | None:
-    """Return a loader's balance, and add it to `described`, the settings that decide the loader's order.
+    """Return the object that assigns a loader's rows to boxes by cost, or None without `balance`. Add it to
+    `described`, the settings that decide the loader's order.
 
     Raises InvalidArgumentError or DatasetError for invalid costs or steps.
     """

@@ -14,7 +14,7 @@ from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 __all__ = ["PositionKeys", "checked_name", "with_keys"]
 
 KIND = "p"
-"""Prefix of restore keys that consist of an epoch and a position."""
+"""First letter of a restore key that consists of an epoch and a position."""
 
 
 def checked_name(keys: str | None) -> str | None:
@@ -24,8 +24,8 @@ def checked_name(keys: str | None) -> str | None:
 
 
 def with_keys(batch: Any, name: str, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the batch with its rows' restore keys in the field `name`. A batch that is not a dict becomes a dict with
-    the batch in the field `batch`."""
+    """Return the batch, as a dict, with the restore keys of its rows in the field `name`. A batch that is not a dict
+    becomes the field `batch`."""
     if not isinstance(batch, dict):
         return {"batch": batch, name: list(keys)}
     if name in batch:
@@ -61,7 +61,8 @@ class PositionKeys:
         epoch, _, position = numbers.partition(":")
         if kind != KIND or not all(part.isascii() and part.isdecimal() for part in (epoch, position)):
             raise InvalidArgumentError(
-                f"a restore key must be a text that a loader with keys= put into a batch, got {key!r}"
+                f"a restore key must be a text from the field of a batch that keys= names, got {key!r}. Give it as it "
+                "is in the batch"
             )
         if order != self.order:
             raise StateMismatchError(

@@ -1,5 +1,5 @@
-"""Loader of batches from a StreamingDataset, in one order, with a position that can be saved and moved to any
-topology."""
+"""Loader of batches from a StreamingDataset. Its order does not depend on the numbers of boxes and workers, and its
+position can be saved and resumed on other numbers."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ SHUFFLE_MEMORY = 64 << 20
 """Default number of bytes of decoded row groups that are shuffled with each other. Three such sets of row groups, the
 previous, the present and the next one, fit into the default decoded_limit."""
 DECODED_AHEAD = 1 << 12
-"""Upcoming samples whose row groups are decoded ahead, without shuffling."""
+"""Number of upcoming samples whose row groups are decoded before they are needed, if samples are not shuffled."""
 DECODED_RUNS = 64
-"""Largest number of runs of positions that are examined to find the row groups to decode ahead."""
+"""Largest number of runs of consecutive positions that are examined to find the row groups to decode next."""
 PREFETCH_S = 60.0
 """Default of prefetch_seconds, in seconds: longer than the usual stalls of a remote."""
 FIRST_BATCHES = 2
-"""Upcoming batches of a worker whose shards are fetched while the rate of reading is unknown."""
+"""Number of a worker's upcoming batches whose shards are fetched while the rate of reading is unknown."""
 EXAMINED_POSITIONS = 1 << 14
 """Largest number of upcoming positions that are examined to find the shards to prefetch."""
 
@@ -181,7 +181,7 @@ class StreamingLoader(PositionLoader):
             )
         if fetch_threads and reseed is None and dataset.clips_draw:
             raise InvalidArgumentError(
-                f"fetch_threads must be 0 with clips that may draw random numbers, got {fetch_threads}: threads "
+                f"fetch_threads must be 0 if the dataset's clips may draw random numbers, got {fetch_threads}: threads "
                 "share the process's generators. Use more workers, or pass reseed=False if nothing is drawn"
             )
         # `_follow` makes the loader again, perhaps where the identity of the worker is no longer known.
@@ -259,18 +259,18 @@ class StreamingLoader(PositionLoader):
         self._threads = fetch_threads
         self._shuffle = shuffle
         self._decoded: Ints = np.zeros(0, np.int64)
-        """Row groups that the previous call of `_decode_ahead` needed."""
+        """Numbers of the row groups that the previous call of `_decode_ahead` needed."""
         self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
         self._seconds = math.inf if predownload and prefetch_seconds is None else prefetch_s
         self._first_batches = FIRST_BATCHES + PREFETCHED_BATCHES * fetch_threads
-        """Upcoming batches whose shards are fetched while the rate of reading is unknown."""
+        """Number of upcoming batches whose shards are fetched while the rate of reading is unknown."""
         self._turns = 1
         """Number of workers that make the box's batches in turn."""
         self._rate = ReadingRate()
         self._upcoming: UpcomingShards | None = None
         self._listed_for: EpochRemainder | None = None
-        """Remainder of the epoch for which `_upcoming` was listed."""
+        """Remainder of the epoch (EpochRemainder) whose shards `_upcoming` lists."""
         super().__init__(
             dataset.name,
             balanced.order if balanced else filed or order,
@@ -298,8 +298,8 @@ class StreamingLoader(PositionLoader):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Go to the position of a state, see PositionLoader. If the dataset was opened without a `version`, first
-        switch to the version of the state; with "newest", and a state between two epochs, switch to the newest
-        version."""
+        switch to the version of the data with which the state was saved. With version="newest", and a state between two
+        epochs, switch to the newest version."""
         super().load_state_dict(self._follow(state_dict, moves=True), strict)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
@@ -315,8 +315,8 @@ class StreamingLoader(PositionLoader):
 
     def _follow(self, state: Any, *, moves: bool) -> Any:
         """Switch to the version of the data with which a state was saved, and return the state. But with
-        version="newest", and a state between two epochs, stay at the newest version and return the state at the
-        beginning of its epoch. `moves`: False to switch to the state's version in any case."""
+        version="newest", and a state between two epochs, stay at the newest version, and return a state at the
+        beginning of the next epoch. `moves`: False to switch to the state's version in any case."""
         own = self.dataset.versions
         order = state.get("order") if isinstance(state, Mapping) else None
         if not isinstance(order, Mapping) or not order or all(version is None for version in own):
@@ -338,8 +338,8 @@ class StreamingLoader(PositionLoader):
         return state
 
     def _begun(self, state: Mapping[str, Any], epoch: int) -> dict[str, Any]:
-        """Return the state at the beginning of `epoch` in this loader's order. `state`: state at the end of the epoch
-        before, in the order of other versions of the dataset."""
+        """Return a state at the beginning of epoch `epoch`, in this loader's order. `state`: the state at the end of
+        the previous epoch, in the order of other versions of the dataset."""
         topology = progress_of(state).topology
         begun = state_of(OrderProgress(epoch, 0, 0, topology), self._described)
         return {**begun, **{name: state[name] for name in ("workers", "others", COUNTS) if name in state}}
@@ -359,7 +359,7 @@ class StreamingLoader(PositionLoader):
         return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Decode the row groups of the next batches, and list the shards to prefetch."""
+        """Decode the row groups of the next batches, and list the shards to fetch before they are needed."""
         remainder, position = own_batches.remainder, int(plans[0].positions[0])
         self._turns = own_batches.turn.of
         if self.dataset.has_blocks:
@@ -369,7 +369,7 @@ class StreamingLoader(PositionLoader):
             self.dataset.keep_open(self._upcoming.shards)
 
     def _approach(self, plan: BatchPlan) -> None:
-        """Prefetch the shards of the batches that are needed within the next seconds."""
+        """Fetch the shards of the batches that will be needed within the next seconds."""
         assert self._upcoming is not None
         before = plan.epoch * len(self._order)
         position, last = int(plan.positions[0]), int(plan.positions[-1])
@@ -387,8 +387,9 @@ class StreamingLoader(PositionLoader):
             self._upcoming.gave(window, count - len(own))
 
     def _list(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> UpcomingShards:
-        """Return the units that this process needs for its next batches (see `StreamingDataset.units_of`), and those
-        that the box needs for later positions, including those of the next epoch."""
+        """Return the list of what to fetch next: the units (row groups or shards, see `StreamingDataset.units_of`) that
+        this process needs for its next batches, and those that the box needs for later positions, including those of
+        the next epoch."""
         position, ahead, length = int(plans[0].positions[0]), self._ahead, len(self._shards)
         shards = [self.dataset.units_of(np.concatenate([plan.ids for plan in plans]))]
         needed_at = [np.concatenate([plan.positions for plan in plans])]
@@ -400,9 +401,9 @@ class StreamingLoader(PositionLoader):
         return UpcomingShards(np.concatenate(shards), np.concatenate(needed_at), position, ahead)
 
     def _add_needs(self, shards: list[Ints], needed_at: list[Ints], epoch: int, positions: Ints, shift: int) -> None:
-        """Append the units that these positions of an epoch need to `shards`, and the positions plus `shift` to
-        `needed_at`. Of too many positions only some are examined; other shards of their blocks count as needed after a
-        quarter of the positions."""
+        """Append to `shards` the units (row groups or shards) that these positions of an epoch need, and to `needed_at`
+        the positions plus `shift`. If the positions are many, only some are examined; then the other shards of the same
+        shuffle blocks count as needed after a quarter of the positions."""
         if not len(positions):
             return
         filed = self._filed is not None and self._filed.covers(epoch)
@@ -410,14 +411,16 @@ class StreamingLoader(PositionLoader):
         shards.append(self.dataset.units_of(ids))
         needed_at.append(positions + shift)
         first, span = int(positions[0]), int(positions[-1]) + 1 - int(positions[0])
-        boxes = self._identity.boxes if self._box is not None else 1  # the shards of positions that were not examined
+        boxes = self._identity.boxes if self._box is not None else 1
+        # Add the shards of the positions between those that were examined.
         if self._shuffle and not filed and len(positions) * boxes < span:
             others = self.dataset.read_units(self._shards.shards(epoch, positions))
             shards.append(others)
             needed_at.append(np.full(len(others), first + span // 4 + shift))
 
     def _decode_ahead(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> None:
-        """Decode the row groups that the next batches need, then those of the next blocks of row groups."""
+        """Decode the row groups that the next batches need, then those that the following positions of the order
+        need."""
         order, begin = self._shards, int(plans[-1].positions[-1]) + 1
         needed = [order.shards_of(np.concatenate([plan.ids for plan in plans]))]
         if begin < len(order) and not (self._filed and self._filed.covers(remainder.epoch)):
@@ -437,12 +440,12 @@ class StreamingLoader(PositionLoader):
 
     @property
     def _box(self) -> int | None:
-        """The box whose rows are known from their positions; None if costs decide which box gets a row."""
+        """Number of this process's box if the position of a row decides which box gets it; None if costs decide."""
         return self._identity.box if self._balance is None or not self._balance.assigns else None
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
-        """Return this box's positions among the next `count`, from `position` on. Of too many positions, only some
-        evenly spread runs are returned; each run touches all partitions."""
+        """Return those of the next `count` positions, from `position` on, whose rows this box gets. If they are many,
+        return only some runs of them, evenly spread; each run touches all partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
         return remainder.near(self._box, position, count, run=run, runs=max(1, EXAMINED_POSITIONS // run))
 
@@ -475,9 +478,8 @@ def _reader(
 
 
 def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, partitions: int) -> int | None:
-    """Return the number of samples of a partition that are shuffled with each other in files with several row groups;
-    None: all samples of a block of files. The number depends only on the data and on settings that are part of a
-    state."""
+    """Return how many samples of a partition are shuffled with each other in files with several row groups; None: all
+    samples of a shuffle block. The number depends only on the data and on settings that are part of a state."""
     sample_bytes = mean_sample_bytes(layouts)
     if shuffle_memory is None or not sample_bytes:
         return None
@@ -485,8 +487,8 @@ def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, par
 
 
 def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_memory: int | None) -> None:
-    """Warn if the row groups whose samples are shuffled with each other exceed decoded_limit, because each would be
-    read and decoded again for almost every sample."""
+    """Warn if the row groups whose samples are shuffled with each other exceed decoded_limit, because a row group would
+    be read and decoded again for almost every sample."""
     block = min(len(dataset), shuffle_block or len(dataset)) * dataset.sample_bytes
     needed = int(min(block, shuffle_memory or block))
     limit = max(MEMORY.limit, dataset.decoded_limit or 0)
@@ -500,7 +502,7 @@ def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_
 
 
 def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: list[range]) -> None:
-    """Check that with interleave="batches" each global batch has samples of one stream. Raises InvalidArgumentError."""
+    """Raise InvalidArgumentError if with interleave="batches" a global batch could have samples of two streams."""
     if batch % partitions:
         raise InvalidArgumentError(
             f"with interleave='batches' the global batch must be a multiple of partitions={partitions} rows, got "

@@ -23,8 +23,8 @@ __all__ = ["read_batches", "stream_batches"]
 
 
 class _OnlySample:
-    """Collate function for `batch_size=None`. Returns the only sample of its list, with values converted to tensors as
-    torch does."""
+    """Collate function for `batch_size=None`. It returns the only sample of its list, with values converted to tensors
+    as torch does."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
@@ -44,7 +44,8 @@ def read_batches(
     collate_fn: Callable[[Any], Any] | None,
     worker_init_fn: Callable[[int], Any] | None,
 ) -> MapLoader:
-    """Return a loader of this worker's batches of a map-style dataset. `batch_size` None: each sample is a batch."""
+    """Return a loader of this worker's share of the batches of a map-style dataset. `batch_size` None: each sample is a
+    batch."""
     _begin(worker_init_fn)
     if batch_size is None:
         collate_fn = _OnlySample(collate_fn or default_convert)
@@ -67,7 +68,7 @@ def stream_batches(
     collate_fn: Callable[[Any], Any] | None,
     worker_init_fn: Callable[[int], Any] | None,
 ) -> torch.utils.data.DataLoader[Any]:
-    """Return a loader of this worker's batches of an iterable dataset."""
+    """Return a loader of the batches of an iterable dataset, which itself yields this worker's share of the samples."""
     _begin(worker_init_fn)
     return torch.utils.data.DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn)
 

@@ -23,28 +23,29 @@ __all__ = ["ReadingRate", "UpcomingShards", "Window"]
 MEASURE_S = 0.25
 """Shortest time in seconds over which a rate is measured."""
 MARKS = 64
-"""Largest number of (time, position) marks that are kept. The rate is the mean since the oldest mark: a second, or 64
-batches ago."""
+"""Largest number of marks that are kept. A mark is the time and the position at which the loop asked for a batch. The
+rate is the mean since the oldest mark: a second, or 64 batches ago."""
 FEW_MARKS = 16
-"""Number of latest marks whose mean rate is used if it is higher, which happens after a pause of the loop such as
-compilation."""
+"""Number of newest marks (requests for batches) whose mean rate is used instead, if it is higher than the mean rate of
+all marks: so after a pause of the loop, for example for compilation."""
 MARK_PAUSE_S = 1.0 / MARKS
-"""Shortest time in seconds between two marks."""
+"""Shortest time in seconds between two marks (times and positions at which the loop asked for a batch)."""
 
 
 class ReadingRate:
-    """Rate at which a loop passes positions of the order, as a mean over its last batches."""
+    """Rate at which a training loop passes positions of the order, in positions per second, as a mean over its last
+    batches."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._marks: deque[tuple[float, int]] = deque(maxlen=MARKS)
-        """Marks: (time in seconds, position) of requests for batches."""
+        """(time in seconds, position) of the last requests for batches."""
         self._last = -math.inf, 0
         self._per_s: float | None = None
 
     def passed(self, position: int) -> float | None:
-        """Count a batch that begins at `position`, counted over all epochs. Return the rate in positions per second;
-        None while it is unknown. A position before the last one begins a new measurement."""
+        """Record that the loop asks for a batch that begins at `position`, counted over all epochs. Return the rate in
+        positions per second; None while it is unknown. A position before the last one begins a new measurement."""
         now = self._clock()
         if position < self._last[1]:
             self._marks.clear()
@@ -58,7 +59,7 @@ class ReadingRate:
 
 
 class Window(NamedTuple):
-    """Part of a list of upcoming shards that is given to the prefetch."""
+    """Part of a list of upcoming shards, from index `begin` to before `end`, that is given to the prefetch."""
 
     begin: int
     end: int
@@ -67,11 +68,12 @@ class Window(NamedTuple):
 
 
 class UpcomingShards:
-    """List of shards in the order of the positions that need them first, and the window of the list that was given to
-    the prefetch. Positions are counted over all epochs."""
+    """List of the shards that the loop will need, in the order of the positions that need them first. It remembers the
+    window (part of the list) that was given to the prefetch. Positions are counted over all epochs."""
 
     def __init__(self, shards: Ints, needed_at: Ints, begin: int, listed: int) -> None:
-        """
+        """Sort the shards by the first position that needs each.
+
         Args:
             shards: numbers of the shards; a shard may occur several times.
             needed_at: position at which each entry is needed; shape (len(shards),).
@@ -86,7 +88,7 @@ class UpcomingShards:
         self._begin, self._listed = begin, listed
         self._given = Window(0, 0, 0)
         self._complete = False
-        """True if the budget in bytes admitted the whole last window."""
+        """True if the limit on prefetched bytes had room for the whole last window."""
         self._is_given = False
 
     def is_old(self, position: int) -> bool:
@@ -94,9 +96,9 @@ class UpcomingShards:
         return position - self._begin >= self._listed // 4
 
     def window(self, position: int, last: int, ahead: int) -> Window | None:
-        """Return the part of the list to prefetch at a position; None while most of the last window is still ahead, so
-        that not every batch makes a new window. `last`: last position of the present batch; `ahead`: number of
-        positions whose shards are fetched."""
+        """Return the part of the list to prefetch when the loop is at `position`. Return None while most of the last
+        window is still ahead, so that not every batch makes a new window. `last`: last position of the present batch;
+        `ahead`: number of positions whose shards are fetched."""
         begin = bisect_left(self._needed_at, position)
         needed = bisect_left(self._needed_at, last + 1, begin)
         end = max(needed, bisect_left(self._needed_at, position + ahead, begin))
@@ -107,8 +109,8 @@ class UpcomingShards:
         return Window(begin, end, needed - begin)
 
     def gave(self, window: Window, count: int) -> None:
-        """Record the window that was given to the prefetch, and the number of its shards that the budget in bytes
-        admitted."""
+        """Record the window that was given to the prefetch, and how many of its shards the limit on prefetched bytes
+        had room for."""
         self._given = window._replace(end=window.begin + count)
         self._complete = self._given.end == window.end
         self._is_given = True

@@ -24,7 +24,7 @@ __all__ = ["WorkerIdentity", "global_batch"]
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Identity of a process in its job: its box, and its number among the workers."""
+    """Which process this is in its job: its box (data-parallel rank), and its number among the workers."""
 
     box: int
     boxes: int
@@ -32,7 +32,7 @@ class WorkerIdentity:
     workers: int
     """Number of workers of each box."""
     number: int
-    """Number of the worker among the workers of all boxes (global_worker_id)."""
+    """Number of this worker among the workers of all boxes (global_worker_id)."""
     all_workers: int
     seed: int
     """Seed of the run; 0 outside a worker."""
@@ -41,8 +41,8 @@ class WorkerIdentity:
 
     @staticmethod
     def now(rank: tuple[int, int] | None = None) -> WorkerIdentity:
-        """Return the identity of the calling process. `rank`: (this rank, number of data-parallel ranks), used instead
-        of the worker's box or torchrun's variables.
+        """Return the identity of the calling process. `rank`: (this rank, number of data-parallel ranks), which
+        replaces the worker's box or torchrun's variables.
 
         Raises InvalidArgumentError for an invalid rank.
         """
@@ -63,8 +63,9 @@ class WorkerIdentity:
         )
 
     def turn(self, first: int = 0) -> WorkerTurn:
-        """Return the turn of this process among those that make its box's batches: that of its slot (logical worker),
-        shared out among the worker processes of a torch DataLoader. `first`: slot that makes the first batch."""
+        """Return which batches of its box this process makes: its turn among all processes that make them one after the
+        other. A slot's batches are shared among the worker processes of a torch DataLoader, if it has any. `first`:
+        slot that makes the first batch."""
         info = torch.utils.data.get_worker_info()
         number = (self.slot - first) % self.workers
         # in a runner, get_worker_info() describes the runner itself, without a dataset
@@ -81,7 +82,8 @@ class WorkerIdentity:
         return f"{process_group(None if alone else os.getppid())}-{self.box}"
 
     def alone(self, turn: WorkerTurn) -> bool:
-        """Return True if this process alone makes the batches of its box, so that it alone counts the epochs."""
+        """Return True if this process, with the turn `turn`, makes all batches of its box, so that it alone counts the
+        epochs."""
         return self.standalone and turn.of == 1
 
 
@@ -103,7 +105,7 @@ def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: i
     if (batch_size is None) == (global_batch_size is None):
         raise InvalidArgumentError(
             "exactly one of batch_size (rows of a box's batch) and global_batch_size (rows of all boxes' batches) "
-            f"must be given, got {batch_size!r} and {global_batch_size!r}"
+            f"must be given, got {batch_size!r} and {global_batch_size!r}. Pass one of the two"
         )
     batch = batch_size * boxes if batch_size is not None else global_batch_size
     assert batch is not None
@@ -119,7 +121,7 @@ def _torchrun_rank() -> tuple[int, int]:
     if not (rank.isdecimal() and ranks.isdecimal()):
         raise InvalidArgumentError(
             f"the environment variables RANK and WORLD_SIZE must be whole numbers, got RANK={rank} and "
-            f"WORLD_SIZE={ranks}"
+            f"WORLD_SIZE={ranks}. Unset both, or let torchrun set them"
         )
     return int(rank), int(ranks)
 

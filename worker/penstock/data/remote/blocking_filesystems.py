@@ -20,18 +20,18 @@ __all__ = ["PlainFilesystems"]
 
 
 class PlainFilesystems:
-    """Filesystem objects of one remote folder in one process, one for each concurrent call."""
+    """Filesystem objects of one remote folder in one process. Each call that runs has one for itself."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url, self._options = url, options
         self._lock = threading.RLock()  # reentrant, like the remote's lock
         self._free: list[tuple[Any, str]] = []
         self._calls: set[Future[Any]] = set()
-        """Calls in progress."""
+        """Calls of the filesystem that are running."""
 
     def begin(self, work: Callable[[Any, str], Any]) -> Future[Any]:
-        """Start a call of `work(filesystem, path of the remote folder in it)` in a thread. Cancelling the returned
-        future abandons the call."""
+        """Start a call of `work(filesystem, path of the remote folder in it)` in a thread, and return a future for its
+        result. Cancelling the future abandons the call."""
         future: Future[Any] = Future()
         with self._lock:
             self._calls.add(future)
@@ -45,7 +45,7 @@ class PlainFilesystems:
             calls = tuple(self._calls)
         for future in calls:
             with contextlib.suppress(InvalidStateError):
-                future.set_exception(TransferBroken("was closed"))
+                future.set_exception(TransferBroken("the dataset was closed"))
 
     def _ended(self, future: Future[Any]) -> None:
         with self._lock:

@@ -61,18 +61,18 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["LARGEST_READ", "RemoteFolder", "joined"]
 
 LARGEST_READ = 1 << 30
-"""Largest file that is read into memory as a whole, in bytes."""
+"""Largest size in bytes of a file that is read into memory as a whole."""
 RANGE_BYTES = 16 << 20
-"""Largest number of bytes that one request for a range asks for."""
+"""Largest number of bytes that one request for a part of a file asks for."""
 PAST_END = 416
-"""HTTP status for a range that begins after the file's end."""
+"""HTTP status of the answer to a request for a part that begins after the file's end."""
 QUIET_TRIES = 5
-"""Failed attempts in a row, about two seconds' worth, before the first warning is logged."""
+"""Number of attempts in a row that fail, within about two seconds, before the first warning is logged."""
 MIN_PROGRESS_BYTES = 1 << 16
 """Number of bytes that must arrive in each period of `stall_s` seconds. If fewer arrive, the attempt is cancelled, and
 a new attempt continues the transfer."""
 _SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
-"""Names of the options of fsspec's filesystems that select the server of a URL."""
+"""Names of options of fsspec's filesystems that say which server a URL belongs to."""
 _BY_RANGES: dict[str, dict[str, Any]] = {"hf": {"cache_type": "none"}}
 """Filesystems without an event loop that request each part of a file independently, so that parts can be requested at
 the same time. The options keep `cat_file` from reading more than was asked for."""
@@ -81,8 +81,8 @@ _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
 
 
 def joined(url: str, name: str) -> str:
-    """Return the address of the file `name` below a folder's address. In http URLs the name is quoted, and a query
-    stays at the end."""
+    """Return the address of the file `name` in the folder with the address `url`. In http URLs the name is quoted, and
+    a query stays at the end."""
     if not url.startswith(("http://", "https://")):
         return f"{url.rstrip('/')}/{name}"
     parts = urlsplit(url)
@@ -91,7 +91,7 @@ def joined(url: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Call of a filesystem's method, an implementation of `transfer.Request`."""
+    """Running call of a filesystem's method: an implementation of `transfer.Request`."""
 
     folder: RemoteFolder
     future: concurrent.futures.Future[Any]
@@ -106,8 +106,8 @@ class _Request:
 
 
 class RemoteFolder:
-    """Folder on any filesystem, local or remote. Safe for threads; each process opens the filesystem at its first
-    transfer."""
+    """Folder on any filesystem, local or remote. Any thread may call its methods. Each process opens the filesystem at
+    its first transfer."""
 
     def __init__(
         self,
@@ -117,8 +117,10 @@ class RemoteFolder:
         tries: int | None = None,
         stall_s: float = 30.0,
     ) -> None:
-        """
+        """Store the settings, without connecting.
+
         Args:
+            url: address of the folder, or its path.
             storage_options: keyword arguments for fsspec's filesystem.
             tries: number of failures in a row, without a new byte, after which a transfer fails; None: retry until the
                 deadline.
@@ -165,7 +167,7 @@ class RemoteFolder:
         self._reached = False
         """True once any answer was received from the remote."""
         self._root: str | None = None
-        """Path of the folder in a filesystem without an event loop; None until one was opened."""
+        """Path of the folder in a filesystem that has no event loop; None until such a filesystem was opened."""
         self._closed = threading.Event()
         self._moving: set[concurrent.futures.Future[Any]] = set()
 
@@ -187,8 +189,8 @@ class RemoteFolder:
 
     @property
     def identity(self) -> str:
-        """Text that identifies the remote: its URL, and its server, because two servers may have buckets of the same
-        name."""
+        """Text that identifies the remote: its URL without credentials, and its server, because two servers may have
+        buckets of the same name."""
         options = {**self._options, **self._options.get("client_kwargs", {})}
         server = [scrubbed(str(options[name])) for name in _SERVERS if options.get(name)]
         return " ".join([self.url, *(["at", *server] if server else [])])
@@ -198,8 +200,8 @@ class RemoteFolder:
         return str(self.local / name) if self.local else scrubbed(joined(self._url, name))
 
     def read(self, name: str, *, deadline_s: float, first: int | None = None) -> bytes:
-        """Return a small file's content, or only its first `first` bytes. Raises ShardUnavailableError, whose cause is
-        a FileNotFoundError if the remote says that it has no such file."""
+        """Return the content of a small file, or only its first `first` bytes. Raise ShardUnavailableError; its cause
+        is a FileNotFoundError if the remote says that it has no such file."""
         if self.local:
             return read_file(self.local / name, LARGEST_READ, first)
         if first is not None:
@@ -209,7 +211,7 @@ class RemoteFolder:
         return buffer.getvalue()
 
     def copy(self, name: str, to: Path, *, deadline_s: float) -> None:
-        """Download a file whose size is not known to the path `to`. Raises ShardUnavailableError."""
+        """Download a file of unknown size to the path `to`. Raises ShardUnavailableError."""
         with open(to, "wb", buffering=0, opener=open_plain) as file:
             file.truncate(self._fetch(name, file, None, deadline_s))
 
@@ -249,8 +251,9 @@ class RemoteFolder:
         return found
 
     def read_range(self, name: str, begin: int, end: int, *, deadline_s: float) -> bytes:
-        """Return the bytes of a file from `begin` to `end`. Raises ShardUnavailableError, ShardCorruptError if the file
-        ends before, and DatasetError if the server sends something else."""
+        """Return the bytes of a file from offset `begin` to before `end`. Raise ShardUnavailableError,
+        ShardCorruptError if the file ends before, or DatasetError if the server sends more bytes than it was asked
+        for."""
         data = self._part(name, begin, end, deadline_s)
         if len(data) < end - begin:
             raise ShardCorruptError(
@@ -278,8 +281,8 @@ class RemoteFolder:
         return data
 
     def download_range(self, name: str, to: Path, *, begin: int, size: int, deadline_s: float) -> None:
-        """Download `size` bytes of a file, from offset `begin` on, to the path `to`. Raises as `read_range` does, and
-        ShardUnavailableError if the disk is full."""
+        """Download `size` bytes of a file, from offset `begin` on, to the path `to`. Raise what `read_range` raises,
+        and ShardUnavailableError if the disk is full."""
         until = time.monotonic() + deadline_s
         with open(to, "wb", opener=open_plain) as file:
             for at in range(begin, begin + size, RANGE_BYTES):
@@ -362,8 +365,8 @@ class RemoteFolder:
         self._retry(work, name, deadline_s, "removed")
 
     def _retry(self, work: Callable[[float], Any], name: str, deadline_s: float, done: str) -> Any:
-        """Call `work` until it succeeds, fails permanently, or the deadline passes. `work` gets the deadline as
-        monotonic time; `done`: past participle for errors, such as "read"."""
+        """Call `work` until it succeeds, fails permanently, or the deadline passes, and return its result. `work` gets
+        the deadline as monotonic time in seconds. `done`: what is done to the file, for errors, such as "read"."""
         until = time.monotonic() + deadline_s
         failures = 0
         while True:
@@ -400,7 +403,7 @@ class RemoteFolder:
             loop.close()
 
     def _fetch(self, name: str, file: io.FileIO | io.BytesIO, expected: int | None, deadline_s: float) -> int:
-        """Write a file's content into an open file, and return its size in bytes."""
+        """Write the content of the remote file `name` into an open file, and return its size in bytes."""
         until = time.monotonic() + deadline_s
         parallel = self._asynchronous or self._protocol in _BY_RANGES
         progress = DownloadProgress(expected, parallel=PARALLEL if parallel else 1)
@@ -448,8 +451,8 @@ class RemoteFolder:
             self._closed.wait(pause)
 
     def _absent(self, name: str, failure_kind: FailureKind) -> FileNotFoundError | None:
-        """Return a FileNotFoundError, to be the cause of the error, if the remote does not have the file; None for any
-        other failure."""
+        """Return a FileNotFoundError, as the cause of the error to raise, if the remote does not have the file; None
+        for any other failure."""
         return (
             FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url_of(name))
             if failure_kind.absent
@@ -495,8 +498,8 @@ class RemoteFolder:
         return self._begin(until, method, *args, **kwargs).result()
 
     def _begin(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> _Request:
-        """Begin a call of a filesystem's method; if the filesystem is asynchronous, of its coroutine `_METHOD`.
-        `stall_s`: seconds without progress that end the call of a coroutine; None: those of this folder."""
+        """Begin a call of a method of the filesystem; if the filesystem is asynchronous, of its coroutine `_METHOD`.
+        `stall_s`: seconds without progress after which a coroutine is cancelled; None: those of this folder."""
         if not self._asynchronous:
             if method == "cat_file":
                 kwargs |= _BY_RANGES.get(self._protocol, {})
@@ -516,24 +519,24 @@ class RemoteFolder:
         with self._lock:
             if self._closed.is_set():
                 work.close()
-                raise TransferBroken("was closed")
+                raise TransferBroken("the dataset was closed")
             return loop.call(work)
 
     def _wait(
         self, future: concurrent.futures.Future[Any], until: float, stall_s: float, target: DownloadTarget | None
     ) -> Any:
-        """Wait for a future while its transfer makes progress. Without progress, cancel the future and raise
-        TransferBroken. `target`: counter of the bytes that have arrived."""
+        """Wait for a future while its transfer makes progress, and return its result. Without progress, cancel the
+        future and raise TransferBroken. `target`: counter of the bytes that have arrived."""
         try:
             with self._lock:
                 if self._closed.is_set():
-                    raise TransferBroken("was closed")
+                    raise TransferBroken("the dataset was closed")
                 self._moving.add(future)
             while True:
                 before = target.at if target else 0
                 concurrent.futures.wait((future,), min(stall_s, max(0.0, until - time.monotonic())))
                 if future.cancelled():
-                    raise TransferBroken("was closed")
+                    raise TransferBroken("the dataset was closed")
                 if future.done():
                     return future.result()
                 if time.monotonic() >= until:
@@ -547,13 +550,13 @@ class RemoteFolder:
                 self._moving.discard(future)
 
     def _opened(self, until: float) -> tuple[RemoteLoop, Any, str]:
-        """Return the event loop of this process, its filesystem, and the folder's path there."""
+        """Return this process's event loop for the remote, its filesystem, and the path of the folder there."""
         with self._lock:
             if self._closed.is_set():
-                raise TransferBroken("was closed")
+                raise TransferBroken("the dataset was closed")
             if self._loop is None:
                 self._loop = RemoteLoop(self._url, self._options)
-                weakref.finalize(self, RemoteLoop.close, self._loop)  # raised also at the interpreter's exit
+                weakref.finalize(self, RemoteLoop.close, self._loop)  # called also at the interpreter's exit
             loop = self._loop
             if loop.ended:
                 raise ShardUnavailableError(
@@ -562,7 +565,7 @@ class RemoteFolder:
                 )
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if loop.opening.cancelled():
-            raise TransferBroken("the remote was closed while it was being opened")
+            raise TransferBroken("the dataset was closed while its remote was being opened")
         if not loop.opening.done():
             raise TransferBroken("the remote was not opened before the deadline")
         if loop.opening.exception():

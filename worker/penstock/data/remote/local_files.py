@@ -12,7 +12,7 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 __all__ = ["copy_file", "files_below", "read_file", "write_file"]
 
 PIECE = 16 << 20
-"""Bytes of a file that are copied at a time."""
+"""Number of bytes of a file that are copied at a time."""
 
 
 def read_file(path: Path, limit: int, first: int | None) -> bytes:

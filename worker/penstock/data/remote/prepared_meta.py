@@ -1,4 +1,5 @@
-"""Copies, in the cache of a remote folder that Energon prepared, of the files that say how it is divided.
+"""Copies of the files by which Energon, when it prepares a folder, says how the folder is divided into splits such as
+"train". They lie in the cache of the remote folder.
 
 The copies show which splits the folder has, without a request to the remote, and whether the index is older than they.
 """
@@ -16,12 +17,12 @@ from penstock.runtime.files.atomic_files import write_whole
 __all__ = ["fetch_meta"]
 
 MARK = b"split_parts"
-"""Text in each file of splits, which a web server's page for a missing file does not have."""
+"""Text that each file of splits contains, and a web server's page for a missing file does not."""
 
 
 def fetch_meta(remote: RemoteFolder, folder: Path, *, deadline_s: float) -> bool:
-    """Copy the files of a remote folder's META into a local folder. Returns False if Energon has not prepared the
-    remote folder. Raises ShardUnavailableError if the remote does not answer."""
+    """Copy the files that Energon keeps in the subfolder META of a remote folder into a local folder. Return False if
+    Energon has not prepared the remote folder. Raise ShardUnavailableError if the remote does not answer."""
     found: dict[str, bytes] = {}
     for name in META_FILES:
         with contextlib.suppress(_Missing):
@@ -36,7 +37,7 @@ def fetch_meta(remote: RemoteFolder, folder: Path, *, deadline_s: float) -> bool
 
 
 class _Missing(Exception):
-    """The remote has no such file."""
+    """Exception for a file that the remote does not have."""
 
 
 def _read(remote: RemoteFolder, name: str, deadline_s: float) -> bytes:

@@ -22,8 +22,8 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_nearer(target: Address, source: Address) -> bool:
-    """Return True if the address `target` is nearer than `source`. Addresses of this machine and its link are nearer
-    than those of a private network, which are nearer than those of the Internet."""
+    """Return True if the address `target` is nearer to this machine than `source`. Addresses of this machine and its
+    link are nearer than those of a private network, which are nearer than those of the Internet."""
     return _reach(target) < _reach(source)
 
 

@@ -1,4 +1,5 @@
-"""Event loop of a remote folder, in a thread of its own: the filesystem, its connections, and calls of its methods."""
+"""Event loop of a remote folder, which runs in a thread of its own, with the filesystem and its connections. Calls of
+the filesystem's methods run in this loop."""
 
 from __future__ import annotations
 
@@ -58,11 +59,11 @@ class RemoteLoop:
         with self._lock:
             if self._ending:  # for example at the interpreter's exit, when a thread retries a call that `close` ended
                 work.close()
-                raise TransferBroken("was closed")
+                raise TransferBroken("the dataset was closed")
             return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """End the loop's thread, and all transfers in it. Does nothing in a forked child."""
+        """End the loop's thread, and all transfers in it. In a forked child this does nothing."""
         if self.pid != os.getpid():
             return
         with self._lock:
@@ -85,8 +86,8 @@ class RemoteLoop:
 
 
 async def _close_client(fs: Any) -> None:
-    """Close the client of a filesystem that has a client instead of a session (Azure). When the filesystem is freed, it
-    would close the client in the loop, which has ended by then; so its finalizers are removed."""
+    """Close the client of a filesystem that has a client instead of a session (Azure). When the filesystem is freed,
+    its finalizers would close the client in the loop, which has ended by then; so the finalizers are removed."""
     client = getattr(fs, "service_client", None)
     if client is None:
         return

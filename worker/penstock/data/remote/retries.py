@@ -16,16 +16,17 @@ LAST_PAUSE_S = 0.2
 
 
 def pause_before_retry(failures: int, left: float, failure_kind: FailureKind) -> float:
-    """Return the seconds to wait before the next attempt.
+    """Return the seconds to wait before the next attempt of a transfer.
 
     Args:
         failures: number of failed attempts in a row.
         left: seconds until the deadline.
+        failure_kind: what is known about the last failure.
     """
     pause: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
     return max(min(pause, left / 2), failure_kind.again_after_s)
 
 
 def tries_text(count: int) -> str:
-    """Return the number of attempts as an error says it."""
+    """Return a number of attempts as text for an error: "1 try" or "3 tries"."""
     return "1 try" if count == 1 else f"{count} tries"

@@ -1,8 +1,8 @@
-"""Attempt to fetch a file's bytes through fsspec, and classification of the attempt's failures.
+"""One attempt to fetch a file's bytes through fsspec, and classification of what made an attempt fail.
 
 HTTP is read as one stream, and each response is checked before its body. A broken stream is continued at the first
-missing byte if the server's validator (ETag or Last-Modified) shows that the file is unchanged. Any other storage that
-fsspec reaches (object stores, memory, SFTP) is read in pieces, several at a time where the filesystem has an event
+missing byte if the server's *validator* (ETag or Last-Modified) shows that the file is unchanged. Any other storage
+that fsspec reaches (object stores, memory, SFTP) is read in pieces, several at a time where the filesystem has an event
 loop. S3 says with each piece which version of the file it is from. Elsewhere the file's `info` is compared before and
 after. A file that changed meanwhile is read again from its beginning.
 """
@@ -49,17 +49,17 @@ __all__ = [
 ]
 
 PIECE = 4 << 20
-"""Bytes requested from an object store at a time: many enough that latency hardly matters, few enough that a slow
-connection does not count as stalled."""
+"""Number of bytes that one request to an object store asks for: large enough that latency hardly matters, and small
+enough that a slow connection does not count as stalled."""
 PARALLEL, LARGE_PIECE = 4, 8 << 20
 """Number and size in bytes of pieces of a file that are requested at the same time, as long as nothing fails. A request
-to an object store has a latency of tens of milliseconds and a limited rate; these bring 32 MiB in little more than the
-time of one. boto3's pieces have the same size."""
+to an object store has a latency of tens of milliseconds and a limited rate, so four requests at a time bring 32 MiB in
+little more time than one request takes for 8 MiB. boto3's pieces have the same size."""
 LARGEST_COPY = 1 << 44
-"""Largest file of an unknown size that is copied to a disk, in bytes."""
+"""Largest size in bytes of a file of unknown size that is copied to a disk."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PASSING = frozenset((408, 425, 429))
-"""HTTP statuses below 500 that are temporary errors, which are retried."""
+"""HTTP statuses below 500 that mean a temporary error, after which the request is tried again."""
 _ABSENT = (404, 410)
 """HTTP statuses for a file that does not exist."""
 _PERMANENT = (
@@ -87,13 +87,13 @@ _AGES = (
     "etag",
     "blob_id",
 )
-"""Names of the fields in which remotes report the time or version of a file's last write, the best first. ETag and
+"""Names of the fields in which remotes report when a file was last written, or its version; the best first. ETag and
 blob_id come last, because they may be digests of the content and not change when the same content is written again."""
 _ADDRESS = re.compile(r"(\w+://)(?:[^/\s?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?")
 
 
 class TransferBroken(Exception):
-    """Error: an attempt ended before all bytes arrived. Another attempt may continue the transfer."""
+    """Error of an attempt that ended before all bytes arrived. Another attempt may continue the transfer."""
 
 
 class FileChanged(Exception):
@@ -101,12 +101,12 @@ class FileChanged(Exception):
 
 
 def scrubbed(text: str) -> str:
-    """Return a text without credentials, query strings and fragments in its addresses."""
+    """Return the text without the credentials, query strings and fragments of the addresses in it."""
     return _ADDRESS.sub(r"\1\2", text)
 
 
 class DownloadTarget(io.RawIOBase):
-    """File to which one attempt of a download writes, from position `at` up to `limit` bytes.
+    """File to which one attempt of a download writes, from offset `at` on, up to `limit` bytes in all.
 
     The event loop's thread writes to it. Another thread may call `abandon`; nothing more is written afterwards.
     """
@@ -145,7 +145,7 @@ class DownloadTarget(io.RawIOBase):
             return len(data)
 
     def rewind(self) -> None:
-        """Go back to the first byte, so that the file is written again."""
+        """Go back to the first byte, because the file is downloaded again from its beginning."""
         with self._lock:
             self.at = 0
 
@@ -155,8 +155,8 @@ class DownloadTarget(io.RawIOBase):
 
 
 def unwritable(error: OSError, path: str, needed: int, source: str) -> ShardUnavailableError:
-    """Return the error to raise when the local disk refuses to store bytes at `path`. `needed`: size of the whole
-    file."""
+    """Return the error to raise when the local disk refuses to store bytes at `path`. `needed`: size of the whole file
+    in bytes; `source`: address of the file."""
     name = os.path.realpath(path)  # the path may be a descriptor's number
     text = f"{source} could not be written to {name}: {error if error.filename else error.strerror}"
     if error.errno in (*_FULL, errno.EFBIG):
@@ -171,29 +171,30 @@ def unwritable(error: OSError, path: str, needed: int, source: str) -> ShardUnav
 
 
 def is_full(error: BaseException, kinds: Collection[int] = _FULL) -> bool:
-    """Return True if `error` says that the local disk, or a quota on it, has no space left. `kinds`: numbers of the
-    system's errors that count."""
+    """Return True if `error`, or its cause, says that the local disk or a quota on it has no space left. `kinds`: the
+    error numbers of the system that count."""
     return any(isinstance(each, OSError) and each.errno in kinds for each in (error, error.__cause__))
 
 
 @dataclass
 class DownloadProgress:
-    """Progress of a file's download, from which the next attempt continues."""
+    """State of a file's download after an attempt, from which the next attempt continues."""
 
     expected: int | None
     """Size of the file in bytes, according to the index; None if it is unknown."""
     at: int = 0
     """Number of bytes written so far."""
     validator: str = ""
-    """Validator of the file. Over HTTP: the strong ETag, or else Last-Modified, or else ""; on S3: the ETag."""
+    """Text that changes with the file's content. Over HTTP: the strong ETag, or else Last-Modified, or else ""; on S3:
+    the ETag."""
     info: Any = None
-    """Result of fsspec's `info` for a file that is not read over HTTP."""
+    """Result of fsspec's `info` for the file; None before it was requested, and for a file that is read over HTTP."""
     parallel: int = 1
-    """Number of pieces requested at the same time, for a file that is not read over HTTP."""
+    """Number of pieces that are requested at the same time, for a file that is not read over HTTP."""
 
     @property
     def is_small(self) -> bool:
-        """True if one request brings the whole file."""
+        """True if a single request can fetch the whole file."""
         return self.expected is not None and self.expected <= PIECE and not self.at
 
     def begin_again(self) -> None:
@@ -208,8 +209,9 @@ class DownloadProgress:
 
 
 async def over_http(fs: Any, url: str, target: DownloadTarget, progress: DownloadProgress, source: str) -> None:
-    """Read a file over HTTP as one stream into `target`. Continue at `progress.at` if the validator shows that the file
-    is unchanged; otherwise begin again."""
+    """Read a file over HTTP as one stream into `target`. Continue after the bytes that `target` has if the server's
+    validator (ETag or Last-Modified) shows that the file is unchanged; otherwise begin again. `source`: address for
+    errors."""
     import aiohttp  # imported here, because it comes with an extra
 
     headers = {**fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
@@ -239,7 +241,8 @@ async def over_http(fs: Any, url: str, target: DownloadTarget, progress: Downloa
 
 
 async def http_headers(fs: Any, url: str) -> Any:
-    """Return a server's headers for a file. Raises FileNotFoundError if there is none."""
+    """Return a server's headers for a file, without its content. Raise FileNotFoundError if the server has no such
+    file."""
     session = await fs.set_session()
     async with session.head(fs.encode_url(url), allow_redirects=True, **fs.kwargs) as response:
         if response.status in (404, 410):
@@ -249,14 +252,14 @@ async def http_headers(fs: Any, url: str) -> Any:
 
 
 def age_of(info: Any) -> str | None:
-    """Return a text that identifies a file's last write, from a remote's `info`, for comparison; None if the remote
-    reports none."""
+    """Return a text that changes when a file is written, from what a filesystem's `info` returned for the file; None if
+    `info` names neither a time nor a version."""
     return next((f"{name}: {info[name]}" for name in _AGES if info.get(name)), None)
 
 
 def _validator(headers: Any) -> str:
-    """Return the validator in a response's headers, which changes with any byte of the file: a strong ETag, or
-    Last-Modified if there is no ETag."""
+    """Return the validator in a response's headers, a text that changes with any byte of the file: a strong ETag, or
+    Last-Modified if there is no ETag; "" if there is only a weak ETag, or neither."""
     tag = str(headers.get("ETag", ""))
     if tag:
         return "" if tag.startswith("W/") else tag
@@ -265,7 +268,7 @@ def _validator(headers: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes of a file on S3."""
+    """Bytes of a file on S3, as one request returned them."""
 
     data: bytes
     size: int
@@ -275,7 +278,7 @@ class _Piece:
 
 
 async def s3_piece(fs: Any, path: str, start: int, end: int) -> _Piece:
-    """Read the bytes of a file on S3 from `start` to `end`; fewer at the file's end."""
+    """Read the bytes of a file on S3 from offset `start` to before `end`; fewer if the file ends before."""
     bucket, key, version = fs.split_path(path)
     options = {"VersionId": version} if version else {}
     try:
@@ -295,7 +298,7 @@ async def s3_piece(fs: Any, path: str, start: int, end: int) -> _Piece:
 
 
 def _status(error: Any) -> int:
-    """Return the HTTP status of an error of botocore; 0 if it has none."""
+    """Return the HTTP status in an error of botocore; 0 if the error has none."""
     return int(getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
@@ -303,7 +306,7 @@ def by_s3_pieces(
     begin: Callable[[int, int], Request], target: DownloadTarget, progress: DownloadProgress, source: str
 ) -> None:
     """Read a file of a known size from S3 into `target`, `progress.parallel` pieces at a time. `begin(start, end)`
-    begins a call of `s3_piece`."""
+    begins a call of `s3_piece`; `source`: address for errors."""
     assert progress.expected is not None
 
     def checked(piece: _Piece) -> bytes:
@@ -319,20 +322,21 @@ def by_s3_pieces(
 
 
 class Request(Protocol):
-    """Call in progress of a filesystem's method."""
+    """Running call of a filesystem's method."""
 
     def result(self) -> Any:
-        """Wait for the call's result, until its deadline. Raises the error of the call, or TransferBroken."""
+        """Wait until the call ends, or its deadline, and return its result. Raise the error of the call, or
+        TransferBroken."""
 
     def cancel(self) -> object:
-        """Cancel the call."""
+        """Cancel the call, because its result is not needed any more."""
 
 
 def by_pieces(
     begin: Callable[..., Request], path: str, target: DownloadTarget, progress: DownloadProgress, source: str
 ) -> None:
-    """Read a file in pieces into `target`, `progress.parallel` at a time. `begin(method, ...)` begins a call of a
-    method of the filesystem."""
+    """Read a file into `target` in pieces, `progress.parallel` at a time. `begin(method, ...)` begins a call of a
+    method of the filesystem; `source`: address for errors."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return begin(*arguments, **options).result()
@@ -364,7 +368,8 @@ def _copy_pieces(
     target: DownloadTarget,
     progress: DownloadProgress,
 ) -> None:
-    """Copy the bytes of a file from `target.at` to `size`. `bytes_of`: function from a request's result to its bytes.
+    """Copy the bytes of a file from offset `target.at` to `size` into `target`, piece by piece. `begin(start, end)`
+    requests a piece; `bytes_of`: function from a request's result to its bytes.
 
     After an error, further attempts request one smaller piece at a time: several pieces would share the rate of a slow
     connection, so that each counts as stalled, and some servers refuse parallel requests.
@@ -395,20 +400,20 @@ def _copy_pieces(
 
 @dataclass(frozen=True)
 class FailureKind:
-    """Classification of a failed attempt: the reason, and whether another attempt may succeed."""
+    """What is known about a failed attempt: the reason, and whether another attempt may succeed (`final` is False)."""
 
     reason: str
     final: bool
     again_after_s: float = 0.0
     """Seconds to wait before the next attempt, as the server asks; 0 if the server does not say."""
     no_such_host: bool = False
-    """True if DNS reports that the host's name does not exist, as it also does while the network is down."""
+    """True if DNS says that the host's name does not exist. It also says so while the network is down."""
     absent: bool = False
     """True if the server reports that the file does not exist."""
 
 
 def judge(error: Exception) -> FailureKind:
-    """Classify the error of a failed attempt: its reason, whether it is final, and when to try again."""
+    """Return what is known about the failure of an attempt: its reason, whether it is final, and when to try again."""
     status = getattr(error, "status", None)
     if isinstance(status, int) and status >= 400:  # aiohttp's error, without importing aiohttp here
         reason = f"HTTP {status} {getattr(error, 'message', '')}".rstrip()
@@ -433,7 +438,8 @@ def _no_such_host(error: BaseException) -> bool:
 
 
 def _retry_after(headers: Any) -> float:
-    """Return the seconds to wait from the header Retry-After, a number or a date; 0 for anything else."""
+    """Return the seconds to wait according to the header Retry-After, a number or a date; 0 if it is missing or
+    invalid."""
     text = str(headers.get("Retry-After", "")).strip()
     if text.isdecimal():
         return float(text)

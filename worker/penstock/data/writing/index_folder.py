@@ -13,7 +13,7 @@ from penstock.data.formats.index import INDEX, SOURCE_NOTE, join_indexes, read_i
 from penstock.data.formats.records.energon_folder import prepared_note
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
-from penstock.data.writing.index_each import JOURNAL, index_each
+from penstock.data.writing.index_each import index_each
 from penstock.data.writing.index_parquet import index_parquet, is_hidden
 from penstock.data.writing.index_prepared import index_prepared, warn_of_loader
 from penstock.data.writing.indexable_files import INDEXABLE
@@ -45,9 +45,9 @@ def index_folder(
         index_folder("s3://bucket/prepared", out="/data/cache")
         dataset = StreamingDataset("s3://bucket/prepared", "/data/cache", split="train")
 
-    Many files are indexed in several processes, with progress on standard error from the third second on. A call
-    continues one that was killed. Hidden files and folders, and those whose names begin with `_` and have no `=`, are
-    left out.
+    Many files are indexed in several processes, with progress on standard error from the third second on. A later call,
+    also one after a kill, reads only files that are new or were changed. Hidden files and folders, and those whose
+    names begin with `_` and have no `=`, are left out.
 
     A remote folder must be one that Megatron Energon prepared, or have Parquet files. Of its archives only the offsets
     are read, which Energon has stored beside them. Other remote files: index a local copy, and upload index.json and
@@ -134,12 +134,12 @@ def _index_local(root: Path, format: str | None, out: Path, ranges: bool) -> lis
     if out != root:
         notes |= {SOURCE_NOTE: str(root)}
     write_whole(out / INDEX, write_index(shards, notes))
-    (out / JOURNAL).unlink(missing_ok=True)
     return shards
 
 
 def _refuse_written(out: Path) -> None:
-    """Raise DatasetError if a writer of shards has written the index in a folder, which would be lost."""
+    """Raise DatasetError if the index in the folder is one that a writer of shards wrote, because it would be
+    replaced."""
     path = out / INDEX
     if not path.exists():
         return
@@ -152,7 +152,7 @@ def _refuse_written(out: Path) -> None:
 
 
 def _refuse_packed(root: Path, files: Sequence[Path], name: str) -> None:
-    """Raise DatasetError if some of a format's files are compressed, and would be left out."""
+    """Raise DatasetError if some files of the format `name` are compressed, because they would be left out."""
     for path in files:
         if path.suffix.lower() in PACKED and INDEXABLE[name].find(root, [path.with_suffix("")]):
             raise DatasetError(
@@ -161,7 +161,8 @@ def _refuse_packed(root: Path, files: Sequence[Path], name: str) -> None:
 
 
 def _files(root: Path) -> list[Path]:
-    """Return the files below a folder, in the order of their paths, without hidden and temporary ones."""
+    """Return the files in a folder and its subfolders, in the order of their paths, without hidden and temporary
+    ones."""
     found = [path for path in sorted(root.rglob("*")) if not is_hidden(path.relative_to(root).as_posix())]
     for path in found:
         if path.is_symlink() and not path.is_file():

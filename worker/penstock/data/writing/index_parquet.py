@@ -23,10 +23,10 @@ from penstock.runtime.files.atomic_files import write_whole
 __all__ = ["data_files", "index_parquet", "is_hidden"]
 
 REMOTE_THREADS = 16
-"""Remote files whose footers are read at a time."""
+"""Number of remote files whose footers are read at the same time."""
 TABLE_FORMATS = re.compile(r"(^|/)(_delta_log/|\.hoodie/|metadata/[^/]*\.metadata\.json$)")
-"""Files and folders that mark a table of Delta Lake, Hudi or Iceberg, whose own log lists the Parquet files that
-count."""
+"""Pattern of paths that mark a table of Delta Lake, Hudi or Iceberg. Such a table has a log of its own, which says
+which Parquet files are valid."""
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -112,21 +112,21 @@ def _write_local(shards: list[Shard], folder: Path, notes: Mapping[str, Any]) ->
 
 
 def data_files(names: Iterable[str], pattern: str = "") -> list[str]:
-    """Return the names that are data files, sorted. `names`: paths relative to the dataset's folder; `pattern`: pattern
-    of the files, with wildcards; "" for all *.parquet."""
+    """Return those of the names that are data files, sorted. `names`: paths relative to the dataset's folder;
+    `pattern`: pattern with wildcards for the files; "" for all *.parquet."""
     matches = re.compile(_expression(pattern)).fullmatch if pattern else lambda name: name.lower().endswith(".parquet")
     return sorted(name for name in names if matches(name) and not is_hidden(name))
 
 
 def is_hidden(name: str) -> bool:
-    """Return True for a path with a part that begins with `.`, or that begins with `_` and has no `=`. `name`: path
-    relative to the dataset's folder."""
+    """Return True if a part of the path begins with `.`, or begins with `_` and has no `=`. `name`: path relative to
+    the dataset's folder."""
     return any(step[0] == "." or (step[0] == "_" and "=" not in step) for step in name.split("/"))
 
 
 def _split(folder: str) -> tuple[str, str]:
-    """Return (folder before the first part with a wildcard, pattern of the files below that folder); the pattern is ""
-    without a wildcard. In an http address, `?` begins the query."""
+    """Return a folder and a pattern: the path before its first part with a wildcard, and the rest. Without a wildcard
+    the pattern is "". In an http address, `?` is no wildcard, because it begins the query."""
     scheme, mark, path = folder.rpartition("://")
     wild = re.compile(r"[*\[]") if scheme.startswith("http") else _WILD
     steps = path.split("/")
@@ -137,7 +137,7 @@ def _split(folder: str) -> tuple[str, str]:
 
 
 def _expression(pattern: str) -> str:
-    """Return the regular expression of a pattern with wildcards."""
+    """Return the regular expression that matches the same paths as a pattern with wildcards."""
     kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]/]+\])", pattern)
     return "".join(

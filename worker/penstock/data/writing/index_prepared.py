@@ -32,17 +32,17 @@ from penstock.runtime.telemetry.progress import FILES_S, Progress
 __all__ = ["index_prepared", "warn_of_loader"]
 
 THREADS = 16
-"""Archives that are looked at at a time."""
+"""Number of archives that are indexed at the same time."""
 OFFSETS_ENDING = ".idx"
 BLOCK = 512
-"""Size of a header in an archive, and of a block of zeros at its end."""
+"""Size in bytes of a header in a tar archive, and of a block of zeros at its end."""
 
 
 def index_prepared(
     remote: RemoteFolder, out: str | os.PathLike[str] | None, *, ranges: bool, timeout_s: float
 ) -> list[Shard] | None:
-    """Write the index of a remote folder that Energon prepared, and return its shards; None if it is not prepared.
-    Arguments as in `index_folder`. Raises DatasetError, ShardCorruptError, ShardUnavailableError."""
+    """Write the index of a remote folder that Energon prepared, and return its shards; None if Energon has not prepared
+    it. Arguments as in `index_folder`. Raises DatasetError, ShardCorruptError, ShardUnavailableError."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch if out is None else out)
         try:
@@ -66,7 +66,8 @@ def index_prepared(
 
 
 def warn_of_loader(notes: Mapping[str, Any], where: str) -> None:
-    """Warn that a prepared folder names a function that loads samples. `notes`: notes of its index."""
+    """Warn if a folder that Energon prepared names a function that loads samples, because it is not called. `notes`:
+    notes of the folder's index."""
     loader = notes.get(NOTE, {}).get("sample_loader")
     if loader:
         warnings.warn(
@@ -91,14 +92,14 @@ def _archives(remote: RemoteFolder, folder: Path, timeout_s: float) -> list[Shar
 
 
 def _archive(remote: RemoteFolder, folder: Path, timeout_s: float, name: str) -> Shard:
-    """Return the shard of an archive, after its offsets were written below `folder`."""
+    """Read the offsets of an archive's samples, write them below `folder`, and return the archive's shard."""
     size, offsets = remote.size(name, deadline_s=timeout_s), _offsets(remote, name, timeout_s)
     if offsets[0] < 0 or (offsets[1:] <= offsets[:-1]).any() or (offsets % BLOCK).any() or offsets[-1] > size - BLOCK:
         _refuse(remote, name, "the offsets must ascend within the archive")
     end = int(offsets[-1])
     if remote.read_range(name, end, end + BLOCK, deadline_s=timeout_s).strip(b"\0"):
         _refuse(remote, name, f"the archive must end at byte {end}, but has data there")
-    return record_shard("webdataset", folder, name, size, offsets)
+    return record_shard("webdataset", None, folder, name, size, offsets)
 
 
 def _offsets(remote: RemoteFolder, name: str, timeout_s: float) -> Ints:

@@ -1,4 +1,5 @@
-"""Process that indexes files (see job_processes.py). Several such processes share the files of a folder."""
+"""Program of a process that indexes files (see job_processes.py). Several such processes share the files of a
+folder."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ __all__ = ["indexing"]
 
 @contextlib.contextmanager
 def indexing(plan: bytes) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """Yield the function that indexes a file of a plan, see `index_each`."""
+    """Yield a function that indexes the file with a given number. plan: JSON text that `index_each` made."""
     task = json.loads(plan)
     root, out, names = Path(task["root"]), Path(task["out"]), task["names"]
     index_file = INDEXABLE[task["format"]].index_file

@@ -23,10 +23,10 @@ from penstock.proto.errors import DatasetError
 __all__ = ["INDEXABLE", "IndexFile", "IndexableFormat"]
 
 Find = Callable[[Path, Sequence[Path]], list[Path]]
-"""Function (folder, files in it and below) that returns the format's files, in the order of their samples."""
+"""Function from (folder, files in it and its subfolders) to the format's files, in the order of their samples."""
 IndexFile = Callable[[Path, str, Path], Shard]
-"""Function (path of a file, its path in the dataset's folder, folder of the index) that returns the file's shard. A
-file of offsets, if the format needs one, is written below the folder of the index. Raises DatasetError."""
+"""Function from (path of a file, its path in the dataset's folder, folder of the index) to the file's shard. A file of
+offsets, if the format needs one, is written into the folder of the index. Raises DatasetError."""
 
 
 def _any(root: Path, shards: list[Shard]) -> list[Shard]:
@@ -36,17 +36,17 @@ def _any(root: Path, shards: list[Shard]) -> list[Shard]:
 
 @dataclass(frozen=True, slots=True)
 class IndexableFormat:
-    """Format of files that another library wrote."""
+    """Format of files that another library wrote, with the functions that find and index them."""
 
     find: Find
     index_file: IndexFile
     join: Callable[[Path, list[Shard]], list[Shard]] = _any
-    """Function (folder, shards of its files) that checks and completes the shards of one dataset. Raises
-    DatasetError."""
+    """Function from (folder, shards of its files) to the same shards, checked and completed as those of one dataset.
+    Raises DatasetError."""
 
 
 def _alone(index_file: Callable[[Path, str], Shard]) -> IndexFile:
-    """Return the function for files that need no file of offsets."""
+    """Return the IndexFile for a format whose files need no file of offsets."""
     return lambda path, name, out: index_file(path, name)
 
 
@@ -93,8 +93,8 @@ def _of_same_header(root: Path, shards: list[Shard]) -> list[Shard]:
 
 
 def _of_one_kind(root: Path, shards: list[Shard]) -> list[Shard]:
-    """Return the shards with one kind of records for all: examples if the records of each shard that is not empty are
-    examples, else bytes."""
+    """Return the shards, all with the same kind of records: "example" if every shard that is not empty holds examples,
+    else "bytes"."""
     kinds = {shard.settings["records"] for shard in shards if shard.samples}
     return _as("example" if kinds == {"example"} else "bytes")(root, shards)
 
@@ -122,4 +122,4 @@ INDEXABLE: Mapping[str, IndexableFormat] = {
     "array_record-bytes": replace(_ARRAY_RECORD, join=_as("bytes")),
     "array_record-example": replace(_ARRAY_RECORD, join=_as("example")),
 }
-"""Formats by name. Names with "-" are used only if the caller gives them."""
+"""Name -> format. Names with "-" are used only if the user gives them; they also say what kind the records are."""

@@ -87,7 +87,8 @@ def merge_index(
 
 
 def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
-    """Return the folders below a remote that have an index, except folders inside another such folder."""
+    """Return the paths, relative to a remote folder, of its subfolders that have an index, without those inside another
+    one."""
     paths = [
         PurePosixPath(name).parent for name in remote.find(deadline_s=timeout_s) if f"/{name}".endswith(f"/{INDEX}")
     ]
@@ -99,8 +100,9 @@ def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
 
 
 def _below(folder: str, part: str) -> str:
-    """Return the path of a dataset's folder `part`, relative to `folder`."""
+    """Return the path of the dataset's folder `part`, relative to `folder`. Raise InvalidArgumentError if `part` is not
+    below `folder`."""
     inside = part.removesuffix(INDEX).rstrip("/").removeprefix(folder.rstrip("/"))
     if inside == part.rstrip("/") or not inside.startswith("/") or not inside.strip("/"):
-        raise InvalidArgumentError(f"parts: {part!r} must be a folder below {folder!r}")
+        raise InvalidArgumentError(f"parts must name folders below {folder!r}, got {part!r}. Leave out other folders")
     return inside.strip("/")

@@ -1,4 +1,4 @@
-"""Publishing of a dataset's next version: the shards of the newest one, and those that were appended.
+"""Publishing of a dataset's next version, which has the shards of the newest version and those that were appended.
 
 The version's own index is written first, then index.json, which makes the version visible. Jobs that read an older
 version are not disturbed, because its index and its shards stay. Publishing the same shards again changes nothing.
@@ -29,15 +29,15 @@ from penstock.proto.errors import DatasetError
 __all__ = ["check_columns", "check_no_versions", "newest_index", "publish"]
 
 LOCK = ".penstock-publishing"
-"""File in a local dataset's folder that is locked while a version is published."""
+"""Name of the file in a local dataset's folder that is locked while a version is published."""
 LOOK_S = 0.01
-"""Seconds between attempts to acquire the lock."""
+"""Seconds between two attempts to acquire the lock of a dataset's folder."""
 _COLUMNS = ("column_names", "column_encodings", "columns")
 
 
 def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -> tuple[int, Sequence[Shard]]:
     """Publish the next version of a dataset; return its number and all its shards. Shards that the newest version has
-    already are left out; if no shard is left, no version is published.
+    already are left out; if no other shard is given, no version is published.
 
     Several writers on one machine, or on one file system with locks, may publish at the same time; each makes a
     version. On an object store, two simultaneous writers may lose the shards of one of them, so let only one process
@@ -45,7 +45,8 @@ def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -
 
     Args:
         remote: the dataset's folder. It may be empty; a dataset without versions becomes version 1.
-        added: shards that lie in the folder, whose files are complete.
+        added: shards to append, whose files are already complete in the folder.
+        timeout_s: seconds for each file, and to wait for another writer.
 
     Raises DatasetError if the columns are not those of the dataset, ShardUnavailableError.
     """
@@ -88,13 +89,14 @@ def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -
 
 def newest_index(remote: RemoteFolder, scratch: Path, *, timeout_s: float) -> GivenIndex | None:
     """Return the index of a dataset's newest version; None for a folder without an index. `scratch`: folder for a copy
-    of it. Raises ShardUnavailableError."""
+    of a remote index. Raises ShardUnavailableError."""
     has_one = INDEX in remote.names(deadline_s=timeout_s)
     return GivenIndex(remote, INDEX, scratch, timeout_s) if has_one else None
 
 
 def check_no_versions(names: Sequence[str], url: str) -> None:
-    """Raise DatasetError if a dataset has versions, which a writer must not remove. `names`: files in its folder."""
+    """Raise DatasetError if a dataset has versions, because its writer would remove them. `names`: names of the files
+    in its folder; `url`: address of the folder, for errors."""
     if any(map(_is_version_index, names)):
         raise DatasetError(
             f"{url} must not have versions when it is replaced, because jobs may be reading them. Publish the next "
@@ -103,14 +105,14 @@ def check_no_versions(names: Sequence[str], url: str) -> None:
 
 
 def _is_version_index(name: str) -> bool:
-    """Return True for the name of a version's index."""
+    """Return True if `name` is the name of a version's index, such as "index-000001.json"."""
     number = name.removeprefix("index-").removesuffix(".json")
     return number.isdecimal() and name == version_index(int(number))
 
 
 def check_columns(url: str, old: Shard | None, new: Iterable[Shard]) -> None:
-    """Raise DatasetError unless new shards have the columns of those before, because a batch has rows of both. `old`:
-    one of those before; None: there are none."""
+    """Raise DatasetError unless new shards have the same columns as the shards of the dataset, because a batch has rows
+    of both. `url`: address of the dataset, for errors; `old`: any of its shards; None: it has none."""
     for shard in new if old else ():
         for name in _COLUMNS:
             before, now = old and old.settings.get(name), shard.settings.get(name)

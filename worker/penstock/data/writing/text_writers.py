@@ -1,5 +1,5 @@
-"""Writers of shards in text form. Their base class is in writing/writers.py; formats/text_shards.py reads the
-format."""
+"""Writers of datasets whose shards are text files. Their base class is in writing/writers.py; formats/text_shards.py
+reads the format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class _TextWriter(Writer):
                     f"{out}: column {name!r}: the encoding must be one of {known}, got {encoding!r}"
                 )
         if not newline:
-            raise InvalidArgumentError(f"{out}: newline must not be empty")
+            raise InvalidArgumentError(
+                f"{out}: newline must not be empty. Give the text that ends a line, such as '\\n'"
+            )
         self.newline = newline
         super().__init__(out, columns, **settings)
         self._header = b""
@@ -52,7 +54,7 @@ class _TextWriter(Writer):
 
 
 class JSONWriter(_TextWriter):
-    """Writer of a dataset of JSON lines, one per sample. `columns`: mapping from name to "str", "int" or "float"."""
+    """Writer of a dataset of JSON lines, one line for each sample. `columns`: name -> "str", "int" or "float"."""
 
     format = "json"
 
@@ -77,8 +79,8 @@ class JSONWriter(_TextWriter):
 
 
 class XSVWriter(_TextWriter):
-    """Writer of a dataset of separated values, one line per sample. `columns`: mapping from name to "str", "int" or
-    "float". Values are not quoted, so `write` refuses a value that contains the separator or the newline."""
+    """Writer of a dataset of separated values, one line for each sample. `columns`: name -> "str", "int" or "float".
+    Values are not quoted, so `write` refuses a value that contains the separator or the newline."""
 
     format = "xsv"
 
@@ -92,7 +94,7 @@ class XSVWriter(_TextWriter):
         **settings: Unpack[WriterSettings],
     ) -> None:
         if not separator:
-            raise InvalidArgumentError(f"{out}: separator must not be empty")
+            raise InvalidArgumentError(f"{out}: separator must not be empty. Give a text such as ';'")
         self.separator = separator
         ordered = {name: columns[name] for name in sorted(columns)}
         for name in ordered:

@@ -1,4 +1,4 @@
-"""Upload of a dataset's files to a remote: shards as they are written, the index after all others.
+"""Upload of a dataset's files to a remote: each shard when it is written, and the index after all shards.
 
 A folder without an index is not a dataset. So when a dataset is replaced, its index is removed first. Files that an
 error or a killed process leaves there are never read as if they were complete.
@@ -25,19 +25,20 @@ _SCHEME_LOST_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def local_folder(name: str, value: Any) -> Path:
-    """Return a local folder as a path. Raises InvalidArgumentError for a URL, because pathlib would turn it into a
-    folder named "s3:"."""
+    """Return a local folder as a path. Raise InvalidArgumentError for a URL, because pathlib would make a folder named
+    "s3:" of it. `name`: name of the argument, for errors."""
     path = Path(value).expanduser()
     if _SCHEME_LOST_A_SLASH.match(str(path)):
         raise InvalidArgumentError(
-            f"{name} must be a folder of this machine, got the address {str(value)!r}. Pass an address as str, because "
-            "pathlib turns it into a folder"
+            f"{name} must be a folder of this machine, got the address {str(value)!r}. Pass an address as a str and "
+            "not as a Path, because pathlib turns it into a folder"
         )
     return path
 
 
 def writable_remote(url: str, storage_options: Any = None) -> RemoteFolder:
-    """Return a remote folder to which files can be written. Raises DatasetError for a web server."""
+    """Return the remote folder with this address. Raise DatasetError for a web server, to which files cannot be
+    written."""
     if url.startswith(("http://", "https://")):
         raise DatasetError(
             f"{url} must be a folder or an object store, got a web server, which accepts no files. Write to "
@@ -47,15 +48,19 @@ def writable_remote(url: str, storage_options: Any = None) -> RemoteFolder:
 
 
 class Uploads:
-    """Uploads of one dataset's files by threads. `send` blocks while two files per thread are pending."""
+    """Threads that upload the files of one dataset. `send` blocks while two files per thread are pending."""
 
     def __init__(
         self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float, progress: bool = False
     ) -> None:
-        """
+        """Start without files.
+
         Args:
-            progress: True to print on standard error what was uploaded.
+            remote: folder to which files are uploaded.
+            keep_local: False to remove each local file after its upload.
+            threads: number of files that are uploaded at the same time.
             timeout_s: seconds for each file.
+            progress: True to print on standard error what was uploaded.
         """
         self._remote, self._keep_local, self._timeout_s = remote, keep_local, timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="penstock-upload")
@@ -65,8 +70,8 @@ class Uploads:
         self._files = self._bytes = 0
 
     def clear(self, is_shard: Callable[[str], Any], *, exist_ok: bool) -> None:
-        """Remove the dataset at the remote, if there is one. Raises DatasetError if the folder has files, unless
-        `exist_ok`. `is_shard`: function that returns a true value for a shard's file name."""
+        """Remove the dataset in the remote folder, if it has one. Without `exist_ok`, raise DatasetError if the folder
+        has any files. `is_shard`: function that returns a true value for the name of a shard's file."""
         names = self._remote.names(deadline_s=self._timeout_s)
         if names and not exist_ok:
             raise DatasetError(
@@ -79,7 +84,7 @@ class Uploads:
                 self._remote.remove(name, deadline_s=self._timeout_s)
 
     def send(self, path: Path) -> None:
-        """Upload a complete file in a thread. Raises the error of an earlier upload that failed."""
+        """Upload a complete file in a thread. Raise the error of an earlier upload that failed."""
         self._free.acquire()
         for future in self._sent:
             if future.done():
@@ -107,12 +112,12 @@ class Uploads:
         return f"{self._remote.url}: uploaded {self._files} files, {self._bytes} bytes"
 
     def wait(self) -> None:
-        """Wait until all uploads have ended. Raises ShardUnavailableError."""
+        """Wait until all uploads have ended. Raise ShardUnavailableError if one has failed."""
         for future in self._sent:
             future.result()
 
     def finish(self, index: bytes) -> None:
-        """Wait for all uploads, then write the index. Raises ShardUnavailableError."""
+        """Wait for all uploads, then write the index. Raise ShardUnavailableError if a file cannot be uploaded."""
         self.wait()
         self._remote.write(INDEX, index, deadline_s=self._timeout_s)
         if self._progress:

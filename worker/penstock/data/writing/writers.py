@@ -1,4 +1,4 @@
-"""Writers of datasets that mosaicml-streaming 0.13.0 reads.
+"""Writers of datasets in the formats of mosaicml-streaming. Its version 0.13.0 reads them.
 
 Shards are written to the disk as they fill up. The index is written last, and only if there was no error. A folder
 without an index is not a dataset, so an interrupted write is never read as if it were complete.
@@ -44,20 +44,21 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["MDSWriter", "Out", "Writer", "WriterSettings"]
 
 SIZE_LIMIT = 64 << 20
-"""Default size of a raw shard, in bytes."""
+"""Default of `size_limit`: largest size of a shard before compression, in bytes."""
 _SHARD_FILE = re.compile(r"shard\.\d{5,}\..*")
 
 
 class WriterSettings(TypedDict, total=False):
-    """Keyword arguments of all writers."""
+    """Keyword arguments that all writers take."""
 
     compression: str | None
-    """Compression of the shards: "zstd", "gz:6" and so on; None: shards are stored raw."""
+    """Compression of the shards: "zstd", "gz:6" and so on; None: shards are not compressed."""
     hashes: Collection[str]
-    """Names of hash algorithms (penstock.data.cache.file_hashes). The index gets each file's digests, in its raw and
-    packed form."""
+    """Names of hash algorithms (penstock.data.cache.file_hashes). The index gets the digests of each file, before and
+    after compression."""
     size_limit: int | str | None
-    """Largest size of a raw shard in bytes, or a text such as "64mb"; None puts all samples into one shard."""
+    """Largest size of a shard before compression, in bytes or as a text such as "64mb"; None puts all samples into one
+    shard."""
     exist_ok: bool
     """True to replace a dataset that exists in the folder."""
     append: bool
@@ -67,7 +68,7 @@ class WriterSettings(TypedDict, total=False):
     storage_options: Mapping[str, Any] | None
     """Keyword arguments for fsspec's filesystem of the remote: keys, endpoint."""
     upload_threads: int
-    """Files that are uploaded at a time."""
+    """Number of files that are uploaded at the same time."""
     progress: bool
     """True to print the progress of uploads on standard error."""
     timeout_s: float
@@ -75,12 +76,12 @@ class WriterSettings(TypedDict, total=False):
 
 
 Out = str | os.PathLike[str] | tuple[str | os.PathLike[str], str]
-"""Target of a writer: a local folder; a URL that fsspec opens; or (local folder, URL)."""
+"""Where a writer writes: a local folder; a URL that fsspec opens; or (local folder, URL)."""
 
 
 class Writer(ABC):
-    """Base class of writers: a context manager that writes samples into shards. Leaving it without an error writes the
-    index."""
+    """Base class of writers. A writer is a context manager that writes samples into shards. At the end of its `with`
+    block, unless there was an error, it writes the index."""
 
     format: str
 
@@ -104,9 +105,9 @@ class Writer(ABC):
         for name, value in flags.items():
             truth(name, value)
         self.out, remote = _destination(out, storage_options)
-        """Local folder of the files. With a remote, the files are uploaded from this folder."""
+        """Local folder of the files. With a remote, files are uploaded from this folder."""
         self._whole: RemoteFolder | None = None
-        """Folder of the dataset with append=True; None otherwise."""
+        """Folder of the dataset to which the samples are appended, with append=True; None otherwise."""
         self._below, self._timeout_s = "", timeout_s
         self._before: frozenset[str] = frozenset()
         if append:
@@ -129,11 +130,12 @@ class Writer(ABC):
         for algorithm in self.hashes:
             digest_of(b"", algorithm)
         self.version: int | None = None
-        """Number of the version that `close` published, with append=True."""
+        """Number of the version that `close` has published, with append=True; None otherwise."""
         self.notes: Mapping[str, Any] = {}
         """Notes that are written into the index, see `write_index`."""
         self.remedy_of: Callable[[str], str] = lambda name: f"Correct the value, or give {name!r} another encoding"
-        """Function from a column's name to the remedy for a value that the column's encoding cannot store."""
+        """Function from a column's name to the remedy in the error about a value that the column's encoding cannot
+        store."""
         self._shards: list[Shard] = []
         self._published: Sequence[Shard] | None = None
         self._samples: list[bytes] = []
@@ -164,8 +166,8 @@ class Writer(ABC):
                 raise
 
     def write(self, sample: Mapping[str, Any]) -> None:
-        """Add a sample. Raises DatasetError, which names the sample and the column, for a sample that cannot be stored;
-        the sample is then left out."""
+        """Add a sample. For a sample that cannot be stored, raise DatasetError, which names the sample and the column;
+        the writer then goes on without it."""
         if self._ended:
             raise DatasetError(f"{self.name}: write needs an open writer, but this one was closed. Make a new writer")
         data = self._encode(sample)
@@ -184,8 +186,8 @@ class Writer(ABC):
         self._written += 1
 
     def close(self) -> Sequence[Shard]:
-        """Write the remaining samples and the index; return the shards of the index, those of the whole version with
-        append=True. Leaving the context does the same."""
+        """Write the remaining samples and the index, and return the shards of the index; with append=True, all shards
+        of the published version. The end of the `with` block does the same."""
         if not self._ended:
             self.flush()
             if self._whole is not None:
@@ -205,7 +207,7 @@ class Writer(ABC):
             write_whole(self.out / INDEX, index)
 
     def flush(self) -> list[Shard]:
-        """Write the remaining samples, and wait for all uploads; return the shards so far."""
+        """Write the remaining samples, wait for all uploads, and return the shards that were written so far."""
         if self._samples:
             self._flush()
         if self._uploads is not None:
@@ -213,15 +215,15 @@ class Writer(ABC):
         return self._shards
 
     def abandon(self) -> None:
-        """Stop without an index, as leaving the context with an error does. Does nothing after `close`."""
+        """Stop without writing an index, as an error in the `with` block does. After `close` this does nothing."""
         if self._whole is not None and not self._ended and not self._may_be_listed(self._whole):
             shutil.rmtree(self.out, ignore_errors=True)
         self._ended = True
         self._clean_up()
 
     def _may_be_listed(self, whole: RemoteFolder) -> bool:
-        """Return True if some index may list the shards in the dataset's folder. A `publish` that failed may have
-        written the version's index or both indexes before."""
+        """Return True if an index of the dataset may already list the shards that were appended. A `publish` that
+        failed may have written the version's index, or both indexes, before it failed."""
         if whole.local is None:
             return False
         try:
@@ -254,20 +256,21 @@ class Writer(ABC):
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """Return the format's own fields of a shard's entry in the index."""
+        """Return the fields of a shard's entry in the index that only this format has."""
 
     @abstractmethod
     def _encode_column(self, name: str, value: Any) -> Any:
-        """Return the stored bytes of a column's value. Raises any exception for a value that cannot be stored."""
+        """Return the value of a column in the form that `_joined` needs, usually as bytes. Raise any exception for a
+        value that cannot be stored."""
 
     @abstractmethod
     def _joined(self, values: dict[str, Any]) -> bytes:
-        """Return the bytes of a sample, made from its encoded values."""
+        """Return the bytes of a sample, made from the encoded values of its columns."""
 
     @abstractmethod
     def _files(self, offsets: np.ndarray[Any, Any], body: bytes) -> list[bytes]:
-        """Return the contents of a shard's raw files. `body`: its samples one after the other; `offsets`: offset of
-        each sample."""
+        """Return the contents of the files of a shard, before compression. `body`: the bytes of its samples one after
+        the other; `offsets`: offset in `body` of each sample, and of the end; shape (samples + 1,)."""
 
     def _encode(self, sample: Mapping[str, Any]) -> bytes:
         values = {}
@@ -335,8 +338,8 @@ class Writer(ABC):
         return StoredFile(name, len(data), {algorithm: digest_of(data, algorithm) for algorithm in self.hashes})
 
     def _check_appendable(self, whole: RemoteFolder) -> None:
-        """Check, before anything is written, that samples of these columns can be appended to a dataset. Raises
-        DatasetError."""
+        """Raise DatasetError, before anything is written, if samples of these columns cannot be appended to the dataset
+        `whole`."""
         with tempfile.TemporaryDirectory(prefix="penstock-index-") as scratch:
             given = newest_index(whole, Path(scratch), timeout_s=self._timeout_s)
             first = None
@@ -368,7 +371,8 @@ class Writer(ABC):
 
 
 def _destination(out: Any, storage_options: Mapping[str, Any] | None) -> tuple[Path, RemoteFolder | None]:
-    """Return the local folder of a writer, and the remote to which files are uploaded from there, or None."""
+    """Return the local folder of a writer, and the remote to which files are uploaded from there; None without a
+    remote."""
     if isinstance(out, tuple | list):
         if len(out) != 2:
             raise InvalidArgumentError(f"out must be (local folder, remote), got {len(out)} values: {out!r}")
@@ -391,8 +395,8 @@ def _size_limit(value: int | str | None) -> int | None:
 
 
 class MDSWriter(Writer):
-    """Writer of a dataset in MDS format, with columns of any encoding. `columns`: mapping from name to encoding, see
-    encodings.py. A value of type bytes is stored unchanged, whatever the encoding.
+    """Writer of a dataset in MDS format. `columns`: name -> encoding, see encodings.py. A value of type bytes is stored
+    unchanged, whatever the encoding.
 
     Example::
 

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["collate", "empty", "lend"]
 
 _builder: Builder | None = None
-"""Builder of this process's batches in the ring; None unless this process is a runner."""
+"""Object that builds this process's batches in the ring, the shared memory from which batches are sent; None unless
+this process is a runner (the process of a slot that runs the user's loader)."""
 
 
 def lend(builder: Builder | None) -> None:
-    """Use `builder` for this process's `collate` and `empty` from now on; None: build in ordinary memory. A forked
-    process starts with None."""
+    """Let `collate` and `empty` of this process build batches with `builder` from now on. With None they build in
+    ordinary memory, as they do at first in every process, also in a forked one."""
     global _builder
     _builder = builder
 

@@ -38,20 +38,22 @@ from penstock.proto.lane.ring import MIN_ENTRIES
 __all__ = ["NOWHERE", "VAIN_LIMIT", "WORTH_FROM", "EntryArena", "EntryLease"]
 
 NOWHERE = 1 << 62
-"""Value of `EntryLease.cursor` after a leaf of unknown size: no later leaf of the batch fits into the entry."""
+"""Value of `EntryLease.cursor`, an offset beyond any ring entry. It is set after a tensor or array of unknown size, so
+that no later one of the same batch is placed in the entry."""
 WORTH_FROM = 512 << 10
 """Size of the smallest ring entry that is leased, in bytes: copying half a MiB takes 9 us, the same as a lease (see
 benchmarks/collate.md)."""
 VAIN_LIMIT = 8
-"""Number of consecutive batches that were built in an entry and had to be copied nevertheless, after which the rest of
-the epoch is built in ordinary memory: this loader keeps or changes its batches, and will probably continue to do so."""
+"""Number of consecutive batches that were built in a ring entry and had to be copied nevertheless. After that many, the
+rest of the epoch is built in ordinary memory: the loader keeps or changes its batches, and will probably continue to do
+so."""
 
 
 class EntryArena(np.ndarray[Any, np.dtype[np.uint8]]):
     """Array over all bytes of a leased ring entry: the base object of each tensor that user code builds in the entry.
 
-    The arena has a class of its own because numpy shortens a chain of bases of one type: the leaves would then refer to
-    another base, and the arena would be freed at once.
+    The arena has a class of its own because numpy shortens a chain of bases of one type: the tensors would then refer
+    to another base, and the arena would be freed at once.
     """
 
     __slots__ = ()
@@ -68,26 +70,28 @@ class EntryLease:
         self.offered = False
         """True while user code is making a batch that will be streamed."""
         self.cursor = 0
-        """Offset in the entry for the next leaf (tensor or array) of the batch, in bytes."""
+        """Offset in the ring entry, in bytes, at which the batch's next tensor or array is placed."""
         self.built = 0
         """Number of batches that were built in a ring entry and published there without a copy."""
         self.copied = 0
-        """Number of batches that were copied although one of their leaves was built in a ring entry."""
+        """Number of batches that were copied although one of their tensors or arrays was built in a ring entry."""
         self._producer = producer
         self._wait = wait
         self._thread = threading.get_ident()
         self._reserved: FreeEntry | None = None
         self._arena: Callable[[], EntryArena | None] = _none
-        self._yielded = False  # a batch of this arena was yielded while user code still held leaves of it
+        self._yielded = False  # a batch of this arena was yielded while user code still held tensors of it
         self._forked = False  # a forked child may hold views
         self._vain = 0
-        self._leaf_ranges: list[tuple[int, int]] = []  # (start, size) where leaves of the last misplaced batch belonged
+        self._leaf_ranges: list[
+            tuple[int, int]
+        ] = []  # (start, size) where the tensors of the last misplaced batch belonged
 
     def begin(self) -> EntryArena | None:
-        """Return the arena over the leased ring entry, in which the batch is built. Return None if the batch must be
-        built in ordinary memory.
+        """Return the arena, an array over all bytes of the leased ring entry, in which user code builds the batch.
+        Return None if the batch must be built in ordinary memory.
 
-        The caller must hold the arena for as long as it uses `cursor`.
+        The caller must keep a reference to the arena for as long as it uses `cursor`.
         """
         if not self.offered or threading.get_ident() != self._thread:
             return None
@@ -112,11 +116,12 @@ class EntryLease:
         return arena
 
     def place(self, arena: EntryArena, nbytes: int, *, guess: bool = False) -> int | None:
-        """Return the offset in the arena for a leaf of `nbytes` bytes, and move the cursor behind the leaf. Return None
-        if the leaf must be built in ordinary memory.
+        """Return the offset in bytes at which a tensor or array of `nbytes` bytes is to be built in the arena (the
+        memory of the leased ring entry), and move the cursor behind it. Return None if it must be built in ordinary
+        memory.
 
-        guess: True if the caller requests places for some leaves only, and does not know the sizes of the leaves in
-        between. The offset is then taken from the layout of the last batch whose leaves were misplaced.
+        guess: True if the caller builds only some tensors of the batch in the arena, and does not know the sizes of
+        those in between. The offset is then taken from the layout of the last batch whose tensors lay at wrong offsets.
         """
         at = self._guess(nbytes) if guess and self._leaf_ranges else self.cursor
         if at is None or at + nbytes > len(arena):
@@ -125,16 +130,17 @@ class EntryLease:
         return at
 
     def skip(self, nbytes: int) -> None:
-        """Move the cursor over space for a leaf that was built in ordinary memory and is copied in later."""
+        """Move the cursor over the space of a tensor or array of `nbytes` bytes, which was built in ordinary memory and
+        is copied into the entry later."""
         self.cursor += (nbytes + ALIGN - 1) & -ALIGN
 
     def take(self, flat: FlatBatch, need: int) -> FreeEntry | None:
-        """Return the leased entry if `flat` may be published there: all of its leaves in the entry lie at their final
-        offsets, and no other code holds one of these leaves. Otherwise return None: the caller must reserve another
-        entry and copy `flat` there.
+        """Return the leased ring entry if the batch `flat` may be published there: all of its tensors and arrays in the
+        entry lie at their final offsets, and no other code holds one of them. Otherwise return None: the caller must
+        reserve another entry and copy `flat` there.
 
         The caller must hold no other reference to the batch.
-        need: number of bytes that the entry must have at least.
+        need: smallest size in bytes that the entry must have.
         """
         reserved, arena = self._reserved, self._arena()
         if reserved is None:
@@ -159,13 +165,15 @@ class EntryLease:
         return None
 
     def release(self) -> None:
-        """Return the leased entry to the ring at the end of an epoch, unless user code still holds a leaf in it."""
+        """Return the leased ring entry to the ring at the end of an epoch, unless user code still holds a tensor or
+        array in it."""
         self._vain = 0
         if self._reserved is not None and self._arena() is None and not self._forked:
             self._return()
 
     def forking(self) -> None:
-        """Record that this process is about to be forked."""
+        """Record that this process is about to be forked. If a batch is being built, the child gets views of the ring
+        entry, so the entry is not used again."""
         if self._arena() is not None:
             self._forked = True
 
@@ -185,8 +193,8 @@ class EntryLease:
         self._forked = False
 
     def _guess(self, nbytes: int) -> int | None:
-        """Return the offset of the next leaf of `nbytes` bytes in the layout of the last misplaced batch; None if that
-        batch had no such leaf."""
+        """Return the offset in bytes at which a tensor of `nbytes` bytes lay in the layout of the last batch whose
+        tensors were built at wrong offsets. Return None if that batch had no such tensor behind the cursor."""
         for start, size in self._leaf_ranges:
             if size == nbytes and start >= self.cursor:
                 return start

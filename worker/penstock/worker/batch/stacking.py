@@ -25,7 +25,8 @@ _dtype_of = attrgetter("dtype")
 
 
 class Builder:
-    """Builder of a runner's batches in ring entries: the implementation of `collate` and `empty` of building.py."""
+    """Builder of a runner's batches in ring entries (cells of the shared memory from which batches are sent). It
+    implements `collate` and `empty` of building.py."""
 
     def __init__(self, lease: EntryLease) -> None:
         self.lease = lease
@@ -78,8 +79,8 @@ class Builder:
         return self._leaf(torchs.collate_tensor_fn, samples, collate_fn_map=collate_fn_map)
 
     def _leaf(self, plain: Callable[..., Any], samples: Any, *, collate_fn_map: Any = None) -> Any:
-        """Return the result of torch's collate function `plain` for a leaf. Move the lease's cursor by the leaf's size
-        unless a nested call has moved the cursor."""
+        """Call torch's collate function `plain` for the samples' values at one place of their structure, and return the
+        result. Move the lease's cursor by the size of the result, unless a nested call has moved the cursor."""
         cursor = self.lease.cursor
         made = plain(samples, collate_fn_map=collate_fn_map)
         if self.lease.cursor == cursor:
@@ -103,7 +104,8 @@ class Builder:
     def _cut(
         self, arena: EntryArena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False
     ) -> torch.Tensor | None:
-        """Return a tensor with the dims `dims` in the arena, None if the tensor does not fit."""
+        """Return a tensor of shape `dims` whose memory is in the arena (the bytes of the leased ring entry); None if
+        the tensor does not fit there."""
         known = CARRIERS.get(dtype)
         count = prod(dims)
         if known is None or count <= 0 or min(dims, default=1) < 0:

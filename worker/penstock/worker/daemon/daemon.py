@@ -61,7 +61,7 @@ __all__ = ["Daemon", "serve"]
 _log = logging.getLogger("penstock.worker")
 
 RETRY_S = 0.3
-"""Seconds between a failed call of the coordinator and the next try."""
+"""Seconds between a failed call to the coordinator and the next try."""
 UNAVAILABLE_AGAIN_S = 60.0
 """Seconds between two log lines that say that the coordinator cannot be reached."""
 UNAVAILABLE = (CoordinatorUnavailableError, DeadlineError, JournalError)
@@ -69,14 +69,14 @@ UNAVAILABLE = (CoordinatorUnavailableError, DeadlineError, JournalError)
 ATTACH_DEADLINE_S = 30.0
 """Largest number of seconds that a runner may take to accept a connection from a training job."""
 HELPERS_AT_ONCE = 2
-"""Smallest limit on helper tasks that run at the same time. With more than two cores the limit is one task per core."""
+"""Smallest limit on helper processes that work at the same time; with more than two cores the limit is one per core."""
 ASSIGNED = 2
-"""Largest number of assignments that are processed, as a multiple of the worker's number of slots. Further assignments
-are ignored. Assignments within this limit but beyond the number of slots are reported lost."""
+"""Largest number of assigned slots in one reply of the coordinator, as a multiple of the worker's number of slots;
+further ones are ignored. Slots beyond the worker's number are reported lost."""
 ANSWERS_AT_ONCE = 1024
-"""Largest number of state requests answered at the same time; one reply of a coordinator holds at most this number."""
+"""Largest number of requests for a slot's state that are answered at a time; one coordinator reply has no more."""
 TURN_S = 0.5
-"""Seconds between two calls by which the event loop shows the heartbeat thread that it makes progress."""
+"""Seconds between two reports of the event loop to the heartbeat thread that it still makes progress."""
 
 
 class Daemon:
@@ -131,12 +131,13 @@ class Daemon:
         self._findings: dict[tuple[str, int], LoaderFindings] = {}
         self._answered: set[str] = set()
         self._answering = 0
-        """Number of state requests that are being answered."""
+        """Number of the coordinator's requests for a slot's state that are being answered."""
         self._unanswered = False
-        """True if a state request was postponed because ANSWERS_AT_ONCE others were being answered."""
+        """True if a request for a slot's state was postponed because ANSWERS_AT_ONCE others were being answered."""
         self._made = self._seen = 0
         """Version numbers of the coordinator's replies, which rise. `_made`: version of the last reply that was
-        applied. `_seen`: version that heartbeats name as seen; with 0 the coordinator sends its whole reply again."""
+        applied. `_seen`: version that heartbeats report as known; with 0 the coordinator sends its whole reply again.
+        """
         self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
         self._coordinators_clock = 0.0
         """Coordinator's Unix time minus this worker's monotonic clock at the last reply, in seconds."""
@@ -415,7 +416,7 @@ class Daemon:
         try:
             if len(self._slots) >= self.settings.slots:
                 raise OverloadedError(
-                    f"all {self.settings.slots} slots of worker {self.name} are in use; the slot goes to another worker"
+                    f"all {self.settings.slots} slots of worker {self.name} are in use; another worker gets this slot"
                 )
             self._begin_slot(key, assignment)
         except (PenstockError, OSError) as error:  # for example no memory or no descriptors
@@ -455,8 +456,9 @@ class Daemon:
         task.add_done_callback(self._ending.discard)
 
     def _drop_unused(self) -> None:
-        """Release helpers, values and findings of runs that have no slot on this worker any more. If no slot is left,
-        let the fork server end after a delay, in case another run starts soon."""
+        """Release what was kept for runs that have no slot on this worker any more: warm helper processes, large
+        values, and findings about their loaders. If no slot is left, let the fork server end after a delay, in case
+        another run starts soon."""
         attempts = {_attempt_of(slot.assignment) for slot in self._slots.values()}
         for attempt in [attempt for attempt in self._findings if attempt not in attempts]:
             del self._findings[attempt]
@@ -493,8 +495,8 @@ class Daemon:
             self._not_answered(request.request)
 
     def _not_answered(self, request: str) -> None:
-        """Forget that this state request was received, and let the next heartbeat request the coordinator's whole
-        reply, which contains the request again if it is still open."""
+        """Forget that the request for a slot's state with the id `request` was received. The next heartbeat makes the
+        coordinator send its whole reply, which contains the request again if it is still open."""
         self._answered.discard(request)
         self._seen = 0
 

@@ -26,7 +26,7 @@ __all__ = ["Heartbeats", "fitted"]
 REPORTS_MAX = 3 << 20
 """Largest total size of the slots' reports in one heartbeat, in bytes. The coordinator accepts messages of 4 MiB."""
 BARE = 300
-"""Bytes reserved in a shortened report for all fields except texts and the run's name."""
+"""Bytes reserved in a shortened slot report for all fields except its texts and the run's name."""
 
 LATE = 0.5
 """Share of the lease that may pass without an answer of the coordinator before the thread sends a heartbeat. The lease
@@ -40,8 +40,8 @@ SOON_S = 0.5
 
 
 def fitted(reports: list[coordinator_pb2.SlotReport]) -> list[coordinator_pb2.SlotReport]:
-    """Return slot reports that fit into one heartbeat. If `reports` are too large together, each one is shortened to an
-    equal share of REPORTS_MAX."""
+    """Return the slots' reports, shortened if necessary, so that together they fit into one heartbeat (REPORTS_MAX
+    bytes). A report is cut only if it is larger than an equal share of that size."""
     if sum(report.ByteSize() for report in reports) <= REPORTS_MAX:
         return reports
     share = REPORTS_MAX // len(reports)
@@ -91,7 +91,7 @@ class Heartbeats:
         """Number of heartbeats that the thread has sent because the event loop was late."""
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, which sends heartbeats when they are due until `stop` is called."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -105,7 +105,7 @@ class Heartbeats:
         self._loop_is_answered = True
 
     def turned(self) -> None:
-        """Record that the event loop makes progress."""
+        """Record that the event loop makes progress. The event loop calls this every half second."""
         self._turned = time.monotonic()
 
     def is_due(self, now: float, lease_s: float) -> bool:

@@ -57,7 +57,8 @@ WAITING = 256
 SHOWN = 200
 """Largest number of characters of a peer's own text that an error quotes."""
 PAUSE_S = 0.1
-"""Seconds to wait after a connection could not be accepted, for example because no file descriptor was free."""
+"""Seconds to wait after an incoming connection could not be accepted, for example because no file descriptor was free.
+"""
 
 Attach = Callable[[socket.socket, lane_pb2.Hello], Awaitable[None]]
 SlotOf = tuple[str, int, int, int, int]
@@ -66,12 +67,13 @@ SlotOf = tuple[str, int, int, int, int]
 
 
 def slot_of(hello: lane_pb2.Hello) -> SlotOf:
-    """Return the key of the slot whose batches the consumer requests."""
+    """Return the key of the slot whose batches a training job requests by this Hello, the first message on a lane."""
     return hello.run, hello.attempt, hello.box, hello.slot, hello.generation
 
 
 def check_hello(hello: lane_pb2.Hello) -> None:
-    """Raise VersionSkewError unless the consumer uses this worker's version of the lane protocol."""
+    """Raise VersionSkewError unless the training job that sent this Hello uses this worker's version of the lane
+    protocol."""
     if hello.protocol != LANE_PROTOCOL:
         raise VersionSkewError(
             f"the training job uses version {hello.protocol} of the protocol for batches, this worker version "
@@ -82,8 +84,8 @@ def check_hello(hello: lane_pb2.Hello) -> None:
 class LaneListeners:
     """Listeners for lanes (connections over which training jobs read batches), on an abstract Unix socket and on TCP.
 
-    attach: called with each connection and its Hello; checks the ticket and passes the connection to the runner.
-    tls: TLS files for consumers on other hosts. With a CA, consumers must show a certificate too.
+    attach: called with each connection and its Hello (first message); checks the ticket and passes the connection to
+    the runner. tls: TLS files for training jobs on other hosts. With a CA, these jobs must show a certificate too.
     insecure: True allows an address that other machines can reach without TLS.
     """
 
@@ -149,10 +151,11 @@ class LaneListeners:
             sender.stop()
 
     def drop(self, slot: SlotOf) -> None:
-        """End the senders of this slot, because the slot's runner ends or has a newer lane.
+        """End the sender threads (they send batches to other hosts) of this slot, because the slot's runner ends or has
+        a newer lane.
 
-        Otherwise a consumer whose host has vanished would keep the sender, the connection and the ring's memory until
-        the kernel gives up, and a consumer that opens lanes again and again could have any number of senders.
+        Otherwise a training job whose host has vanished would keep the sender, the connection and the ring's memory
+        until the kernel gives up, and a job that opens lanes again and again could have any number of senders.
         """
         for sender in [sender for sender, served in self._senders.items() if served == slot]:
             sender.stop(0)
@@ -169,12 +172,12 @@ class LaneListeners:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of batches and headers sent to consumers on other hosts."""
+        """Number of bytes of batches and headers that were sent to training jobs on other hosts."""
         return self._sent_bytes + sum(sender.sent_bytes for sender in self._senders)
 
     @property
     def remote(self) -> int:
-        """Number of open lanes to consumers on other hosts."""
+        """Number of open lanes to training jobs on other hosts."""
         return sum(sender.is_alive() for sender in self._senders)
 
     async def _accept(self, listener: socket.socket, greet: Callable[[socket.socket], Awaitable[None]]) -> None:
@@ -309,8 +312,8 @@ class LaneListeners:
 
 
 def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
-    """Raise TlsError unless the consumer's certificate is for a role that may read batches: "client", or "admin" for
-    `penstock doctor`."""
+    """Raise TlsError unless the certificate at the other end is for a role that may read batches: "client" for training
+    jobs, or "admin" for `penstock doctor`."""
     names = dns_names(lane.getpeercert() or {})
     if tls.ca and not tls.roles_named(names, ("client", "admin")):
         shown = ascii(", ".join(names)[:SHOWN])
@@ -321,15 +324,16 @@ def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
 
 
 async def _first_bytes(connection: socket.socket) -> bytes:
-    """Return the peer's first PEEKED bytes, enough to detect TLS, and leave these bytes in the socket."""
+    """Return the peer's first PEEKED bytes, enough to detect TLS, but leave these bytes in the socket for the next
+    reader."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PEEKED)
     await when_readable(connection)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     first = connection.recv(PEEKED, socket.MSG_PEEK)
     if len(first) < PEEKED:
         raise LaneLostError(
-            "the other end closed the connection before it sent a request. Let health checks call /healthz of --http "
-            "instead"
+            "the other end closed the connection before it sent a request. If it was a health check, let it call "
+            "/healthz at the worker's --http address instead"
         )
     return first
 
@@ -363,7 +367,7 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 
 def _refusal(error: PenstockError) -> bytes:
-    """Return the frame that refuses a consumer: CLOSE if its generation is out of date, otherwise ERROR with the
-    cause."""
+    """Return the frame that refuses a training job's connection: CLOSE if the slot has moved to a newer runner since
+    the job learned its address, otherwise ERROR with the cause."""
     kind = CLOSE if isinstance(error, SupersededError) else ERROR
     return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

@@ -51,15 +51,17 @@ _log = logging.getLogger(__name__)
 BUFFERS_A_CALL = 128
 """Largest number of buffers given to one sendmsg call; a batch has two or three. The kernel takes up to 1,024."""
 FRAMES_A_TURN = 64
-"""Largest number of frames read from the runner before data is sent over TCP again: more than a ring has entries."""
+"""Largest number of frames (messages, such as one batch) read from the runner before data is sent over TCP again. It is
+more than a ring has entries."""
 PACKED_A_TURN = 1 << 20
 """Bytes of batches that are compressed before data is sent over TCP again; compressing 1 MiB takes 2 ms."""
 MAX_BACKLOG = 1 << 16
-"""Largest number of acks, and of numbers in acks, that may wait until the runner reads them. A receiver that causes
-more is treated as an attacker: its lane ends."""
+"""Largest number of acknowledgements, and of numbers in them, that may wait until the runner reads them. A receiver
+that causes more is treated as an attacker: its lane ends."""
 AT_ONCE = 512 << 10
-"""Bytes given to one sendmsg, and bytes of a payload that are checksummed at a time: the size of the send buffer of a
-connection to a nearby peer. With half or twice the size, sending batches of 1 and 8 MiB takes a tenth longer."""
+"""Number of bytes given to one sendmsg call, and number of bytes of a payload for which the checksum is computed before
+they are sent. It is the size of the send buffer of a connection to a nearby peer. With half or twice the size, sending
+batches of 1 and 8 MiB takes a tenth longer."""
 MAX_OUT = 512
 """Largest number of buffers waiting to be sent; at the limit the sender reads no more from the runner. A ring whose
 entries are all full needs fewer buffers."""
@@ -92,9 +94,9 @@ class _Payload:
 class Sender(threading.Thread):
     """Thread that forwards one runner's batches to one TCP connection, until either side ends.
 
-    tcp_socket: connected socket whose Hello was read and verified; under TLS a TlsSocket. local: the daemon's end of a
-    SEQPACKET socket pair; the runner has the other end and the same Hello. hello: the consumer's Hello. The sender
-    closes both sockets.
+    tcp_socket: connected socket whose Hello (first message of a training job) was read and verified; under TLS a
+    TlsSocket. local: the daemon's end of a SEQPACKET socket pair; the runner has the other end and the same Hello.
+    hello: that Hello. The sender closes both sockets.
     name: text for messages, which names the run, box and slot. on_end: called in the sender's thread when it ends.
     """
 
@@ -199,7 +201,8 @@ class Sender(threading.Thread):
         return "stopped"
 
     def _take_frames(self) -> bool:
-        """Move frames from the runner to `_out`. Payloads are not copied unless they are compressed.
+        """Move frames (messages, such as a batch) from the runner to `_out`, the queue of outgoing data. Payloads are
+        not copied unless they are compressed.
 
         Return False if no more frames have arrived from the runner.
         """
@@ -223,7 +226,8 @@ class Sender(threading.Thread):
             return False
 
     def _take_batch(self, frame: Frame) -> int:
-        """Append a batch to `_out`. Return the batch's size in bytes if the batch was compressed, 0 otherwise."""
+        """Append a batch to `_out`, the queue of outgoing data. Return the batch's size in bytes if it was compressed,
+        0 otherwise."""
         runner, out, packer = self._runner, self._out, self._packer
         ring = runner.rings[frame.ring]
         size = frame.nbytes + 8 * frame.size
@@ -244,7 +248,7 @@ class Sender(threading.Thread):
         return size
 
     def _make_ready(self) -> None:
-        """Move the buffers for one sendmsg call from `_out` to `_ready`."""
+        """Move the buffers for one sendmsg call from `_out` (all outgoing data) to `_ready`."""
         out, ready = self._out, self._ready
         size = sum(map(len, ready))
         while out and size < AT_ONCE and len(ready) < BUFFERS_A_CALL:
@@ -259,7 +263,7 @@ class Sender(threading.Thread):
             size += len(first)
 
     def _send(self) -> None:
-        """Send as much of `_out` as the TCP socket accepts without waiting."""
+        """Send as much of the outgoing data (`_out`) as the TCP socket accepts without waiting."""
         ready = self._ready
         while True:
             self._make_ready()
@@ -286,7 +290,8 @@ class Sender(threading.Thread):
                 self._tcp.shutdown(socket.SHUT_WR)
 
     def _take_acks(self) -> bool:
-        """Forward the remote consumer's acks to the runner. Return False if the consumer's connection has ended."""
+        """Forward the acknowledgements of the remote training job to the runner. Return False if the job's connection
+        has ended."""
         inbox = self._inbox
         try:
             size = self._tcp.recv_into(inbox.room(1 << 16))
@@ -336,7 +341,8 @@ class Sender(threading.Thread):
 
 
 def _packer(codecs: Sequence[int]) -> Packer | None:
-    """Return a compressor for a codec that the consumer accepts and this worker has, None to send uncompressed."""
+    """Return a compressor for a codec that the training job accepts and this worker has; None if batches are sent
+    uncompressed."""
     codec = first_of(codecs)
     if codecs and codec is None:
         _warn_missing_codec(codecs)

@@ -28,8 +28,8 @@ from penstock.worker.slots.slot_interfaces import DaemonCounters
 __all__ = ["health", "open_web"]
 
 MANY = 1 << 62
-"""Memory limit larger than any runner's memory. With a limit that is not reached, `held_by` returns plain sums and does
-not read proportional shares, which the kernel computes slowly."""
+"""Memory limit, in bytes, larger than any runner's memory. Below its limit, `held_by` returns plain sums, and does not
+read proportional shares, which the kernel computes slowly."""
 _PLAIN = "text/plain; charset=utf-8"
 
 

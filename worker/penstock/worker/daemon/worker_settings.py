@@ -46,7 +46,7 @@ class DaemonSettings:
     runner_memory: int = 0
     """Largest number of bytes of memory that one runner may hold; 0 = no limit."""
     starts: int = 0
-    """Largest number of runners that start at the same time; 0 = the number of processors."""
+    """Largest number of runners that may be starting at the same time; 0 = the number of processors."""
     start_timeout_s: float = START_DEADLINE_S
     """Largest number of seconds that the fork server, the process from which runners are forked, may take to start."""
     runner_user: str = ""
@@ -55,8 +55,7 @@ class DaemonSettings:
     """Largest number of processes and threads of all runners together; 0 = no limit. Needs runner_user or control
     groups."""
     no_cage: bool = False
-    """Flag that turns off the sandbox. The sandbox hides other processes of the same user from runners; see
-    sandbox.py."""
+    """Flag that turns off the sandbox, which hides other processes of the same user from runners (see sandbox.py)."""
     no_groups: bool = False
     """Flag that turns off control groups for runners; see control_groups.py."""
     tls: Tls | None = None
@@ -80,8 +79,8 @@ def own_name() -> str:
 
 
 def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
-    """Return the user that user code runs as, None for the daemon's own user. Log a warning if the memory limit would
-    count memory that this user's processes share several times."""
+    """Return the user that user code runs as; None for the daemon's own user. Log a warning if memory that several
+    processes of a runner share would be counted more than once in its memory limit."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
             _log.warning(

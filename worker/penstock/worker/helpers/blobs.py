@@ -38,13 +38,13 @@ class Blobs:
     def __init__(self, connect: Callable[[], _Client]) -> None:
         self._connect = connect
         self._clients: set[_Client] = set()
-        """Clients of the fetches under way."""
+        """Clients that are fetching a value now."""
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="penstock-blobs")
         self._blobs: dict[str, asyncio.Task[int]] = {}
 
     async def descriptor(self, name: str) -> int:
-        """Return a file descriptor of the value called `name`; the caller must close the descriptor. Fetch the value
-        unless it is cached. Raise the coordinator's error if that fails."""
+        """Return a file descriptor of the value called `name`, fetched from the coordinator unless it is cached. The
+        caller must close the descriptor. Raise the coordinator's error if the value cannot be fetched."""
         fetching = self._blobs.get(name)
         if fetching is None or (fetching.done() and (fetching.cancelled() or fetching.exception() is not None)):
             fetching = self._blobs[name] = asyncio.ensure_future(self._fetch(name))

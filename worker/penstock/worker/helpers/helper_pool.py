@@ -42,7 +42,7 @@ class HelperProcess:
         self.child: Child | None = None
         self.modules: frozenset[str] = frozenset()
         self.worker = 0
-        """Process id of the child that does the helper's task; 0 = not known."""
+        """Process id of the child that does the helper's present task; 0 = not known."""
         self.answer: asyncio.Future[ControlMessage] = asyncio.get_running_loop().create_future()
         self.idle: asyncio.TimerHandle | None = None
 
@@ -61,7 +61,7 @@ class HelperProcess:
         return self.answer
 
     async def stack(self) -> str:
-        """Return the stack of the child that does the helper's task, "" if no child does one."""
+        """Return the stack, as text, of the child that does the helper's task; "" if no child does one."""
         if not self.worker or self.child is None:
             return ""
         try:
@@ -105,7 +105,7 @@ class HelperPool:
 
     @contextlib.contextmanager
     def counted(self, assignment: records_pb2.WorkerAssignment) -> Any:
-        """Count one more task of this assignment's loader while the `with` block runs."""
+        """Count one more waiting or running task of this assignment's loader while the `with` block runs."""
         group = self._groups.setdefault(_key_of(assignment), _LoaderHelpers())
         group.tasks += 1
         try:
@@ -130,7 +130,8 @@ class HelperPool:
         return await self._started(assignment, progress_page, group)
 
     def give_back(self, assignment: records_pb2.WorkerAssignment, helper: HelperProcess) -> None:
-        """Put a warm helper back into the pool after its task. The helper is ended if it gets no task for IDLE_S."""
+        """Put a warm helper back into the pool after its task. It is ended if it gets no other task within IDLE_S
+        seconds."""
         group = self._groups[_key_of(assignment)]
         helper.idle = asyncio.get_running_loop().call_later(IDLE_S, self._end_idle, group, helper)
         group.idle.append(helper)
@@ -145,7 +146,8 @@ class HelperPool:
         group.modules = known + [name for name in modules if name not in set(known)]
 
     def distrust(self, assignment: records_pb2.WorkerAssignment, why: str) -> None:
-        """Stop using warm helpers for this loader, because a helper's result differed from a fresh process's.
+        """Stop using warm helpers (processes that have imported the loader's modules) for this loader, because a helper
+        failed at a task that a fresh process could do.
 
         why: the reason, for people.
         """

@@ -25,11 +25,11 @@ __all__ = ["DEADLINE_S", "ReplayHost", "run_task", "send_assignment"]
 DEADLINE_S = 120.0
 """Default for the largest number of seconds that a task may take."""
 ASKED_FOR = ("state", "aggregate", "advance", "mixture")
-"""Names of tasks for whose result a training job waits, and which therefore run before the daemon's own tasks."""
+"""Names of the tasks for whose result a training job waits. They run before tasks that only the daemon needs."""
 
 
 class ReplayHost(Protocol):
-    """Interface of the daemon that `run_task` needs."""
+    """What `run_task` needs of the worker daemon."""
 
     helper_turns: TurnQueue
     """Queue that limits how many helper tasks run at the same time."""
@@ -90,7 +90,8 @@ async def _by_helper(
     left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage | None:
-    """Return the answer of a warm helper to the task. Return None if a fresh child process must do the task."""
+    """Let a warm helper (a process that has imported the loader's modules) do the task, and return its answer. Return
+    None if a fresh child process must do the task instead."""
     assert helper.child is not None
     answer, whole = helper.expect(), False
     try:
@@ -123,8 +124,8 @@ async def _by_child(
     left_s: float,
     fields: dict[str, Any],
 ) -> ControlMessage:
-    """Return the answer of a fresh child process to the task. If the child is killed from outside, try once more with a
-    second child."""
+    """Let a fresh child process do the task, and return its answer. If the child is killed from outside, try once more
+    with a second child."""
     what = f"the helper process of {name}"
     for last in (False, True):
         fork_server = await host.fork_server(assignment)

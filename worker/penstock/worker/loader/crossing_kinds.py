@@ -23,22 +23,24 @@ __all__ = [
 
 KEPT, FRESH, REPLAY = "kept", "fresh", "replay"
 WAYS = ("", KEPT, FRESH, REPLAY)
-"""Names of the crossings, explained in epoch_crossing.py, the most careful last; "" = not known yet."""
+"""Names of the crossings (ways in which a restored loader enters the next epoch), the most careful last. They are
+explained in epoch_crossing.py; "" = not known yet."""
 
 
 def more_careful(one: str, other: str) -> str:
-    """Return the more careful of two crossings, which may be right where the other one is wrong."""
+    """Return the more careful of two crossings (ways in which a restored loader enters the next epoch), which may be
+    right where the other one leads to wrong batches."""
     return max(one, other, key=WAYS.index)
 
 
 def to_try(known: str) -> tuple[str, ...]:
-    """Return the crossings that a verification tries: first the known one, then more careful ones. REPLAY is not tried,
-    because it is used anyway if all others fail."""
+    """Return the crossings (ways into the next epoch) that a verification tries, in order: `known`, then more careful
+    ones. REPLAY is left out, because it is used anyway if all others fail."""
     return WAYS[WAYS.index(known or KEPT) : WAYS.index(REPLAY)]
 
 
 def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, strays: bool) -> str:
-    """Return the crossing to use; "" if the crossing is not known and must be found by trying.
+    """Return the crossing (way into the next epoch) to use; "" if it is not known and must be found by trying.
 
     Args:
         known: crossing found so far, see `StreamHistory.crossing`.
@@ -57,12 +59,12 @@ def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, stra
 
 @dataclass(frozen=True)
 class First:
-    """First batch of an epoch, and the loader's state after this batch."""
+    """Beginning of an epoch: its first batch, and the loader's state after this batch."""
 
     digest: int | None
     """Digest of the first batch; None if the epoch has no batch."""
     behind: bytes
-    """State of the loader and of the random generators after the first batch; b"" if not available."""
+    """State of the loader and of the random generators after the first batch, as bytes; b"" if it cannot be taken."""
     failure: str = ""
     """Text of the error that the loader raised instead of opening the epoch; "" = no error."""
 
@@ -72,7 +74,8 @@ class First:
 
 
 def are_one(kept: First, fresh: First, *, awaited: int | None, whole: bool) -> bool:
-    """Return True if the crossings KEPT and FRESH lead to the same next epoch, so that FRESH can be used.
+    """Return True if the crossings KEPT and FRESH (the restored loader, and a new one from input_fn) lead to the same
+    next epoch, so that FRESH can be used.
 
     Args:
         kept: beginning of the next epoch with KEPT.
@@ -87,7 +90,8 @@ def are_one(kept: First, fresh: First, *, awaited: int | None, whole: bool) -> b
 
 
 def the_right_one(right: First, kept: First, fresh: First) -> str:
-    """Return the crossing that leads to the right next epoch: KEPT or FRESH, or REPLAY if both are wrong.
+    """Return the crossing (way into the next epoch) that leads to the right next epoch: KEPT or FRESH, or REPLAY if
+    both are wrong.
 
     right: beginning of the next epoch with a loader that was replayed from the beginning. kept, fresh: beginning of the
     next epoch with the crossings KEPT and FRESH.

@@ -39,8 +39,9 @@ _log = logging.getLogger("penstock.worker")
 
 
 def cross(source: PositionedLoader, step: int) -> RestartPoint:
-    """Open the next epoch of a loader that was restored within an epoch, by the right crossing (see the module's text),
-    which is found first if it is not known. Return the epoch start: the loader's state at the new epoch's beginning.
+    """Open the next epoch of a loader that was restored within an epoch, in the way that gives the right batches. The
+    ways (crossings) are explained at the top of this module; the right one is found first if it is not known. Return
+    the epoch start: the loader's state at the new epoch's beginning.
 
     step: training step of the box (data-parallel rank) as of which the state is taken.
     """
@@ -129,8 +130,8 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
 
 
 def _to(source: PositionedLoader, target: StreamPosition, history: StreamHistory, seen: Callable[[Any], None]) -> None:
-    """Replay to the position `target`, and call `seen` with each batch. An epoch that ends before the position is not
-    an error."""
+    """Replay the loader to the position `target`, and call `seen` with each batch. An epoch that ends before the
+    position is not an error."""
 
     def go(leg: Leg) -> None:
         source.seek(leg.total, leg.epoch, seen)
@@ -145,9 +146,9 @@ def _as_resumed(
     history: StreamHistory,
     take: Callable[[Any], tuple[int, int]],
 ) -> None:
-    """Bring a loader that resumes by its own methods back to its position between two epochs: restore the start of its
-    launch, then replay. The loader itself crosses the ends of epochs on the way, as in its launch, and the result is
-    not verified again."""
+    """Bring a loader that resumes by its own four state methods back to its position between two epochs: restore the
+    state with which its launch began, then replay. The loader itself enters each next epoch on the way, as it did
+    before, and the result is not verified again."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
@@ -170,9 +171,9 @@ def _first_of(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) 
 
 
 def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
-    """Open the next epoch from the loader's present state and return the epoch's beginning; then undo the opening. An
-    error of the loader is part of the result: some loaders cannot open an epoch after a restore, and then another
-    crossing is tried."""
+    """Open the next epoch with the loader in its present state, return the epoch's beginning, and undo the opening. An
+    error of the loader is part of the result: some loaders cannot open an epoch after a restore, and then another way
+    into the next epoch is tried."""
     try:
         source.open(step=step)
         return _first_of(source, take)
@@ -183,8 +184,9 @@ def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int,
 
 
 def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) -> None:
-    """Replay a loader from the beginning up to its position between two epochs. Raise ReplayMismatchError if its stream
-    cannot be replayed from the beginning."""
+    """Replay a loader from the beginning of its stream up to its present position, which is between two epochs. Raise
+    ReplayMismatchError if its stream cannot be replayed from the beginning, or leads to another batch than the
+    delivered one."""
     target, digest, history = source.position.copy(), source.digest, source.history
     why = (
         f"{source.name}: the right first batch of epoch {target.epoch} cannot be determined: the loader was restored "
@@ -209,6 +211,6 @@ def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[in
     ):
         raise ReplayMismatchError(
             f"{why}; and in a replay from the beginning, batch {target.total} is not the one that was delivered. The "
-            "loader is not deterministic (see penstock doctor)"
+            "loader is not deterministic: run penstock doctor"
         )
     source.history = history.of(source.history.launch)

@@ -36,8 +36,8 @@ __all__ = ["PositionedLoader"]
 
 
 class PositionedLoader(SlotLoader, ABC):
-    """Loader of a slot that can be opened, replayed, saved and restored. The subclass `RestorableLoader` opens the next
-    epoch after a restore within an epoch."""
+    """Loader of a slot that can be replayed, saved and restored. To *open* an epoch is to call iter() on the loader for
+    it. The subclass `RestorableLoader` opens the next epoch after a restore within an epoch."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PositionedLoader(SlotLoader, ABC):
     ) -> None:
         super().__init__(assignment, doing, skipped, load)
         self.digest = 0
-        """Digest (hash) of the last batch, set by the code that flattens batches; 0 = not known."""
+        """Digest (hash) of the last batch, which the caller of `next` computes and sets; 0 = not known."""
         self.unsaved: Exception | None = None
         """Error of state_dict() when the epoch start was taken; None if the state could be taken."""
         self.resume: dict[str, Any] | None = None
@@ -61,18 +61,18 @@ class PositionedLoader(SlotLoader, ABC):
         """True if the loader, restored to an epoch's start, drew other random numbers than the loader that streamed:
         the random generators differ after `iter()`."""
         self.counts_from: RestartPoint | None = None
-        """Start of the stream; None unless the loader's own states lead to wrong batches. If set, later positions are
-        saved as numbers of batches after the start, and not as states."""
+        """Start of the stream, set if the loader's own states lead to wrong batches; None otherwise. If set, later
+        positions are saved as numbers of batches after the start, and not as states."""
         self.awaited: dict[int, int] = {}
-        """Digests of batches that followed when a state was saved at an epoch's end. The key is the slot's total at
-        that end."""
+        """Digests of batches that followed, in an earlier launch, on an epoch's end at which a state was saved. The key
+        is the number of the slot's batches in the run up to that end."""
         self._restored_at = 0
         self._ahead: list[Any] = []
         """Batch that `peek` has taken and `next` has not returned yet, as a list of at most one."""
         self._rng_at_peek = b""
         self._held: tuple[Iterator[Any], list[Any], RestartPoint | None] | None = None
-        """Next epoch, if the loader began that epoch before `next` has returned the end of the present one: its
-        iterator, the batch taken by `peek`, and its epoch start. None otherwise."""
+        """Next epoch, if the loader has begun it before `next` has returned the end of the present one: its iterator,
+        the batch taken by `peek`, and its epoch start. None otherwise."""
         self._start: RestartPoint | None = None
         """Start of the launch; None unless the loader can be restored by its own methods only, that is
         deaggregate_state_dict and load_state_dict."""
@@ -90,7 +90,7 @@ class PositionedLoader(SlotLoader, ABC):
     @property
     def is_untouched(self) -> bool:
         """True if the loader was restored and has yielded nothing since. Such a loader may continue the restored epoch
-        when the next one is opened."""
+        when the next one is to begin."""
         return self.restored and self.position.total == self._restored_at
 
     @property
@@ -113,17 +113,18 @@ class PositionedLoader(SlotLoader, ABC):
             self.awaited[a.start.slots[a.slot].total] = part["next_digest"]
 
     def trusts_history(self, part: dict[str, Any]) -> bool:
-        """Return True if the stream's history in a slot's saved part can be used. Return False if an older release
-        wrote the part, or the user edited it or loads it with strict=False: then only the loader's own state is
-        used."""
+        """Return True if the history (launches and abandoned epochs) in a slot's saved part can be used. Return False
+        if an older release wrote the part, or the user edited it or loads it with strict=False: then only the loader's
+        own state is used."""
         strict = self.capabilities.state_methods != 4 or self.resume is None or self.resume["strict"]
         return bool("history" in part["restart"] and strict and not part.get("changed"))
 
     # ---- epochs
 
     def open(self, *, step: int = 0, rng_after: bytes | None = None) -> RestartPoint:
-        """Open the next epoch with the present loader, in any state, and return the epoch start. If the loader can be
-        restored only to the start of its launch, the result says that a replay from there is needed.
+        """Open the next epoch with the present loader, whatever state it is in, and return the epoch start. If the
+        loader can be restored only to the start of its launch, the epoch start says that a replay from there leads to
+        it.
 
         step: training step of the box. rng_after: states of the random generators to set once the epoch is open, on a
         resume.
@@ -180,18 +181,18 @@ class PositionedLoader(SlotLoader, ABC):
         self._start = replace(self._start, history=self._start.history.of(self.history.launch))
 
     def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
-        """Return the point. For a loader that can be restored only to its start, set `behind` to that start, because a
-        replay from the start is then the way to the point's position."""
+        """Return `point`. For a loader that can be restored only to the start of its launch, return a copy whose
+        `behind` is that start, because the way to the point's position is then a replay from there."""
         start = self._start or self.counts_from
         return point if start is None or point.position == start.position else replace(point, behind=start)
 
     def abort(self) -> None:
-        """Forget the open epoch as if it had not been opened. At most one of its batches may have been made."""
+        """Close the open epoch and forget that it was opened. At most one of its batches may have been made."""
         self._iterator, self._ahead, self._held = None, [], None
 
     def peek(self) -> Any:
-        """Return the next batch, or END at the end of the epoch, without advancing the position: `next` returns the
-        same batch. The loader itself is then one batch ahead, so use `peek` only to compare digests."""
+        """Return the next batch, or END at the end of the epoch, without advancing the position: `next` then returns
+        the same batch. The loader itself is one batch ahead meanwhile, so `peek` is only for comparing digests."""
         position, iterator, self._rng_at_peek = self.position.copy(), self._iterator, self.rng()
         self._ahead = [self.next()]
         self.position, self._iterator = position, iterator
@@ -210,8 +211,8 @@ class PositionedLoader(SlotLoader, ABC):
         return before
 
     def next(self) -> Any:
-        """Return the next batch and advance the position, or return END at the end of the epoch. The caller advances
-        `position.samples`."""
+        """Return the next batch and advance the position by it, or return END at the end of the epoch. The number of
+        samples in the position (`position.samples`) is left to the caller."""
         assert self._iterator is not None
         try:
             if self._ahead:
@@ -231,8 +232,8 @@ class PositionedLoader(SlotLoader, ABC):
         return batch
 
     def learn(self, point: RestartPoint) -> None:
-        """Use the history of this restart point from now on, and skip the batches that were quarantined when the point
-        was taken."""
+        """Take over the stream's history (launches, abandoned epochs) from this restart point, and skip the batches
+        that were quarantined when the point was taken."""
         self.history = point.history.before(point.position.epoch).knowing(self.history.crossing)
         self.learn_skips(point)
 
@@ -247,7 +248,8 @@ class PositionedLoader(SlotLoader, ABC):
         self.history = self.history.knowing(crossing)
 
     def marked(self, point: RestartPoint, *, whole_history: bool = False) -> RestartPoint:
-        """Return the restart point with the loader's present history and its list of skipped batches.
+        """Return a copy of the restart point with the loader's present history (launches, abandoned epochs) and its
+        list of skipped batches.
 
         whole_history: True keeps in the history also the epochs that earlier launches abandoned between the point and
         the loader's position, which the training loop of this launch does not know.
@@ -282,10 +284,11 @@ class PositionedLoader(SlotLoader, ABC):
         return self._reached_from_start(taken)
 
     def restore(self, point: RestartPoint) -> None:
-        """Bring the loader to the position of a restart point (a saved state of the loader), at any time.
+        """Bring the loader to the position of a restart point (a saved position with the loader's state). May be called
+        at any time.
 
         For the beginning of the stream a new loader is made and no state is loaded, because some loaders begin their
-        epoch only in the first next(): their state from before does not record that the epoch was opened. A loader
+        epoch only in the first next(): their state from before does not record that the epoch was opened. But a loader
         whose states are exact gets its state, which may hold what a new loader lacks: the version of its data.
         """
         self.learn(point)
@@ -332,7 +335,7 @@ class PositionedLoader(SlotLoader, ABC):
         return Launch(worker=self.assignment.slot if self.by_own_methods else None)
 
     def _load_restart_point(self, point: RestartPoint) -> None:
-        """Load the state of a restart point into the loader, by the loader's state methods."""
+        """Load the state that a restart point holds into the loader, by the loader's own state methods."""
         if self.by_own_methods:
             if self.resume is None:
                 raise StateMismatchError(
@@ -349,7 +352,7 @@ class PositionedLoader(SlotLoader, ABC):
             self._load(point.state, True)
 
     def mark_restored(self) -> None:
-        """Record that a state, and not a replay, has just brought the loader to its position."""
+        """Record that the loader has just reached its position by loading a state, and not by a replay."""
         self.restored, self._restored_at = True, self.position.total
 
     def begin(self) -> None:
@@ -384,8 +387,8 @@ class PositionedLoader(SlotLoader, ABC):
     def seek(
         self, total: int, epoch: int, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
     ) -> bool:
-        """Replay up to batch `total` of the slot, but not beyond the end of epoch `epoch`. Return False if epoch
-        `epoch` ended earlier; `position` is then at its end.
+        """Replay until the slot has made `total` batches in the run. Stop at the end of epoch number `epoch` and return
+        False if that epoch ends earlier; otherwise return True.
 
         Args:
             seen: called with each batch.
@@ -404,9 +407,10 @@ class PositionedLoader(SlotLoader, ABC):
         return True
 
     def reach_end(self) -> None:
-        """Read the end of the epoch. Raise ReplayMismatchError if the loader yields one more batch instead."""
+        """Read on, and expect the end of the epoch. Raise ReplayMismatchError if the loader yields one more batch
+        instead."""
         if self.is_open and self.next() is not END:
             raise ReplayMismatchError(
                 f"{self.name}: epoch {self.position.epoch} has more batches than before. The data have changed, or the "
-                "loader is not deterministic (see penstock doctor)"
+                "loader is not deterministic: run penstock doctor"
             )

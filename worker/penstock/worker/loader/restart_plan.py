@@ -1,5 +1,5 @@
 """Plans for bringing a loader to a position: which restart points (states with their positions) lead there, in which
-order these are tried, and which legs (batches of one epoch) are replayed from each.
+order these are tried, and which *legs* are replayed from each. A leg is the part of a replay that lies in one epoch.
 
 The functions are pure: no loader, no socket, no torch. A plan says "restore this restart point, replay these legs,
 compare the last batch with this digest; on a mismatch take the next restart point". A runner (runner.py), a helper
@@ -16,26 +16,27 @@ from typing import Final, Generic, Protocol, TypeVar
 __all__ = ["BEGINNING", "Leg", "Recovery", "RestartPoint", "Target", "first_fit", "plan_recovery", "route", "usable"]
 
 BEGINNING: Final = None
-"""Entry of `Recovery.ways` that uses no restart point: call input_fn again, and replay all batches from the
+"""Entry of `Recovery.ways` that uses no restart point. It means: call input_fn again, and replay all batches from the
 beginning."""
 
 
 class RestartPoint(Protocol):
-    """Interface of a restart point (a loader's state with its position) for planning."""
+    """Attributes of a restart point (a loader's state with its position in the slot's stream) that plans need."""
 
     @property
     def epoch(self) -> int: ...
     @property
     def total(self) -> int:
-        """Number of the slot's batches, over all epochs, before the restart point."""
+        """Number of batches that the slot had made in the run, over all epochs, at this restart point."""
 
     @property
     def began(self) -> int:
-        """Number of the slot's batches, over all epochs, when the restart point's epoch was opened."""
+        """Number of batches that the slot had made in the run, over all epochs, when the restart point's epoch
+        began."""
 
     @property
     def is_epoch_start(self) -> bool:
-        """True if the restart point was taken when an epoch was opened, False if it was taken after a batch."""
+        """True if the restart point was taken at the beginning of an epoch, False if it was taken after a batch."""
 
 
 class _History(Protocol):
@@ -46,8 +47,8 @@ class _History(Protocol):
 
 
 class _WithHistory(RestartPoint, Protocol):
-    """Interface of a restart point that also knows how the stream came to its position: where it began, and which
-    epochs the loop abandoned. A replay needs that to repeat the way."""
+    """Restart point that also knows how the stream came to its position: where it began, and which epochs the training
+    loop abandoned. A replay must repeat these."""
 
     @property
     def history(self) -> _History: ...
@@ -62,7 +63,8 @@ W = TypeVar("W")
 
 @dataclass(frozen=True)
 class Leg:
-    """Part of a replay within one epoch, up to the slot's batch `total`, counted over all epochs."""
+    """Part of a replay that lies in one epoch. It ends after the slot's batch number `total`, counted over all
+    epochs."""
 
     epoch: int
     total: int
@@ -74,23 +76,26 @@ class Leg:
 
 @dataclass(frozen=True)
 class Target:
-    """Position in a slot's stream to be reached: after the slot's batch `total`, in epoch `epoch`."""
+    """Position in a slot's stream that a replay must reach: in epoch `epoch`, after the slot's batch number `total`,
+    counted over all epochs."""
 
     epoch: int
     total: int
     left: Mapping[int, int] = field(default_factory=dict)
-    """Epochs that the training loop abandoned: number of the epoch -> number of the slot's last batch there."""
+    """Epochs that the training loop abandoned, as a dict: number of the epoch -> number of the slot's last batch in it,
+    counted over all epochs."""
     digest: int = 0
     """Digest that batch `total` must have; 0 = not known."""
 
     def behind(self, left: Iterable[tuple[int, int]]) -> Target:
-        """Return the target with more abandoned epochs, from a restart point's history, given as (epoch, total)."""
+        """Return a copy of the target that also names the abandoned epochs `left`, which a restart point's history
+        lists as (epoch, number of the slot's last batch in it)."""
         return replace(self, left=dict(left) | dict(self.left))
 
 
 def route(from_epoch: int, target: Target) -> list[Leg]:
-    """Return the legs of a replay to the target from a position in epoch `from_epoch`. The leg of an abandoned epoch
-    ends at the batch where the training loop abandoned the epoch."""
+    """Return the legs of a replay (its parts, one for each epoch) from a position in epoch `from_epoch` to the target.
+    The leg of an abandoned epoch ends at the batch after which the training loop abandoned the epoch."""
     left = target.left
     legs = [Leg(epoch, left[epoch], leaves=True) for epoch in sorted(left) if from_epoch <= epoch < target.epoch]
     return [*legs, Leg(target.epoch, target.total, digest=target.digest)]
@@ -107,7 +112,7 @@ def _is_on_the_way(point: RestartPoint, target: Target) -> bool:
 
 
 def usable(points: Iterable[Point], target: Target) -> list[Point]:
-    """Return the restart points from which the target can be reached, in the given order.
+    """Return the restart points from which a replay can reach the target, in the given order.
 
     A snapshot taken exactly where the training loop abandoned an epoch is returned only if no other restart point is
     usable: a loader that was restored there, and has yielded nothing since, may continue the abandoned epoch when the
@@ -119,10 +124,10 @@ def usable(points: Iterable[Point], target: Target) -> list[Point]:
 
 @dataclass(frozen=True)
 class Recovery(Generic[PointWithHistory]):
-    """Plan by which a new runner brings its loader to a slot's position."""
+    """Plan by which a new runner brings its loader to a slot's position: the restart points to try."""
 
     nearest: PointWithHistory
-    """Restart point nearest to the target, which has the longest history."""
+    """Restart point nearest to the position; its history of the stream is the longest."""
     ways: list[PointWithHistory | None]
     """Restart points to try, at least one, the best first; BEGINNING = no restart point."""
 
@@ -130,8 +135,8 @@ class Recovery(Generic[PointWithHistory]):
 def plan_recovery(
     points: Iterable[PointWithHistory], target: Target, *, counted: bool
 ) -> Recovery[PointWithHistory] | None:
-    """Return the plan by which a slot's new runner brings its loader to the position `target`; None if no restart point
-    leads there.
+    """Return the plan by which a slot's new runner brings its loader to the position `target`; None if none of the
+    restart points leads there.
 
     The best way is the nearest restart point, if possible one before the last delivered batch, so that this batch is
     made again and compared. Earlier restart points follow, because verification has compared only a few batches. The

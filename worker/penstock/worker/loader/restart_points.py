@@ -32,19 +32,19 @@ replayed from the beginning."""
 
 
 class _End:
-    """Type of the sentinel END."""
+    """Type of END, the object that stands for the end of an epoch."""
 
 
 END = _End()
-"""Sentinel that `PositionedLoader.next` returns at the end of an epoch."""
+"""Object that `PositionedLoader.next` returns at the end of an epoch, instead of a batch."""
 
 
 @dataclass
 class StreamPosition:
     """Position in a slot's stream of batches.
 
-    epoch: number of the epoch, from 0. delivered: number of the slot's batches in this epoch. total: number of its
-    batches in all epochs. samples: number of samples in these batches.
+    epoch: number of the epoch, from 0. delivered: number of batches that the slot has made in this epoch. total: number
+    of batches that it has made in all epochs. samples: number of samples in these batches.
     """
 
     epoch: int
@@ -54,7 +54,7 @@ class StreamPosition:
 
     @property
     def began(self) -> int:
-        """Number of the slot's batches, over all epochs, when the present epoch was opened."""
+        """Number of batches that the slot had made, over all epochs, when the present epoch began."""
         return self.total - self.delivered
 
     def copy(self) -> StreamPosition:
@@ -66,8 +66,8 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Launch:
-    """Start of a launch, from which the loader counts its own steps, batches and samples. A loader that was replayed
-    from the beginning counts from the beginning instead."""
+    """Position at which a launch (one start of the training job) began. The loader counts its own steps, batches and
+    samples from there. A loader that was replayed from the beginning of the run counts from the beginning instead."""
 
     step: int = 0
     """Number of training steps of the box (data-parallel rank) before the launch."""
@@ -79,8 +79,9 @@ class Launch:
     load_state_dict). Some loaders distribute their batches to workers in turn, and begin each launch with worker 0. So
     the slot whose turn it is becomes worker 0."""
     enters: int | None = None
-    """Epoch with which a loader that was resumed at the end of an epoch continued, without a StopIteration in between.
-    Penstock then ends the earlier epochs itself. None: the loader ended the epoch first."""
+    """Number of the epoch with which a loader went on after it was resumed at the end of an epoch, if it did so without
+    ending that epoch by StopIteration. Penstock then ends the earlier epochs itself. None: the loader ended the epoch
+    first."""
 
     def encode(self) -> list[Any]:
         return [self.step, self.batches, self.samples, self.worker, self.enters]
@@ -88,12 +89,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class StreamHistory:
-    """History of the slot's stream up to a position: facts that a replay from the beginning must repeat."""
+    """Facts about a slot's stream up to a position that a replay from the beginning must repeat."""
 
     launch: Launch = Launch()
     abandoned: tuple[tuple[int, int], ...] = ()
     """Epochs that the loop abandoned by `break`, oldest first, as (number of the epoch, number of the slot's last
-    delivered batch there, counted over all epochs)."""
+    delivered batch in it, counted over all epochs)."""
     complete: bool = False
     """True if the stream can be replayed from the beginning: the slot's counts began with a new loader from input_fn,
     and `abandoned` lists all abandoned epochs."""
@@ -102,23 +103,27 @@ class StreamHistory:
     known yet. See epoch_crossing.py."""
 
     def leaving(self, epoch: int, total: int) -> StreamHistory:
-        """Return the history with one more epoch, `epoch`, that the training loop abandoned after batch `total`."""
+        """Return the history with one more abandoned epoch: the training loop left `epoch` after the slot's batch
+        `total`."""
         abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
         return replace(
             self, abandoned=abandoned[-MOST_ABANDONED:], complete=self.complete and len(abandoned) <= MOST_ABANDONED
         )
 
     def of(self, launch: Launch) -> StreamHistory:
-        """Return the same history with `launch` as the point from which the loader counts."""
+        """Return the same history with another launch, from whose beginning the loader counts its steps, batches and
+        samples."""
         return replace(self, launch=launch)
 
     def before(self, epoch: int) -> StreamHistory:
-        """Return the history as of the beginning of epoch `epoch`: `abandoned` without this epoch and later ones."""
+        """Return the history as it was at the beginning of epoch `epoch`: this epoch and later ones are removed from
+        `abandoned`."""
         return replace(self, abandoned=tuple(known for known in self.abandoned if known[0] < epoch))
 
     def knowing(self, crossing: str) -> StreamHistory:
-        """Return the history with the more careful of two crossings: its own, and `crossing`, which was found at
-        another position, because a crossing that is wrong at one position must not be used."""
+        """Return the history with the more careful of two crossings (ways into the next epoch): its own, and
+        `crossing`, which was found at another position. A crossing that is wrong at one position must not be used at
+        any other."""
         return replace(self, crossing=more_careful(self.crossing, crossing))
 
     def encode(self) -> dict[str, Any]:
@@ -152,7 +157,7 @@ class RestartPoint:
     rng: bytes
     """States of the random generators at the position."""
     rng_before: bytes | None = None
-    """States of the random generators before the epoch was opened; None for a snapshot."""
+    """States of the random generators before the epoch began, that is before iter(); None for a snapshot."""
     digest: int = 0
     """Digest of the last batch before this position; 0 = not known."""
     step: int = 0
@@ -162,7 +167,8 @@ class RestartPoint:
     """Quarantined batches known when the restart point was taken, as (epoch, total, count), see records.proto."""
     history: StreamHistory = StreamHistory()
     behind: RestartPoint | None = None
-    """Earlier restart point from which a replay leads here; None if this restart point can be restored directly."""
+    """Earlier restart point from which this position is reached by a replay; None if this restart point can be restored
+    directly."""
 
     @property
     def epoch(self) -> int:
@@ -174,18 +180,18 @@ class RestartPoint:
 
     @property
     def began(self) -> int:
-        """Number of the slot's batches, over all epochs, when the restart point's epoch was opened."""
+        """Number of batches that the slot had made, over all epochs, when the restart point's epoch began."""
         return self.position.began
 
     @property
     def is_epoch_start(self) -> bool:
-        """True if the restart point was taken when an epoch was opened, False if it was taken after a batch."""
+        """True if the restart point was taken at the beginning of an epoch, False if it was taken after a batch."""
         return self.rng_before is not None
 
     @property
     def is_beginning(self) -> bool:
-        """True if the slot's batches are counted from this restart point. If `history.complete` is set, a new loader
-        from input_fn starts there."""
+        """True if this restart point is at the beginning of the slot's stream, before its first batch. If
+        `history.complete` is set, a new loader from input_fn is at this position."""
         return self.is_epoch_start and self.position.total == self.position.epoch == 0
 
     def encode(self) -> bytes:
@@ -221,15 +227,17 @@ class RestartPoint:
 
     @classmethod
     def taken(cls, data: bytes) -> RestartPoint:
-        """Return the state at the encoded position itself, even if this position can only be reached by replay."""
+        """Return the state and the position that were encoded, even if this position can only be reached by a replay.
+        (`of` returns the restart point from which that replay starts.)"""
         value = cast(dict[str, Any], decode_state(data))
         restart = value["restart"]
         return cls(StreamPosition(*restart["at"]), value["user"], restart["rng"], digest=restart["digest"])
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> RestartPoint:
-        """Return the restart point in a decoded value; if a replay is needed, the restart point from which the replay
-        starts. Raise StateCorruptError for a value that `encode` did not write."""
+        """Return the restart point that a decoded value describes. If its position can only be reached by a replay,
+        return the restart point from which the replay starts. Raise StateCorruptError for a value that `encode` did not
+        write."""
         try:
             return cls._of(value)
         except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -23,27 +23,28 @@ class ResumeKind(Enum):
 
 @dataclass(frozen=True)
 class ResumeWay:
-    """Way to resume a slot."""
+    """One way to bring a slot's loader to the saved position."""
 
     kind: ResumeKind
     first: int | None = None
     """Slot of the box (data-parallel rank) that becomes worker 0 for user code; None unless the loader resumes by its
     own methods only."""
     doubted: bool = False
-    """True if this way counts only if other slots of the box get their right batches too, because a single slot may
-    yield the right batch by chance."""
+    """True if this way is used only if other slots of the box get their right batches with it too, because a single
+    slot may yield the right batch by chance."""
 
 
 def rotations(turn: int, own: int, other: int, *, whole: bool) -> list[ResumeWay]:
-    """Return the ways to resume by the loader's own methods (deaggregate_state_dict, then load_state_dict). The ways
-    differ in the slot that becomes worker 0.
+    """Return the ways to resume a loader by its own methods (deaggregate_state_dict, then load_state_dict). They differ
+    in the slot that becomes worker 0 for user code.
 
     For most loaders slot 0 is always worker 0. But a loader that counts the samples of all workers begins each launch
     with worker 0. Then the slot whose turn it was must become worker 0, so that each slot continues with its own
     batches. The next batches show which kind a loader is. If the batches cannot show that, the result is empty.
 
     Args:
-        turn: the slot whose turn it was; 0 if both kinds of loader give the same, or no batch can be compared.
+        turn: the slot whose turn it was when the state was saved; 0 if both kinds of loader give the same, or no batch
+            can be compared.
         own: digest of this slot's next batch when the state was saved, 0 if not known.
         other: digest of the next batch of the slot that is `turn` slots further, 0 if not known.
         whole: True if the stream can be replayed from the beginning.

@@ -93,6 +93,7 @@ class SlotLoader:
 
     @property
     def saves_state(self) -> bool:
+        """True if the loader's state_dict() can be called and used."""
         return self.capabilities.state_methods > 0 and not self.capabilities.not_restartable
 
     @property
@@ -102,7 +103,8 @@ class SlotLoader:
         return by_own_methods(self.capabilities)
 
     def another(self, assignment: records_pb2.WorkerAssignment) -> Self:
-        """Return a loader object with the same input_fn for another assignment."""
+        """Return a new object of this class for the loader of another assignment, which gets input_fn in the same
+        way."""
         return type(self)(assignment, load=self._load_fn)
 
     # ---- making it
@@ -185,29 +187,30 @@ class SlotLoader:
     # ---- batches
 
     def changed_counts(self) -> bytes:
-        """Return the counts of samples that the batches since the last call have changed, encoded as in a BATCH frame;
-        b"" if the loader does not count."""
+        """Return the counts of samples (for example per source) that the batches since the last call have changed,
+        encoded as in a BATCH frame; b"" if the loader does not count its samples."""
         tally = self._tally
         return b"" if tally is None else tally.take()
 
     @property
     def key_field(self) -> str | None:
-        """Name of the field of a batch that holds its restore keys: the loader's attribute `key_field`; None without
-        one."""
+        """Name of the field of a batch that holds its restore keys (they say where each sample can be read again), from
+        the loader's attribute `key_field`; None if the loader has no such attribute."""
         name = getattr(self._loader, "key_field", None)
         return name if isinstance(name, str) else None
 
     def last_batch(self) -> tuple[list[range] | None, Mapping[Group, Sequence[int]] | None]:
-        """Return two facts about the batch that the loader yielded last: the sample numbers of the global batch, as
-        `skip` takes them, and the counts of the samples; None for each fact that the loader does not know."""
+        """Return two facts about the batch that the loader yielded last: the sample numbers of the global batch, in the
+        form that the loader's `skip` accepts, and the counts of its samples. Each is None if the loader does not know
+        it."""
         numbers, tally = getattr(self._loader, "last_samples", None), self._tally
         with self._user("last_samples()"):
             return (numbers() if callable(numbers) else None), (None if tally is None else tally.last)
 
     @property
     def _tally(self) -> Tally | None:
-        """Counts of the loader: the attribute `tally` of the loaders of penstock.data and of wrappers that forward the
-        attribute; None without it."""
+        """Object in which the loader counts its samples: the attribute `tally` of the loaders of penstock.data and of
+        wrappers that forward it; None if the loader has no such attribute."""
         if not self._counts:
             return None
         tally = self._loader.tally
@@ -229,7 +232,8 @@ class SlotLoader:
                 forks.leave()
 
     def _skip_quarantined(self) -> None:
-        """Skip the quarantined batches that are next at the present position."""
+        """Skip the batches at the present position that are quarantined, because they killed their runner again and
+        again."""
         position = self.position
         count = self._skips.get((position.epoch, position.total), 0)
         try:
@@ -237,8 +241,8 @@ class SlotLoader:
                 skip_batch(self._loader, self._iterator)
         except CannotSkipError as why:
             raise InputFnError(
-                f"{self.name}: batch {position.total + 1} killed its runner process each time, and cannot be skipped "
-                f'although poison="skip" is set: {why}. Mend the sample or the code that kills the process'
+                f"{self.name}: batch {position.total + 1} killed its runner process each time, and cannot be skipped, "
+                f'as poison="skip" requires: {why}. Mend the sample or the code that kills the process'
             ) from None
         self._skipped(position.epoch, count)
 
@@ -283,8 +287,8 @@ class SlotLoader:
             return self._loader.aggregate_state_dict(states)
 
     def plan_change(self, trial: coordinator_pb2.MixtureTrial, resume: Mapping[str, Any] | None) -> bytes:
-        """Try a change of the mixture's weights with the loader, which is used for nothing else afterwards; see
-        changed_mixture.py."""
+        """Try a change of the weights of the data sources that this loader mixes, and return the result as bytes; see
+        changed_mixture.py. The loader must not be used for anything else afterwards."""
         with self._user("plan_change()"):
             return plan_change(self._loader, trial, resume)
 
@@ -308,7 +312,8 @@ class SlotLoader:
         loader_generators.restore(self._loader, data)
 
     def reseed(self, *path: int | str) -> None:
-        """Seed all random generators with a seed derived from the run's seed, the slot and `path`."""
+        """Seed all random generators with a seed derived from the run's seed, the slot and `path`: words and numbers
+        that tell when in the run this is, such as ("left", 3, 120) when the loop has left epoch 3 after batch 120."""
         a = self.assignment
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *path))
         for number, generator in enumerate(loader_generators.given_to(self._loader)):
@@ -333,12 +338,15 @@ class SlotLoader:
 
     def failed(self, what: str, error: BaseException) -> PenstockError:
         """Return the error to raise for an exception of user code: a PenstockError unchanged, any other exception as
-        InputFnError. `what`: name of the call that raised the exception."""
+        InputFnError.
+
+        what: name of the call that raised the exception, for the message.
+        """
         if isinstance(error, PenstockError):
             return error
         return InputFnError(f"{self.name}: {what} raised {describe(error)}", remote_traceback=format_remote(error))
 
     def require_state(self) -> None:
-        """Raise NotRestartableError, with the reason, unless state_dict() can be called."""
+        """Raise NotRestartableError, with the reason, if the loader cannot be saved."""
         if self.capabilities.not_restartable:
             raise NotRestartableError(f"{self.name} cannot be saved: {self.capabilities.not_restartable}")

@@ -51,7 +51,8 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
             raise StateMismatchError(
                 f"{source.name}: the state was saved with another number of boxes or workers. To load such a state, "
                 f"the loader must have all four state methods, got {source.capabilities.state_methods or 'none'}. Use "
-                "the saved numbers, or add aggregate_state_dict and deaggregate_state_dict to the loader"
+                "the numbers of boxes and workers with which the state was saved, or add aggregate_state_dict and "
+                "deaggregate_state_dict to the loader"
             )
         source.resume_by_own_methods(resume["aggregated"], resume["strict"])
         keep(source.open_epoch(step=point.step), True)
@@ -62,10 +63,10 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
 
 
 def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str, Any]) -> bool:
-    """Return True if the loader of slot `slot`, made as worker `worker` and resumed by its own methods, continues with
-    the batch that followed in this slot when the state was saved.
+    """Return True if another slot's loader also resumes with the right batch: the loader of slot `slot`, made as worker
+    `worker` and resumed by its own methods, yields the batch that followed in this slot when the state was saved.
 
-    beside: loader of another slot of the same box (data-parallel rank).
+    beside: loader of the slot that resumes, in the same box (data-parallel rank).
     """
     a, part = beside.assignment, resume["slots"].get(slot)
     if part is None or not part["next_digest"]:
@@ -91,8 +92,8 @@ def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str
 
 
 class _Resume:
-    """Resume of one slot with the saved numbers of boxes and workers. Ways to the saved position are tried in turn, and
-    the first that leads to the delivered batches is used."""
+    """Resume of one slot with the saved numbers of boxes and workers. Ways to the saved position are tried one after
+    the other, and the first that leads to the delivered batches is used."""
 
     def __init__(
         self, source: RestorableLoader, part: dict[str, Any], total: int, epoch: int, then: int, keep: Keep, go: Go
@@ -144,14 +145,15 @@ class _Resume:
 
     @property
     def _any_wrong_epoch(self) -> bool:
-        """True if the resumed loader began its next epoch with a wrong batch on any worker of the box. All workers are
-        then replayed, so that their own states are counted from the same position."""
+        """True if the resumed loader began its next epoch with a wrong batch on any slot of the box. All slots are then
+        replayed, so that their own states are counted from the same position."""
         resume = self._source.resume
         assert resume is not None
         return any(RestartPoint.of(part).history.crossing == REPLAY for part in resume["slots"].values())
 
     def _rotations(self) -> list[ResumeWay]:
-        """Return the ways to resume that differ in the slot of the box that becomes worker 0; see `rotations`."""
+        """Return the ways to resume by the loader's own methods, which differ in the slot of the box that becomes
+        worker 0; see `rotations`."""
         a, resume = self._source.assignment, self._source.resume
         slots, point = len(a.start.slots), a.start
         turn = point.live[point.cursor] if point.HasField("first") else 0
@@ -173,7 +175,7 @@ class _Resume:
             if not _leads_on(source, slot, (slot - first) % slots, cast(dict[str, Any], resume)):
                 raise ReplayMismatchError(
                     f"{source.name}: resumed from the state after batch {self._total}, worker slot {slot} of the box "
-                    "would continue with another batch than when the state was saved (see penstock doctor)"
+                    "would continue with another batch than when the state was saved. Run penstock doctor to find why"
                 )
         self._by_own_methods((a.slot - first) % slots)
 
@@ -241,20 +243,19 @@ class _Resume:
         catch_up(source, self._then)
 
     def _go(self) -> None:
-        """Replay up to the saved position, and compare the last batch. Abandon each epoch that the training loop
-        abandoned, at the same batch."""
+        """Replay up to the saved position, and compare the last batch with the delivered one. Abandon each epoch that
+        the training loop abandoned, at the same batch."""
         source, digest = self._source, self._part["digest"]
         travel(source, Target(self._epoch, self._total, dict(self._history.abandoned)), self._replay)
         if digest and source.digest and source.digest != digest:
             raise ReplayMismatchError(
                 f"{source.name}: in a replay up to the saved position, batch {self._total} of the slot is not the one "
-                "that was delivered. The loader is not deterministic (see penstock doctor)"
+                "that was delivered. The loader is not deterministic: run penstock doctor"
             )
         catch_up(source, self._then)
 
     def _arrive(self) -> None:
-        """Compare the next batch with the batch that followed when the state was saved, if that batch's digest was
-        saved."""
+        """Compare the next batch with the one that followed when the state was saved, if its digest was saved."""
         source = self._source
         if not (self._part.get("next_digest", 0) and self._as_saved) or (source.by_own_methods and self._at_an_end):
             return
@@ -275,8 +276,9 @@ class _Resume:
         take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
         if batch is END or take(batch)[0] != self._part["next_digest"]:
             raise ReplayMismatchError(
-                f"{source.name}: resumed from its state after batch {self._total} of the slot, the loader yields "
-                f"{'no more batches' if batch is END else 'another batch'} than when the state was saved. Its "
-                "state_dict() must describe the position after the last batch that it has yielded (see penstock "
-                "doctor). If you changed the data or the code on purpose, use load_state_dict(state, strict=False)"
+                f"{source.name}: resumed from its state after batch {self._total} of the slot, the loader "
+                f"{'ends its epoch instead of yielding' if batch is END else 'yields another batch than'} the batch "
+                "that followed when the state was saved. Its state_dict() must describe the position after the last "
+                "batch that it has yielded (see penstock doctor). If you changed the data or the code on purpose, use "
+                "load_state_dict(state, strict=False)"
             )

@@ -21,7 +21,7 @@ def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Targ
     """Bring the loader to the position `target` from the first restart point of the plan that leads there. Return this
     restart point.
 
-    go: replays a leg (part of a replay within one epoch).
+    go: replays one leg (the part of a replay that lies in one epoch).
     """
     beginning = plan.nearest
 
@@ -42,23 +42,20 @@ def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Targ
 
 
 def restore(source: PositionedLoader, point: RestartPoint, target: Target, go: Go) -> None:
-    """Restore a restart point, then replay to the position `target`. `go` replays a leg."""
+    """Restore a restart point, then replay to the position `target`. `go` replays one leg (the part in one epoch)."""
     source.restore(point)
     travel(source, target.behind(point.history.abandoned), go)
 
 
 def begin(source: PositionedLoader, history: StreamHistory) -> None:
-    """Bring the loader to the beginning of its stream.
-
-    history: known history of the stream from the beginning on.
-    """
+    """Bring the loader to the beginning of its stream, with the history of the stream that is known."""
     source.history = history
     source.begin()
 
 
 def travel(source: PositionedLoader, target: Target, go: Go) -> None:
     """Replay from the loader's position to `target`. Abandon each epoch that the training loop abandoned, at the same
-    batch. `go` replays a leg."""
+    batch. `go` replays one leg (the part of the replay in one epoch)."""
     for leg in route(source.position.epoch, target):
         go(leg)
         if leg.leaves:
@@ -68,7 +65,7 @@ def travel(source: PositionedLoader, target: Target, go: Go) -> None:
 def replay(
     source: PositionedLoader, leg: Leg, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
 ) -> None:
-    """Replay one leg of a plan: batches of one epoch.
+    """Replay one leg of a plan, which is the part of a replay that lies in one epoch.
 
     Args:
         seen: called with each batch; must set `source.digest`.
@@ -80,19 +77,19 @@ def replay(
     if not source.seek(leg.total, leg.epoch, seen, open_epoch):
         raise ReplayMismatchError(
             f"{source.name}: in a replay, epoch {leg.epoch} ended after batch {source.position.total} of the slot, but "
-            f"batch {leg.total} had been delivered. The data have changed, or the loader is not deterministic (see "
-            "penstock doctor)"
+            f"batch {leg.total} had been delivered. The data have changed, or the loader is not deterministic: run "
+            "penstock doctor"
         )
     if before < leg.total and leg.digest and source.digest != leg.digest:
         raise ReplayMismatchError(
             f"{source.name}: in a replay from an earlier state, batch {leg.total} of the slot differs from the one "
-            "that was delivered. The loader is not deterministic (see penstock doctor)"
+            "that was delivered. The loader is not deterministic: run penstock doctor"
         )
 
 
 def catch_up(source: PositionedLoader, epoch: int) -> None:
-    """Advance to the beginning of epoch `epoch`. Raise ReplayMismatchError if an earlier epoch yields one more
-    batch."""
+    """Advance the loader to the beginning of epoch `epoch`. Raise ReplayMismatchError if an earlier epoch does not end
+    here, but yields one more batch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -100,7 +97,8 @@ def catch_up(source: PositionedLoader, epoch: int) -> None:
 
 
 def leave(source: PositionedLoader, epoch: int, total: int) -> None:
-    """Abandon epoch `epoch` after batch `total`, as the training loop did. The loader must be at this position."""
+    """Abandon epoch `epoch` after the slot's batch `total`, as the training loop did. The loader must be at this
+    position."""
     catch_up(source, epoch)
     if not source.is_open:
         source.open_epoch()

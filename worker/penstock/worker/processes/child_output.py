@@ -22,7 +22,8 @@ LONGEST_LINE = 8192
 LINES_PER_S = 200.0
 """Lines per second that are logged from one child on average, more than a person reads."""
 BURST = 1000
-"""Lines that one child may log at once above the average rate, for example a long traceback or a table of settings."""
+"""Number of lines that one child may log together although they exceed the average rate, for example a long traceback
+or a table of settings."""
 BYTES_PER_S = 16 << 20
 """Bytes per second that the daemon reads from one child. A child that writes faster blocks until its pipe has free
 space."""
@@ -31,14 +32,15 @@ READ_BYTES = 1 << 16
 PAUSE_S = 0.01
 """Seconds for which the daemon reads no output of a child that writes too fast."""
 REPORT_S = 1.0
-"""Seconds between two log lines about lines that were left out."""
+"""Seconds between two log lines that say how many lines of a child's output were left out."""
 QUEUED = 10_000
 """Largest number of log records that wait to be written while standard error is slow."""
 _CLOSE_S = 1.0
 
 
 class OutputLines:
-    """Splitter of one child's output into the lines to log. Pure: bytes and times are arguments."""
+    """Splitter of one child's output into the lines to log. It reads no clock and no file: bytes and times are
+    arguments."""
 
     def __init__(self, now: float) -> None:
         self._part = b""

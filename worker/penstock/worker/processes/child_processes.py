@@ -43,25 +43,28 @@ START_DEADLINE_S = 600.0
 """Largest number of seconds that a fork server may take to start; the default of --start-timeout. On a cold network
 file system importing torch takes minutes."""
 IDLE_SHARE = 0.1
-"""Part of the start deadline. A starting fork server is killed if it neither ran nor waited for a processor for this
-part."""
+"""Fraction of the start deadline. A starting fork server is killed if for so long it neither ran nor waited for a
+processor."""
 FORK_DEADLINE_S = 15.0
-"""Seconds without an answer after which a fork server that neither runs nor waits for a processor is replaced. A fork
-takes milliseconds, and longer on a busy machine."""
+"""Seconds without an answer after which a fork server (the process that forks the daemon's children) is replaced, if it
+neither runs nor waits for a processor. A fork takes milliseconds, and longer on a busy machine."""
 FORK_MOST_S = 300.0
 """Largest number of seconds for a fork on a busy machine."""
 STATUS_S = 0.25
 """Seconds that the daemon waits for the fork server's report of a dead child's exit status, before the daemon looks for
 the status itself."""
 LAST_STATUS_S = 2.5
-"""Seconds after which a dead child's exit status counts as unknown, because the fork server has reaped the child
-without reporting the status."""
+"""Seconds after a child's death at which its exit status counts as unknown: the fork server has reaped the child and
+not reported the status."""
 ORPHANS_LOOK_S = 0.03
-"""Seconds between two searches for orphans."""
+"""Seconds between two searches for orphans, which are processes that user code started and that outlived their runner.
+"""
 ORPHANS_LEAST_S = 1.0
-"""Seconds for which orphans are searched after a fork server has died."""
+"""Smallest number of seconds for which orphans (processes of user code without a parent) are searched after a fork
+server has died."""
 ORPHANS_S = 4.0
-"""Largest number of seconds for ending orphans, after a fork server has died and when the daemon ends."""
+"""Largest number of seconds for ending orphans (processes of user code without a parent), after a fork server has died
+and when the daemon ends."""
 KILL_S = 5.0
 """Seconds to wait until a killed process ends. A process that hangs in a driver or a file system does not end."""
 GROUP_S = GRACE_S + 1.0
@@ -191,7 +194,8 @@ class Child:
     # ---- end of a child
 
     def begun(self, pid: int, pidfd: int) -> None:
-        """Record the process that the fork server has forked for this child: its process id and pidfd."""
+        """Record the process that the fork server has forked for this child: its process id, and a pidfd (a descriptor
+        of the process)."""
         self.pid, self._process = pid, Process(pid, pidfd)
         self._process.on_end(self._ended)
         if self.unwanted:
@@ -288,8 +292,8 @@ _fork_servers: set[int] = set()
 async def end_orphans(least_s: float = 0.0) -> None:
     """Kill orphans: processes of user code that became children of this process when their fork server died.
 
-    least_s: seconds for which to search for orphans. Runners die a little later than their fork server, and only then
-    the runners' children become children of this process.
+    least_s: smallest number of seconds to search for orphans. Runners die a little later than their fork server, and
+    only then the runners' children become children of this process.
     """
     orphans, begun = Orphans(), time.monotonic()
     while orphans.end(_fork_servers) or time.monotonic() < begun + least_s:
@@ -372,8 +376,8 @@ class ForkServer:
         asyncio.get_running_loop().add_reader(started.control.fileno(), self._listen)
 
     def expect_main_script(self) -> None:
-        """Let the fork server import the modules for an input_fn from a training job's main script (`__main__`), before
-        it forks the next child."""
+        """Let the fork server import, before it forks the next child, the modules that an input_fn from a training
+        job's main script (`__main__`) needs."""
         if self._channel is not None and not self._main_script:
             self._main_script = True
             with contextlib.suppress(OSError):

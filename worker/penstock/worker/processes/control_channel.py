@@ -104,7 +104,7 @@ class MessageInbox:
             raise invalid_message(f"a control message must have at most {MAX_FDS} file descriptors, got {count}")
 
     def close(self) -> None:
-        """Close received descriptors that belong to no message taken so far."""
+        """Close the file descriptors that arrived with messages which were not taken."""
         while self._fds:
             os.close(self._fds.pop())
 
@@ -155,7 +155,8 @@ class ControlChannel:
         return self.sock.fileno()
 
     def forked(self) -> None:
-        """Disconnect the socket in a child that user code forked; see penstock.runtime.process.forks."""
+        """Disconnect the socket in a process that user code has forked, so that it cannot speak for the runner; see
+        penstock.runtime.process.forks."""
         if self._is_own(self.sock.fileno()):
             silence(self.sock.fileno())
 
@@ -295,7 +296,8 @@ def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
 
 
 def plain_detail(error: Exception) -> dict[str, str]:
-    """Return the fields of an ErrorDetail message for an error; texts are shortened to a bounded length."""
+    """Return an error as a dict with the fields of an ErrorDetail message: name, message and remote_traceback. Long
+    texts are shortened."""
     if isinstance(error, PenstockError):
         name, message, remote = type(error).__name__, error.message, error.remote_traceback
     else:

@@ -45,7 +45,7 @@ _REMEDY = (
 
 
 class OutOfMemory(Enum):
-    """Memory limit that was reached when the kernel killed a process of a child's control group."""
+    """Memory limit that was reached when the kernel killed a process of a child's control group (cgroup)."""
 
     NO = "no limit: the kernel has killed no process"
     OWN = "the group's own limit"
@@ -119,7 +119,7 @@ def out_of_memory(group: str) -> OutOfMemory:
 
 
 class ControlGroups:
-    """Control groups of one daemon's children. Made by `take`."""
+    """Control groups (cgroups) of one daemon's children. Made by `take`."""
 
     def __init__(self, own: Path, memory: int, processes: int, controllers: Sequence[str]) -> None:
         self.memory = memory
@@ -171,8 +171,8 @@ class ControlGroups:
             (self._own / RUNNERS / "pids.max").write_text(str(self._processes or "max"))
 
     def make(self) -> str:
-        """Make a control group for a child that is about to be forked. Return the group's folder; on failure log a
-        warning and return ""."""
+        """Make a control group for a child that is about to be forked, and return the group's folder. If that fails,
+        log a warning and return ""."""
         self._forget_empty()
         self._count += 1
         group = self._own / RUNNERS / str(self._count)
@@ -198,8 +198,8 @@ class ControlGroups:
         return group not in self._busy
 
     def kill(self, group: str) -> None:
-        """Kill all processes that are still in a dead child's group. Remove the group now, or when the next child's
-        group is made."""
+        """Kill all processes that are still in a dead child's group. The group's folder is removed now, or, if
+        processes take longer to end, when the next child's group is made."""
         if group in self._busy:
             with contextlib.suppress(OSError):  # no such file before Linux 5.14: orphans.py alone ends them
                 Path(group, "cgroup.kill").write_text("1")

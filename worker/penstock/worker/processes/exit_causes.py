@@ -11,7 +11,8 @@ __all__ = ["descriptors_closed", "how_it_ended"]
 
 
 def how_it_ended(status: int | None, progress_page: ProgressPage) -> str:
-    """Return how a runner ended, at which batch and in which activity, as a sentence without its subject.
+    """Return how a runner ended, at which batch and in which activity, as the end of a sentence whose subject the
+    caller puts before it.
 
     status: exit status, negative for a signal; None = unknown.
     """

@@ -118,7 +118,7 @@ def working_directory() -> str:
 
 
 def missing_packages(prefixes: Iterable[str]) -> list[str]:
-    """Return the module prefixes whose first package a fresh interpreter would not find. Nothing is imported."""
+    """Return those of the module prefixes whose top package a fresh interpreter would not find. Nothing is imported."""
     searched = [] if why_not_searched() else [os.getcwd()]
     return [prefix for prefix in prefixes if prefix != "*" and not _found(prefix.partition(".")[0], searched)]
 

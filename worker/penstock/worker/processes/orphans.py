@@ -43,16 +43,18 @@ def forget_shared_memory(pids: Collection[int]) -> None:
 
 
 class Orphans:
-    """Orphans of this process: children that this process did not start, but inherited when their parent died."""
+    """Processes that became children of this process when their own parent died, and that this process did not
+    start."""
 
     def __init__(self) -> None:
         self._spared: dict[int, float] = {}  # pid -> time at which the orphan is killed, monotonic seconds
 
     def end(self, own_pids: Collection[int]) -> bool:
-        """Kill the orphans, and reap dead ones. Return True if some still live; the caller must then call again soon.
+        """Kill the orphans (children that this process did not start), and reap dead ones. Return True if some still
+        live; the caller must then call again soon.
 
-        own_pids: process ids of the children that this process started. Children in this process's own process group
-        do not count as orphans either.
+        own_pids: process ids of the children that this process started. Children in this process's own process group do
+        not count as orphans either.
         """
         living, dead = [], set()
         for pid in _orphans_of(own_pids):
@@ -73,7 +75,8 @@ class Orphans:
         return bool(living)
 
     def spares(self, own_pids: Collection[int]) -> bool:
-        """Return True if one of the orphans is of a kind that gets time to clean up. `own_pids`: see `end`."""
+        """Return True if one of the orphans is of a kind that gets time to clean up. `own_pids`: process ids of the
+        children that this process started."""
         return any(map(_cleans_up, _orphans_of(own_pids)))
 
 

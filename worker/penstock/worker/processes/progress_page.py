@@ -27,7 +27,7 @@ EARLY = 256
 """Number of first batches of a runner whose digests are kept too, so that early snapshots of a fast runner can be
 verified."""
 ENDS = 1024
-"""Number of newest epoch ends that are kept."""
+"""Number of newest epoch ends that the page holds."""
 _HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
 _ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
 _END = struct.Struct("<QQ")  # epoch, total
@@ -49,7 +49,7 @@ ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """Record of one batch.
+    """Record of one batch of a runner.
 
     total: number of the batch in its slot, counted from 1 over all epochs. epoch: the batch's epoch, from 0. digest:
     hash of the batch's content, 64 bits. samples: number of samples in all batches of the slot up to this batch,
@@ -87,7 +87,8 @@ class ProgressPage:
         return cls(fd)
 
     def forked(self) -> None:
-        """Detach the page in a child that user code forked; see penstock.runtime.process.forks."""
+        """Detach the page in a process that user code has forked, so that it cannot write into the runner's page; see
+        penstock.runtime.process.forks."""
         unshare(self._map, self.fd)
         silence(self.fd)
 
@@ -99,8 +100,12 @@ class ProgressPage:
     # ---- the runner writes
 
     def set_position(self, total: int, epoch: int, samples: int) -> None:
-        """Record the position at which the runner starts, or to which the runner returns after an abandoned epoch
-        (`break`). Batches before this position may have no record in the page."""
+        """Record the position at which the runner starts, or to which it returns after an epoch that the loop abandoned
+        by `break`. Batches before this position may have no record in the page.
+
+        total: number of batches that the slot has made over all epochs. epoch: number of the epoch. samples: number of
+        samples in these batches.
+        """
         if self._first is None:
             self._first = self._last = total
         else:
@@ -111,7 +116,7 @@ class ProgressPage:
         self._write_head()
 
     def replayed(self) -> None:
-        """Record that a batch was made again by a replay."""
+        """Record that a replay has made one more batch."""
         self._replayed += 1
         self._write_counts()
 
@@ -126,7 +131,7 @@ class ProgressPage:
         self._write_head()
 
     def note(self, total: int, epoch: int, digest: int, samples: int) -> None:
-        """Record the digest of a batch that is about to be sent, or that a replay has made again."""
+        """Record the digest of one batch, which is about to be sent or which a replay has made."""
         entry = _ENTRY.pack(total, epoch, digest, samples)
         self._put(_ENTRIES_AT + total % ENTRIES * _ENTRY.size, entry)
         if self._recorded < EARLY:
@@ -134,7 +139,7 @@ class ProgressPage:
             self._recorded += 1
 
     def end(self, epoch: int, total: int) -> None:
-        """Record that an epoch ended after the slot's batch `total`, which is counted over all epochs."""
+        """Record that epoch `epoch` ended after the slot's batch `total`, which is counted over all epochs."""
         self._put(_ENDS_AT + self._ends % ENDS * _END.size, _END.pack(epoch, total))
         self._ends += 1
         self._write_head()
@@ -158,8 +163,8 @@ class ProgressPage:
         self._write_head()
 
     def here(self, epoch: int, skipped: int) -> None:
-        """Record the epoch of the batch that the runner makes next, and the number of batches skipped right before that
-        batch."""
+        """Record the epoch of the batch that the runner makes next, and the number of quarantined batches skipped right
+        before that batch."""
         self._put(_HERE_AT, _HERE.pack(epoch, skipped))
 
     def note_assignment_read(self) -> None:
@@ -225,8 +230,8 @@ class ProgressPage:
 
     @property
     def making(self) -> tuple[int, int] | None:
-        """Epoch of the batch that the runner makes now, and the number of batches skipped right before that batch; None
-        while the runner makes no batch."""
+        """Epoch of the batch that the runner is making, and the number of quarantined batches skipped right before it;
+        None while the runner makes no batch."""
         if ACTIVITIES[self._activity % len(ACTIVITIES)] != "next":
             return None
         epoch, skipped = _HERE.unpack_from(self._map, _HERE_AT)
@@ -238,7 +243,8 @@ class ProgressPage:
         return int(_HERE.unpack_from(self._map, _HERE_AT)[0])
 
     def entry(self, total: int) -> BatchRecord | None:
-        """Return the record of the slot's batch `total`, None if the page does not hold that record any more."""
+        """Return the record of the slot's batch number `total`, counted over all epochs; None if the page no longer
+        holds it."""
         for start, count in ((_ENTRIES_AT, ENTRIES), (_EARLY_AT, EARLY)):
             entry = BatchRecord(*_ENTRY.unpack_from(self._map, start + total % count * _ENTRY.size))
             if entry.total == total and total:

@@ -38,8 +38,8 @@ PROBE_S = 60.0
 
 @dataclass(frozen=True)
 class RunnerUser:
-    """User other than root that runners run as, from the system's user database. A number that is missing there gets a
-    group of the same number."""
+    """User other than root that runners run as. A user given by a number that is not in the system's user database gets
+    a group of the same number."""
 
     name: str
     uid: int
@@ -76,7 +76,8 @@ class RunnerUser:
         libc = ctypes.CDLL(None, use_errno=True)
         # A change of user drops root's capabilities only if no securebits keep them, so they are dropped explicitly.
         if libc.capset((ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()) != 0:
-            raise OSError(ctypes.get_errno(), "the runner could not drop the capabilities of root")
+            why = "the runner could not drop root's capabilities. Start the worker as that user, without runner_user"
+            raise OSError(ctypes.get_errno(), why)
         # The kernel makes a process that changed its user undumpable, which also locks out the user's debuggers and
         # profilers.
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)

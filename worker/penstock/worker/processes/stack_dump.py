@@ -23,9 +23,9 @@ from penstock.runtime.process.watch import Process, stat_of
 __all__ = ["SIGNAL", "StackFile", "state_of", "write_stacks_to"]
 
 SIGNAL = signal.SIGRTMAX - 2
-"""Signal that makes a child write its stacks: a real-time signal, because libraries and users rarely use these."""
+"""Signal at which a child writes its stacks. It is a real-time signal, because libraries and users rarely use these."""
 SIZE = 32 << 10
-"""Size of the file, in bytes."""
+"""Size of the file in memory that holds a child's stacks, in bytes."""
 SHOWN = 8 << 10
 """Largest number of characters of a stack in an error. The oldest frames are cut, because the newest are first."""
 WAIT_S = 1.0
@@ -64,7 +64,7 @@ class StackFile:
         self.fd = -1
 
     def read(self) -> str:
-        """Return the stacks that the child has written since the last `clear`."""
+        """Return the stacks that the child has written since the last `clear`, as text; "" without any."""
         if self.fd < 0:
             return ""
         text = os.pread(self.fd, SIZE, 0).split(b"\0", 1)[0].decode(errors="replace")

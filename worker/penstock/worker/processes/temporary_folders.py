@@ -43,7 +43,7 @@ class TemporaryFolders:
             )
 
     def make(self) -> str:
-        """Make a directory for a child and return its path. Return "" on failure; multiprocessing then makes a
+        """Make a directory for a child and return its path. If that fails, return "", and multiprocessing makes a
         directory itself."""
         if self._folder is None:
             return ""

@@ -50,9 +50,9 @@ def _check_module(what: str, module: str, allow: Sequence[str]) -> None:
 
 
 def check_plain(spec: records_pb2.LoaderSpec) -> None:
-    """Raise InputFnNotAllowedError for a spec with a search path or a script from which code would be imported. Both
-    are accepted in embedded mode only, where training process and worker belong to one user. Elsewhere both would
-    bypass the list of allowed prefixes."""
+    """Raise InputFnNotAllowedError if the description of a loader holds a search path or a script from which code would
+    be imported. Both are accepted in embedded mode only, where training process and worker belong to one user.
+    Elsewhere they would bypass the list of allowed modules."""
     if spec.main_path or spec.sys_path:
         raise InputFnNotAllowedError(
             f"input_fn {spec.input_fn!r} was sent with a search path or a script of the training job, which only an "
@@ -106,7 +106,7 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
 
 def _comes_with_arguments(*args: Any, **kwargs: Any) -> Any:
     raise InputFnNotFoundError(
-        "input_fn cannot be imported by name, and was not sent by value. Define it at the top level of a module"
+        "input_fn cannot be imported by its name, and was not sent as a pickle. Define it at the top level of a module"
     )
 
 

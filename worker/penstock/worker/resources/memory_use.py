@@ -21,8 +21,8 @@ __all__ = ["family", "held_by"]
 def held_by(runner: int, enough: int = 0) -> int:
     """Return the memory that the runner and all its descendants hold, in bytes; 0 if the runner is gone.
 
-    enough: number of bytes. A result up to `enough` may be too high, because it is a plain sum, which counts shared
-    memory more than once. A result above `enough` is exact.
+    enough: number of bytes below which a rough result will do. A result up to `enough` may be too high, because shared
+    memory is counted once for each process. A result above `enough` is exact.
     """
     all_of_it = family(runner)  # the runner is a subreaper: all its descendants stay below it
     most = sum(_sizes(pid, "status", "RssAnon", "VmSwap") for pid in all_of_it)

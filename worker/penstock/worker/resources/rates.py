@@ -42,8 +42,8 @@ class BatchRates:
     _total: int = 0
     _worked_s: float = 0.0
     _used: ProcessorUse = NOTHING
-    """Processor time used up to the newest batch that the rates include. `_worked_s` counts seconds of work up to the
-    same batch."""
+    """Processor time that the runner had used when it finished the newest batch that the rates include. `_worked_s`
+    counts its seconds of work up to the same batch."""
     _done: int = 0
 
     def due(self, now: float) -> bool:
@@ -51,7 +51,7 @@ class BatchRates:
         return now - self.since >= WINDOW_S
 
     def look(self, now: float, total: int, worked_s: float, used: ProcessorUse = NOTHING) -> None:
-        """Update the rates from a reading of the progress page, if one is due.
+        """Update the rates from a reading of the progress page, if WINDOW_S seconds have passed since the last one.
 
         Args:
             now: monotonic time, seconds.

@@ -1,4 +1,5 @@
-"""A queue for tasks that take seconds of processor time: a few tasks run at a time, the others wait in order.
+"""A queue for tasks that take seconds of processor time. A few tasks run at a time; the others wait in order. A task's
+*turn* is its place in the queue, and later its permission to run.
 
 Starting a runner takes an interpreter, torch and the user's imports. If fifty runners start at once on two cores, each
 start takes many times longer and exceeds its deadline. So the number of simultaneous starts is the number of
@@ -21,30 +22,31 @@ from penstock.worker.resources.processor_time import LOOK_S, ProcessorDemand
 __all__ = ["QueueTurn", "TurnQueue"]
 
 TURN_S = 10.0
-"""Largest number of seconds that a starting runner keeps its turn while it is busy."""
+"""Largest number of seconds for which a starting runner that is busy keeps the next one in the queue waiting."""
 IDLE_SHARE = 0.3
-"""Share of a processor below which a starting runner counts as idle, which ends its turn."""
+"""Fraction of a processor below which a starting runner counts as idle, so that the next one in the queue may start."""
 IDLE_LOOKS = 2
-"""Number of consecutive measurements below IDLE_SHARE after which a runner's turn ends."""
+"""Number of consecutive measurements below IDLE_SHARE after which the next runner in the queue may start."""
 
 
 class QueueTurn:
-    """Turn of one task, made by `TurnQueue.join`. The turn waits in the queue, then the task runs, then the turn is
-    over."""
+    """Place of one task in a TurnQueue, made by `TurnQueue.join`. First the task waits, then it may run, then `end`
+    makes room for the next task."""
 
     def __init__(self, queue: TurnQueue) -> None:
         self._queue = queue
         self.over = asyncio.Event()
         self.came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Future that is done once the turn has begun."""
+        """Future that is done once the task may run."""
 
     @property
     def position(self) -> int:
-        """Number of the task (start of a runner, or helper task) in the queue, from 1; 0 once the task may run."""
+        """Position of the task in the queue, counted from 1; 0 once the task may run. (The task is a start of a runner,
+        or a task of a helper process.)"""
         return self._queue.position_of(self)
 
     async def end_when_idle(self, pid: int) -> None:
-        """End the turn as soon as the starting runner, process `pid`, uses almost no processor time, and after TURN_S
+        """Call `end` as soon as the starting runner, process `pid`, uses almost no processor time, and after TURN_S
         seconds in any case."""
         demand, idle, until = ProcessorDemand(pid), 0, time.monotonic() + TURN_S
         while idle < IDLE_LOOKS and time.monotonic() < until and not self.over.is_set():
@@ -54,7 +56,7 @@ class QueueTurn:
         self.end()
 
     def end(self) -> None:
-        """End the turn, so that the next one begins. A second call does nothing."""
+        """Leave the queue, so that the next task may run. A second call does nothing."""
         if not self.over.is_set():
             self.over.set()
             self._queue.leave(self)
@@ -64,7 +66,7 @@ class TurnQueue:
     """Queue that lets a limited number of tasks run at the same time.
 
     Args:
-        at_once: largest number of turns at the same time.
+        at_once: largest number of tasks that run at the same time.
     """
 
     def __init__(self, at_once: int) -> None:
@@ -73,23 +75,23 @@ class TurnQueue:
         self._urgent: dict[QueueTurn, None] = {}
         self._others: dict[QueueTurn, None] = {}
         self._positions: dict[QueueTurn, int] = {}
-        """Positions of the waiting turns, computed when one is requested."""
+        """Position of each waiting task, from 1, computed when one is requested."""
         self._lent: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
-        """Return the number of turns that wait."""
+        """Return the number of tasks that wait."""
         return len(self._urgent) + len(self._others)
 
     def position_of(self, turn: QueueTurn) -> int:
-        """Return how many tasks come up to and with this one, counted from 1; 0 if it may run."""
+        """Return the position of a waiting task in the queue, counted from 1; 0 if the task may run."""
         if len(self._positions) != len(self):
             self._positions = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
         return self._positions.get(turn, 0)
 
     def join(self, *, urgent: bool = False) -> QueueTurn:
-        """Add a turn to the queue and return the turn. The caller must `end` the turn.
+        """Add a task to the queue, and return its place there. The caller must call `end` of the place.
 
-        urgent: True puts the turn behind the last urgent one and before all others, False at the end of the queue.
+        urgent: True puts the task behind the last urgent one and before all others, False at the end of the queue.
         """
         turn = QueueTurn(self)
         (self._urgent if urgent else self._others)[turn] = None
@@ -97,7 +99,7 @@ class TurnQueue:
         return turn
 
     def leave(self, turn: QueueTurn) -> None:
-        """Remove a turn from the queue; called by QueueTurn.end."""
+        """Remove a task from the queue, whether it waits or runs. Called by QueueTurn.end."""
         waiting = self._urgent if turn in self._urgent else self._others
         if turn in waiting:
             del waiting[turn]
@@ -108,7 +110,7 @@ class TurnQueue:
 
     @contextlib.asynccontextmanager
     async def turn(self, *, urgent: bool) -> AsyncIterator[None]:
-        """Wait for a turn, and end the turn at the end of the `with` block."""
+        """Wait until the caller may run, and let the next task run at the end of the `with` block."""
         turn = self.join(urgent=urgent)
         try:
             await turn.came

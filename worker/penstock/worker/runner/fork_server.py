@@ -113,8 +113,8 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _collected_once() -> Iterator[None]:
-    """Turn the garbage collector off while modules are imported in the `with` block, and exempt the modules' objects
-    from later collections.
+    """Turn the garbage collector off while modules are imported in the `with` block, and exempt their objects from
+    later collections.
 
     The collector would scan all objects again and again, for a fifth of the time that importing torch takes. Garbage
     from the imports, one MiB, stays too: finding it would take 0.1 s.
@@ -126,15 +126,15 @@ def _collected_once() -> Iterator[None]:
 
 
 def _load_for_main_script() -> None:
-    """Import pydantic. Each runner that loads a training job's main script imports penstock.client, which imports
-    pydantic in 0.1 s of processor time."""
+    """Import pydantic before runners are forked that load a training job's main script. That script imports
+    penstock.client, which needs pydantic; each runner would otherwise spend 0.1 s of processor time on it."""
     with _collected_once():
         import pydantic_settings  # noqa: F401
 
 
 def _reap(children: dict[int, int], channel: ControlChannel, orphans: Orphans) -> None:
-    """Reap dead children, and report their exit status to the daemon. Before a child is reaped, while its process id
-    cannot be reused, its process group is killed."""
+    """Reap dead children, and report their exit status to the daemon. A child's process group is killed first, while
+    the child's process id cannot yet be reused."""
     for pid in list(children):
         if not has_ended(pid):
             continue
@@ -167,10 +167,10 @@ def _fork(message: ControlMessage, channel: ControlChannel, own: Iterable[int]) 
 
 
 def _drop_privileges(tempdir: str) -> None:
-    """Drop the privileges that user code must not have: change the user and enter the sandbox, as the fork server's
-    command line says.
+    """Drop the privileges of a forked child that user code must not have: change the user and enter the sandbox, as the
+    fork server's command line says.
 
-    tempdir: directory for the sockets of multiprocessing, used only if the present user may write to it.
+    tempdir: directory for the sockets of multiprocessing, used only if the new user may write to it.
     """
     for trait in sys.argv[3:]:
         if trait.startswith("user="):

@@ -84,8 +84,8 @@ def _serve(channel: ControlChannel) -> None:
     """Fork a child for each task that arrives. Return when the daemon closes the channel, when the process of a task
     fails, or when processes outlive their task.
 
-    The daemon repeats a failed task in a fresh child, which reports the error. The fork server kills processes that
-    outlive their task.
+    The daemon repeats a failed task in a fresh child of the fork server, which reports the error. The fork server kills
+    processes that outlive their task.
     """
     while True:
         readable(channel.fileno())

@@ -49,7 +49,7 @@ __all__ = ["InProcessSlot", "MadeBatch", "SlotState"]
 
 @dataclass(frozen=True)
 class MadeBatch:
-    """Batch in the form in which a runner writes a batch into its ring, but in ordinary memory."""
+    """Batch as one region of memory, in the form in which a runner writes it into its ring, but in ordinary memory."""
 
     structure: Structure
     shapes: list[int]
@@ -60,28 +60,28 @@ class MadeBatch:
     digest: int
     samples: int
     counts: bytes
-    """Counts (of samples per source) that the batch has changed, encoded as in a BATCH frame."""
+    """Counts (of samples per source) that this batch has changed, encoded as in a BATCH frame."""
 
 
 @dataclass(frozen=True)
 class SlotState:
-    """State of one slot at a position: its part of a saved state."""
+    """State of one slot's loader at a position: the slot's part of a saved state."""
 
     data: bytes
     """Encoded restart point: a state of the loader and its position, as in a daemon's answer to a state request."""
     samples: int
     """Number of samples in all the slot's batches up to the position."""
     digest: int
-    """Hash of the batch before the position."""
+    """Digest (hash) of the batch before the position."""
     next_digest: int = 0
-    """Hash of the batch after the position; 0 = not known."""
+    """Digest (hash) of the batch after the position; 0 = not known."""
     next_epoch: bool = False
     """True if the batch after the position belongs to the next epoch."""
 
 
 @dataclass(frozen=True)
 class _BatchRecord:
-    """Record of a batch that was made."""
+    """Facts about one batch that the loader has made."""
 
     epoch: int
     digest: int
@@ -107,7 +107,7 @@ class InProcessSlot:
     Args:
         assignment: assignment as for a daemon; `assignment.loader` has a name and options, and no arguments.
         make: calls input_fn with its arguments.
-        resume: encoded state from which the attempt resumes; b"" to start fresh.
+        resume: encoded state from which this launch of the job resumes; b"" to start fresh.
         noted: number of newest batches whose digests are kept.
     """
 
@@ -134,8 +134,8 @@ class InProcessSlot:
     # ---- the stream
 
     def prepare(self) -> None:
-        """Make the loader and bring it to the slot's start position, once. Raise the errors that a runner would
-        report."""
+        """Make the loader and bring it to the slot's start position, unless that was done already. Raise the errors
+        that a runner would report."""
         if self._source is not None:
             return
         with self._globals.in_place(), _reraise_interrupts():
@@ -146,7 +146,11 @@ class InProcessSlot:
             self.capabilities.looked_at_assignment = assignments.looked_at()
 
     def next(self, step: int, epoch: int, total: int) -> MadeBatch | None:
-        """Return the slot's batch `total + 1`, for training step `step` of the box; None at the end of the epoch.
+        """Return the slot's next batch, which has the number `total + 1`, for training step `step` of the box; None at
+        the end of the epoch.
+
+        epoch, total: the position before the batch: number of the epoch, and of the slot's batches over all epochs. If
+        the loader is elsewhere, it is brought there first.
 
         Ctrl-C in the user's code, and quitting a debugger there, are raised unchanged and not as an InputFnError,
         because both are meant for the whole process. The loader is then dropped, with a batch that was made and not
@@ -172,8 +176,8 @@ class InProcessSlot:
         return made
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon epoch `epoch` (the loop ended by `break`) after the slot's batch `total`. The loader may have reached
-        the epoch's end already."""
+        """Abandon epoch `epoch`, because the loop ended by `break` after the slot's batch `total`. The loader may
+        already have reached the epoch's end."""
         source = self._ready()
         position = source.position
         with self._globals.in_place():
@@ -191,7 +195,8 @@ class InProcessSlot:
         self._lost = True
 
     def failure(self, error: BaseException) -> PenstockError:
-        """Return the error that a runner would report for an exception raised while it made the next batch."""
+        """Return the error that a runner would report for the exception `error`, raised while it made the next
+        batch."""
         source = self._ready()
         return source.failed(f"batch {source.position.total + 1}", error)
 
@@ -220,8 +225,8 @@ class InProcessSlot:
         return self._rebuilt(position.epoch, position.total) if self._lost else self._source
 
     def _rebuilt(self, epoch: int, total: int) -> RestorableLoader:
-        """Replace the loader by a new one at the position after batch `total` in epoch `epoch`, as a replacement runner
-        would. Return the new loader."""
+        """Replace the loader by a new one at the position after the slot's batch `total` in epoch `epoch`, as a
+        replacement runner would. Return the new loader."""
         if self._source is not None:
             self._source.drop()
         self._globals, noted = ProcessGlobals(), self._log.get(total)
@@ -249,8 +254,8 @@ class InProcessSlot:
         catch_up(source, target.epoch)
 
     def _keep(self, source: RestorableLoader, point: RestartPoint, begins: bool) -> None:
-        """Keep the restart point if the attempt (a launch of the run) begins there. Ignore later restart points, unlike
-        a runner."""
+        """Keep the restart point if this launch of the job begins there. Ignore later restart points, which only a
+        runner needs."""
         if not begins:
             return
         self._unsaved = source.unsaved
@@ -292,8 +297,8 @@ class InProcessSlot:
     def state(self, epoch: int, delivered: int, total: int, step: int) -> SlotState:
         """Return the slot's part of a state at a position that the loader has reached.
 
-        delivered: number of the slot's batches in epoch `epoch` up to the position. total: number of its batches in all
-        epochs. step: training step of the box (data-parallel rank) at the position.
+        epoch: number of the position's epoch. delivered: number of the slot's batches in this epoch up to the position.
+        total: number of its batches in all epochs. step: training step of the box (data-parallel rank) at the position.
         """
         source = self._ready()
         if self._unsaved is not None and self.capabilities.state_methods:
@@ -354,7 +359,7 @@ class InProcessSlot:
         if result.get("elsewhere") or result["ended"]:
             raise StateUnavailableError(
                 f"{source.name}: the state of step {step} cannot be saved: a replay of the epoch ends at another "
-                "batch. The loader is not deterministic (see penstock doctor)"
+                "batch. The loader is not deterministic: run penstock doctor"
             )
         return SlotState(
             data, result["samples"], result["digest"], result["following"], result["over"] and result["following"] > 0

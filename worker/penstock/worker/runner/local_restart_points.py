@@ -15,16 +15,16 @@ __all__ = ["EncodedPoint", "LocalRestartPoints", "Return"]
 KEPT_POINTS = 16
 """Number of newest epoch starts that are always kept, and largest number of snapshots that are kept."""
 KEPT_BYTES = 64 << 20
-"""Total size in bytes up to which more than KEPT_POINTS epoch starts are kept: one more for each epoch that the runner
+"""Total size in bytes up to which a runner keeps more than KEPT_POINTS epoch starts: one more for each epoch that it
 may be ahead of the training loop."""
 CHECKED_BATCHES = 4
-"""Smallest number of batches from a snapshot to the position to return to. The replay compares these batches, because
-the snapshot is not verified."""
+"""Smallest number of batches between a snapshot and the position to which the runner returns from it. The snapshot is
+not verified, so these batches are replayed and compared."""
 
 
 @dataclass(frozen=True)
 class EncodedPoint:
-    """Encoded restart point, with its epoch and the number of the slot's batches before it (`total`)."""
+    """Encoded restart point, with its epoch and `total`, the number of the slot's batches before it over all epochs."""
 
     epoch: int
     total: int
@@ -33,34 +33,37 @@ class EncodedPoint:
 
 @dataclass(frozen=True)
 class Return:
-    """Plan for returning to a position in an epoch, after the runner has made batches beyond that position."""
+    """Plan by which a runner returns to the position where the training loop abandoned an epoch, after it has made
+    batches beyond that position. The attributes are the restart points that may lead there; None = no such point is
+    kept."""
 
     inside: EncodedPoint | None
-    """Newest snapshot in the position's epoch that lies at least CHECKED_BATCHES before the position, so that the
-    replay compares batches."""
+    """Newest snapshot in the position's epoch that lies at least CHECKED_BATCHES batches before the position, so that
+    the replay compares batches."""
     epoch_start: EncodedPoint | None
     """Newest start of the position's epoch that lies at or before the position."""
     earlier: EncodedPoint | None
     """Newest restart point before the position's epoch: a snapshot, or the start of the run's first epoch."""
     first: EncodedPoint | None
     """Newest restart point before the position's epoch, used if `epoch_start` has failed its test. A restart point in
-    the run's first epoch counts only if the position is in the second epoch."""
+    the run's first epoch is used only if the position is in the second epoch."""
     there: EncodedPoint | None
     """Newest snapshot taken exactly at the position to return to."""
     probe: Target | None = None
-    """Position to which a replay from `epoch_start` must lead before `epoch_start` is trusted; None: no test. Set if
-    the training loop took no batch of the epoch: the return itself then replays no batch that could be compared."""
+    """Position to which a replay from `epoch_start` must lead before `epoch_start` is trusted; None: `epoch_start` is
+    not tested. Set if the training loop took no batch of the epoch: the return itself then replays no batch that could
+    be compared."""
 
     def ways(self, *, origin_doubted: bool) -> list[EncodedPoint]:
         """Return the restart points to try, the best first; empty if none is kept.
 
         The first is a snapshot before the position. The second is the epoch's start, which is wrong for a loader that
-        begins an epoch in its first next(). The third is a point before the epoch. The last is a snapshot of exactly
-        the position: a loader whose state was loaded there, and which has yielded nothing since, may not know that it
-        is in the middle of an epoch, and would continue this epoch when the next one is opened.
+        begins an epoch in its first next(). The third is a restart point before the epoch. The last is a snapshot of
+        exactly the position: a loader whose state was loaded there, and which has yielded nothing since, may not know
+        that it is in the middle of an epoch, and would continue this epoch when the next one is opened.
 
-        origin_doubted: True if the epoch's start has failed its test (`probe`). Then a point before the epoch is tried
-        first.
+        origin_doubted: True if the epoch's start has failed its test (`probe`). Then a restart point before the epoch
+        is tried first.
         """
         doubted = origin_doubted and self.inside is None
         order = [self.first if doubted else None, self.inside, self.epoch_start, self.earlier, self.there]
@@ -68,7 +71,7 @@ class Return:
 
 
 class LocalRestartPoints:
-    """Newest epoch starts and snapshots of a runner's loader."""
+    """A runner's own copies of its loader's newest epoch starts and snapshots."""
 
     def __init__(self) -> None:
         self._origins: deque[EncodedPoint] = deque()
@@ -92,7 +95,7 @@ class LocalRestartPoints:
                 points.pop()
 
     def plan_return(self, target: Target, *, exact: bool, following: int = 0) -> Return:
-        """Plan how to return to the position `target`.
+        """Plan how the runner returns to the position `target`, where the training loop abandoned an epoch.
 
         Args:
             exact: True if the loader's snapshots need no verification.

@@ -112,19 +112,21 @@ def _verify(
     opened: RestartPoint | None = None,
 ) -> dict[str, Any]:
     """Return the result of a verification as fields: `same` is True if the restart point leads to the delivered
-    batches; otherwise `differs` and `what` say which batch differs and how.
+    batches; otherwise `differs` and `what` say which batch differs and how, and `alike` says if a new loader makes the
+    slot's first batches again.
 
     Args:
         source: a newly built loader.
         point: the restart point to verify.
         fields: fields of the task.
-            `digests`: total -> [epoch, digest] of the delivered batches after the restart point. If some belong to
-                later epochs, the loader's crossing (its way into the next epoch) is found too; see epoch_crossing.py.
+            `digests`: number of the batch in its slot -> [epoch, digest], for the delivered batches after the restart
+            point. If some belong to later epochs, the loader's crossing (its way into the next epoch) is found too; see
+            epoch_crossing.py.
             `crossing`: the crossing known so far.
             `left`: True if the training loop abandoned the restart point's epoch after the last of its batches.
             `generators`: see _compare.
             `early`: like `digests`, for the slot's first batches, or empty. If the restart point is wrong, these
-                batches are compared with those of a new loader.
+            batches are compared with those of a new loader.
         opened: a snapshot of the streaming loader after the first batch of the next epoch.
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
@@ -156,9 +158,12 @@ def _find_crossing(
     known: str,
     opened: RestartPoint | None,
 ) -> str:
-    """Return the crossing (way into the next epoch, crossing_kinds.py) with which the loader, at the end of its epoch,
-    continues with the batches `beyond` of later epochs. Return `known` if it is still right, otherwise a more careful
-    crossing."""
+    """Return the crossing (way into the next epoch, crossing_kinds.py) with which the loader, now at the end of its
+    epoch, continues with the right batches of later epochs. Return `known` if it is still right, otherwise a more
+    careful crossing.
+
+    beyond: number of the batch -> (epoch, digest), for the delivered batches of later epochs.
+    """
     end, position = source.rng(), source.position.copy()
     for way in to_try(known):
         source.position = position.copy()
@@ -182,10 +187,11 @@ def _leads_on(
     replay_digest: ReplayDigest,
     opened: RestartPoint | None,
 ) -> bool:
-    """Return True if the loader, between two epochs, continues with the batches `beyond`.
+    """Return True if the loader, which is between two epochs, continues with the right batches.
 
-    opened: snapshot of the streaming loader after the first of these batches. The loader's state must equal this
-    snapshot, because later epochs may depend on the state.
+    beyond: number of the batch -> (epoch, digest), for the delivered batches of later epochs. opened: snapshot of the
+    streaming loader after the first of these batches. The loader's state must equal this snapshot, because later epochs
+    may depend on the state.
     """
     for epoch in sorted({epoch for epoch, _ in beyond.values()}):
         while source.position.epoch < epoch:
@@ -210,8 +216,9 @@ def _compare(
     """Make the delivered batches of epoch `epoch` again. Return the number of the first batch that differs, and a text
     that says how; 0 and "" if all batches are the same.
 
-    generators: hash of the random generators after the first batch, 0 if not known. opened: snapshot of the streaming
-    loader after one of the batches; the loader must be in the same state there.
+    delivered: number of the batch -> (epoch, digest). generators: hash of the random generators after the first batch,
+    0 if not known. opened: snapshot of the streaming loader after one of the batches; the loader must be in the same
+    state there.
     """
     while (expected := delivered.get(source.position.total + 1)) is not None and expected[0] == epoch:
         batch = source.next()
@@ -230,7 +237,7 @@ def _compare(
 
 
 def _equals(source: RestorableLoader, point: RestartPoint) -> bool:
-    """Return True if the states of the loader and of the random generators equal the states in the snapshot."""
+    """Return True if the states of the loader and of the random generators equal those in the snapshot `point`."""
     state = source.state(point.step or point.position.total)[0]
     return source.rng() == point.rng and encode_state(state) == encode_state(point.state)
 
@@ -245,8 +252,9 @@ def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fie
 
 
 def _no_batch_before(source: RestorableLoader, epoch: int) -> bool:
-    """Return True if the loader reaches epoch `epoch` without yielding a batch. A batch means that the training loop
-    abandoned an epoch without this process knowing, and a resume from this state would continue that epoch."""
+    """Return True if the loader reaches the beginning of epoch `epoch` without yielding a batch. If it yields one, the
+    training loop has abandoned an epoch of which this process was not told, and a resume from this state would continue
+    that epoch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -258,8 +266,8 @@ def _no_batch_before(source: RestorableLoader, epoch: int) -> bool:
 def state_at(
     source: RestorableLoader, point: RestartPoint, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """Replay the slot from the restart point to a position, and save the loader's state there. If the restart point
-    does not lead to the position, replay from the beginning of the run.
+    """Replay the slot's batches from the restart point to a position, and save the loader's state there. If the restart
+    point does not lead to the position, replay from the beginning of the run.
 
     Return the fields that describe the position, and the encoded state.
 
@@ -287,7 +295,8 @@ def _replayed(
     """Replay a loader that is at the restart point to the position in `fields`, and save the loader's state there.
     Return the fields that describe the position, and the encoded state.
 
-    known_until: epoch before which the history lists all abandoned epochs.
+    known_until: number of an epoch. All epochs before it that the training loop abandoned are in the restart point's
+    history.
     """
     delivered = {int(total): digest for total, digest in fields["digests"].items()}
     replayed: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
@@ -301,7 +310,7 @@ def _replayed(
             raise ReplayMismatchError(
                 f"{source.name}: the state cannot be saved: restored to its state after batch "
                 f"{point.position.total}, the loader makes another batch {source.position.total} than the one that was "
-                "delivered. The loader is not deterministic (see penstock doctor)"
+                "delivered. The loader is not deterministic: run penstock doctor"
             )
 
     epoch, total = fields["epoch"], fields["total"]

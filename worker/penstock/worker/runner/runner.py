@@ -60,7 +60,7 @@ __all__ = ["run_slot"]
 _log = logging.getLogger("penstock.worker")
 
 SLOW_BATCH_S = 0.001
-"""Seconds. After a batch that took longer, the sockets are polled at once. A poll takes 2 us."""
+"""Seconds after which a batch counts as slow. After a slow batch the sockets are polled at once, in 2 us."""
 LONGEST_DEAF_S = 0.1
 """Largest number of seconds between two polls of the sockets while batches are fast."""
 KEPT_LEFT = 64
@@ -68,7 +68,7 @@ KEPT_LEFT = 64
 
 
 class _StopError(Exception):
-    """Signal that the daemon has asked this slot to end."""
+    """Exception that ends a slot's work in this process: the daemon has asked for it, or the slot has failed."""
 
 
 def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
@@ -91,12 +91,12 @@ def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
 
 @dataclass
 class _Start:
-    """Data that the daemon sends after the assignment, for the start of the slot."""
+    """What the daemon sends after the assignment, before the slot starts."""
 
     resume: dict[str, Any] | None
     points: list[RestartPoint]
     begins: bool = False
-    """True if the restart point at the attempt's beginning is not in `points` and must be made again."""
+    """True if the restart point at the launch's start is not in `points`, so that the runner must make it again."""
 
 
 class _Runner:
@@ -124,10 +124,10 @@ class _Runner:
         """True if the loader's own states lead to wrong batches. Restart points are then saved as numbers of batches
         after the stream's start."""
         self._left: dict[int, int] = {}
-        """Epochs that the training loop abandoned: number of the epoch -> number of the slot's last batch there."""
+        """Abandoned epochs: number of the epoch -> number of the slot's last batch in it, counted over all epochs."""
         self._hello: lane_pb2.Hello | None = None
         self._points: list[RestartPoint] = []
-        """Restart points that the slot's previous runner made after this runner had been started."""
+        """Restart points of the slot's previous runner that arrived after this runner had been started."""
         self._looked = False
         self._begun = False
         self._generators_at = 0
@@ -187,8 +187,8 @@ class _Runner:
         return sent
 
     def _recover(self, points: list[RestartPoint]) -> None:
-        """Bring the loader of a slot that another runner had before to the position after the last delivered batch, and
-        compare the batches that are replayed on the way with the delivered ones."""
+        """Bring the loader to the position after the last delivered batch of the slot, which another runner had before.
+        Replayed batches are compared with the delivered ones."""
         self._doing("waiting")
         while self._hello is None:
             self._serve(None)
@@ -226,7 +226,7 @@ class _Runner:
             if known is not None and known.epoch == position.epoch and known.digest != source.digest:
                 raise ReplayMismatchError(
                     f"{source.name}: replayed batch {position.total} of epoch {position.epoch} differs from the one "
-                    "that was made before. The loader is not deterministic (see penstock doctor)"
+                    "that was made before. The loader is not deterministic: run penstock doctor"
                 )
             self._progress_page.note(position.total, position.epoch, source.digest, position.samples)
             self._progress_page.replayed()
@@ -240,7 +240,7 @@ class _Runner:
     # ---- streaming
 
     def stream(self) -> None:
-        """Stream epoch after epoch, each as soon as the consumer opens it, until the daemon ends the slot."""
+        """Stream epoch after epoch, each as soon as the training job opens it, until the daemon ends the slot."""
         source = self.source
         try:
             while True:
@@ -352,8 +352,8 @@ class _Runner:
                 raise self._interrupt
 
     def _learn(self, structure: Structure) -> int:
-        """Number a new batch structure, announce the structure to consumers, and return the number. The table keeps the
-        structure alive, so that no other object gets its id()."""
+        """Give a new batch structure a number, announce it to the training job, and return the number. The structure is
+        kept, so that no other object gets its id()."""
         self._structures += 1
         self._numbers[id(structure)] = self._structures, structure
         if len(self._numbers) > KNOWN_STRUCTURES:
@@ -362,7 +362,7 @@ class _Runner:
         return self._structures
 
     def _reserve(self, flat: FlatBatch) -> FreeEntry | None:
-        """Wait for a free ring entry and return it, or None if the training loop abandons the epoch during the wait."""
+        """Wait for a free ring entry, and return it; None if the training loop abandons the epoch during the wait."""
         producer = self.producer
         need = flat.nbytes + (8 * len(flat.shapes) if len(flat.shapes) > LONG_SHAPES else 0)
         entry = self._lease.take(flat, need) or producer.reserve(need)
@@ -419,11 +419,12 @@ class _Runner:
             del producer.wanted[stale]
 
     def _is_counted(self, point: RestartPoint) -> bool:
-        """Return True if the restart point is a number of batches from the start, which needs no verification."""
+        """Return True if the restart point is no state of the loader, but a number of batches since the stream's start.
+        Such a point needs no verification."""
         return self._counts and point.behind is not None
 
     def _step_of(self, total: int) -> int:
-        """Return the box's training step for the slot's batch `total`, if all slots of the box still have batches."""
+        """Return the training step of the slot's batch `total`, provided that all slots of the box have batches."""
         return self._first_step + (total - self._first_total - 1) * self._stride
 
     def _keep(
@@ -431,8 +432,8 @@ class _Runner:
     ) -> None:
         """Encode and keep a restart point, and send it to the daemon.
 
-        start: True if this runner's stream starts there, so that no verification is needed. begins: True if the attempt
-        begins there too.
+        start: True if this runner's stream starts there, so that no verification is needed. begins: True if this launch
+        of the job begins there too.
         """
         error = self.source.unsaved
         if error is None:
@@ -455,7 +456,7 @@ class _Runner:
         self._channel.send("unsaved", error=plain_detail(error))
 
     def _send_restart_point(self, point: RestartPoint, data: bytes, *, epoch_start: bool, **given: bool) -> None:
-        """Keep a restart point and send it to the daemon. given: further flags, see StoredSnapshot (snapshots.py)."""
+        """Keep a restart point and send it to the daemon. given: more attributes of StoredSnapshot (snapshots.py)."""
         position, flags = (
             point.position,
             cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | given),
@@ -476,7 +477,7 @@ class _Runner:
 
     def _go_back(self) -> None:
         """Return to the batch after which the training loop abandoned an epoch, and close the epoch there. The loader
-        and its random generators have run ahead, and later batches must not depend on the distance."""
+        and its random generators have run ahead, and later batches must not depend on how far."""
         source, producer = self.source, self.producer
         epoch, delivered = producer.abandoned.popleft(), producer.delivered
         position = source.position
@@ -501,7 +502,7 @@ class _Runner:
         self._channel.send("left", epoch=epoch, total=delivered)
 
     def _return_to(self, epoch: int, total: int) -> None:
-        """Restore the loader to the position after batch `total` of epoch `epoch`, which the runner has passed."""
+        """Restore the loader to an earlier position: after the slot's batch `total` in epoch `epoch`."""
         source, history, page = self.source, self.source.history, self._progress_page
         delivered, ahead = page.entry(total), page.entry(total + 1)
         # With worker processes of the loader's own there is no test, because each try would start these again.
@@ -523,7 +524,7 @@ class _Runner:
         if not ways:
             raise StateMismatchError(
                 f"{source.name}: the loader cannot return to where the loop left epoch {epoch} by `break`, because no "
-                "state of that epoch is kept. Start the job again from a saved state"
+                "state of that epoch was kept. Start the job again from a saved state"
             )
         try:
             first_fit(ways, take, UNFIT, lambda mismatch, instead: None)
@@ -533,8 +534,8 @@ class _Runner:
             raise StateMismatchError(mismatch.message) from mismatch
 
     def _is_doubted(self, plan: Return) -> bool:
-        """Return True if the epoch start is wrong: a loader restored from it does not continue with the batch that
-        followed before."""
+        """Return True if the plan's epoch start is wrong: from it, the loader does not yield the batch that followed
+        before."""
         if plan.probe is None or plan.epoch_start is None:
             return False
         try:
@@ -556,8 +557,8 @@ class _Runner:
     # ---- the two sockets
 
     def _serve(self, timeout_s: float | None) -> None:
-        """Wait for a message of the daemon or the consumer, at most `timeout_s` seconds (None = any time), and handle
-        all messages that have arrived."""
+        """Wait for a message of the daemon or the training job, at most `timeout_s` seconds (None = without limit), and
+        handle all messages that have arrived."""
         producer, poll = self.producer, self._poll
         producer.flush()
         consumer = producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0)

@@ -29,13 +29,15 @@ __all__ = ["NOT_OURS", "DurableSnapshots"]
 NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """Temporary errors whose cause is the coordinator, after which a call is tried again."""
 LARGE = 1 << 20
-"""Size in bytes above which only the position of an attempt's first restart point is kept."""
+"""Size in bytes above which the coordinator gets only the position of the first restart point of a launch, and not its
+data."""
 AGAIN_S = 0.2
 """Seconds between two calls while the coordinator is unreachable."""
 
 
 class DurableSnapshots:
-    """Sender of one slot's restart points to the coordinator, which makes these restart points durable."""
+    """Sender of one slot's restart points to the coordinator, which keeps them so that they survive this worker (they
+    are then *durable*)."""
 
     def __init__(self, slot: SlotContext) -> None:
         self._slot = slot
@@ -59,16 +61,16 @@ class DurableSnapshots:
             await asyncio.sleep(slot.host.snapshot_quota.pause_s(size))
 
     def newest(self, below: int | None = None) -> list[StoredSnapshot]:
-        """Return the newest usable restart point, as a list of at most one.
+        """Return the newest restart point from which a loader may be restored, as a list of at most one.
 
-        below: the restart point must lie before this number of batches; None: anywhere.
+        below: the restart point must lie before the slot's batch of this number; None: anywhere.
         """
         slot = self._slot
         return [point for point in slot.store if slot.usable(point) and (below is None or point.total < below)][-1:]
 
     async def prepare_migration(self) -> None:
-        """Make durable the restart point from which a target worker (the slot's next worker) must replay the fewest
-        batches: the newest one before the last batch that the training loop took.
+        """Make durable the restart point from which the slot's next worker must replay the fewest batches: the newest
+        one before the last batch that the training loop took.
 
         That batch is not known exactly: it lies between the last batch reported to the runner and the last batch that
         the runner made. So two restart points may be made durable.
@@ -79,7 +81,7 @@ class DurableSnapshots:
                 await self.make(point)
 
     async def make(self, point: StoredSnapshot) -> None:
-        """Send a restart point to the coordinator, which makes it durable or refuses it. Wait while the coordinator is
+        """Send a restart point to the coordinator, which keeps it or refuses it. Wait while the coordinator is
         unreachable."""
         slot, logged = self._slot, False
         data = b"" if point.begins and len(point.data) > LARGE else point.data

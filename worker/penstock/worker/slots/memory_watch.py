@@ -68,8 +68,8 @@ class MemoryWatch:
                 saving = slot.spawn(self._save_progress())
 
     async def _save_progress(self) -> None:
-        """Make this runner's progress durable before the runner is replaced. Otherwise the next runner would replay the
-        same batches, and use the same amount of memory.
+        """Make this runner's progress durable (kept by the coordinator) before the runner is replaced. Otherwise the
+        next runner would replay the same batches, and use the same amount of memory.
 
         Wait until one of the runner's own snapshots is verified and the training loop has taken one more batch. Return
         at once if the loader is not saved.

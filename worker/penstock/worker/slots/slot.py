@@ -59,11 +59,11 @@ STOP_GRACE_S = 0.5
 MAX_REPORT_BYTES = 8 << 10
 """Largest size of a runner's report about its loader, in bytes. Each heartbeat carries this report."""
 MAX_UNSAVED_TEXT = 1000
-"""Largest length of a text about the loader's states that is sent to the training job, in characters."""
+"""Largest length, in characters, of a text sent to the training job that says why the loader's states are not used."""
 LOOK_S = 0.02
-"""Seconds between two checks of whether the runner has received a connection that was sent to it."""
+"""Seconds between two checks whether the runner has received a connection that was sent to it."""
 STAGE_S = 1.5
-"""Seconds between two checks of the stage of a slot's start. A change of the stage is then reported."""
+"""Seconds between two checks in which stage a slot's start is. A change of the stage is then reported."""
 KILL_S = 10.0
 """Seconds to wait until a killed process ends. A process that hangs in a driver or a file system does not end."""
 _STAGES = {
@@ -98,9 +98,9 @@ class Slot:
         self.verifier = RestartPointVerifier(self)
         self.left: dict[int, int] = {}
         """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> number of the slot's
-        last batch there."""
+        last batch in it, counted over all epochs."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
-        """Positions of the restart points that an earlier runner of the slot made."""
+        """`StoredSnapshot.position` of each restart point that an earlier runner of the slot made."""
         self.states = SlotStates(self, self.verifier)
         self.durable = DurableSnapshots(self)
         self._child: Child | None = None
@@ -214,8 +214,8 @@ class Slot:
 
     async def _fetch_restart_points(self, child: Child) -> bool:
         """Fetch the slot's durable restart points from the coordinator, and send them on to the runner. Return True if
-        the attempt's first restart point is kept without its bytes, so that the runner must make it again: see
-        durable_snapshots.py."""
+        the coordinator has the first restart point of this launch without its data, so that the runner must make it
+        again: see durable_snapshots.py."""
         run, attempt, box, slot, generation = key_of(self.assignment)
         kept = await self.host.coordinator.get_snapshots(
             coordinator_pb2.GetSnapshotsRequest(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
@@ -242,7 +242,8 @@ class Slot:
         return not all(header.size for header, _ in kept)
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
-        """Begin or stop preparing a migration, as the coordinator's newest assignment for this slot requires."""
+        """Begin or stop preparing a move of the slot to another worker, as the coordinator's newest assignment of the
+        slot says."""
         if not assignment.prepare_migration:  # a later migration makes its own restart points durable
             self._migration_task, self._migration_ready = None, False
         elif self._migration_task is None:
@@ -275,8 +276,8 @@ class Slot:
         self.progress_page.close()
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
-        """End the slot with an error. lost: True if another worker shall continue the slot; False if the training job
-        shall get the error."""
+        """End the slot with an error. lost: True if another worker is to continue the slot; False if the training job
+        is to get the error."""
         if self._stopping or self.phase == coordinator_pb2.FAILED:
             return
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
@@ -295,14 +296,15 @@ class Slot:
         self.log.log(level, "%s: %.4000s%s", self.name, message, stack and f"\n{stack}")
 
     def _end_turn(self) -> None:
-        """End the slot's turn in the queue of starting runners."""
+        """Let the next runner in the queue of starts begin, because this slot no longer needs its place there."""
         if self._turn is not None:
             self._turn.end()
 
     def lose(self, how: str, stack: str = "") -> None:
         """Report the runner lost, so that another runner continues the slot.
 
-        how: how the runner ended, a sentence without its subject. stack: the runner's stack when it crashed.
+        how: how the runner ended, as the end of a sentence whose subject is "the runner". stack: the runner's stack
+        when it crashed.
         """
         making = self.progress_page.making
         if making is not None:
@@ -339,7 +341,7 @@ class Slot:
             self.host.slot_changed()
 
     def report(self) -> coordinator_pb2.SlotReport:
-        """Build the slot's report for the heartbeat."""
+        """Return the slot's report for the next heartbeat."""
         self.progress_page.refresh()
         if self._rates.due(now := time.monotonic()):
             spent = used_by(self._child.pid) if self._child is not None else NOTHING
@@ -431,8 +433,8 @@ class Slot:
         return await self.host.blobs.read(self.assignment.resume.blob)
 
     async def _become_ready(self) -> None:
-        """Make the first restart point durable, then let consumers fetch batches, so that every delivered batch can be
-        recovered."""
+        """Make the first restart point durable (kept by the coordinator), and only then let training jobs fetch
+        batches, so that every delivered batch can be made again."""
         for point in list(self.store):
             if not point.durable and point.verified:
                 await self.durable.make(point)
@@ -448,8 +450,8 @@ class Slot:
     # ---- lanes
 
     async def attach(self, sock: socket.socket, hello: lane_pb2.Hello, deadline_s: float) -> None:
-        """Pass a consumer's connection to the runner. Close the connection if the runner is not ready in `deadline_s`
-        seconds.
+        """Pass a training job's connection to the runner. Close the connection if the runner is not ready in
+        `deadline_s` seconds.
 
         Raises:
             SupersededError: a newer connection has arrived, or the slot has ended.
@@ -499,10 +501,12 @@ class Slot:
         return self.host.findings(self.assignment)
 
     def _oldest_wanted(self) -> tuple[int, int]:
-        """Return the smallest total, and the smallest epoch, for which a state may still be requested.
+        """Return the number of batches over all epochs (`total`), and the epoch, of the earliest position of the slot
+        for which a state may still be requested.
 
-        The total follows from the slot's share of the retention window. The epoch is that of the batch `total`, but at
-        most `retention_steps` epochs back, because the training loop takes at least one batch in each epoch.
+        Both follow from the retention window (`retention_steps` training steps) and the slot's share of its batches.
+        The epoch is at most `retention_steps` epochs back, because the training loop takes at least one batch in each
+        epoch.
         """
         progress_page = self.progress_page
         progress_page.refresh()
@@ -537,7 +541,8 @@ class Slot:
             self._child.drain()
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
-        """Answer a state request; see SlotStates.answer. Return None also if the slot ends during the call."""
+        """Answer a request of the coordinator for the slot's state; see SlotStates.answer. Return None also if the slot
+        ends during the call."""
         answering = asyncio.ensure_future(self.states.answer(request))
         self._tasks.add(answering)
         answering.add_done_callback(self._tasks.discard)
@@ -557,7 +562,7 @@ class Slot:
         )
 
     async def learn_findings(self) -> None:
-        """Send the runner the findings about its loader."""
+        """Tell the runner what this worker has found out about its loader."""
         if self._child is not None:
             await self._send_findings(self._child)
 

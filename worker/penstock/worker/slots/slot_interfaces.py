@@ -20,18 +20,18 @@ from penstock.worker.slots.snapshots import SlotSnapshots, StoredSnapshot
 __all__ = ["DaemonCounters", "SlotContext", "SlotHost", "SlotKey", "SnapshotQuota", "key_of"]
 
 SlotKey = tuple[str, int, int, int, int]
-"""Key of a slot's generation: (run, attempt, box, slot, generation)."""
+"""Key of one generation of a slot: (run, attempt, box, slot, generation)."""
 
 
 def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot) -> SlotKey:
-    """Return the key of a slot's generation: (run, attempt, box, slot, generation)."""
+    """Return the key of one generation of a slot: (run, attempt, box, slot, generation)."""
     a = assignment
     return a.run, a.attempt, a.box, a.slot, a.generation
 
 
 @dataclass
 class DaemonCounters:
-    """Counters of a daemon over all its present and former slots."""
+    """Counters of a daemon, summed over all its present and former slots."""
 
     snapshots: int = 0
     """Number of snapshots received from runners."""
@@ -49,7 +49,7 @@ class DaemonCounters:
 
 @dataclass(frozen=True)
 class SnapshotQuota:
-    """Limit on a slot's durable snapshots, set by the coordinator.
+    """Limit on the snapshots that a slot may send to the coordinator, which sets it.
 
     every_s: smallest number of seconds between two snapshots. bytes_per_s: largest number of bytes per second.
     """
@@ -58,12 +58,12 @@ class SnapshotQuota:
     bytes_per_s: float
 
     def pause_s(self, size: int) -> float:
-        """Return the seconds to wait after a durable snapshot of `size` bytes."""
+        """Return the seconds to wait after a snapshot of `size` bytes before the next one is sent."""
         return max(self.every_s, size / self.bytes_per_s)
 
 
 class SlotHost(ReplayHost, Protocol):
-    """Interface of the daemon for its slots."""
+    """What a slot needs of its daemon."""
 
     name: str
     coordinator: AsyncCoordinatorClient
@@ -83,7 +83,8 @@ class SlotHost(ReplayHost, Protocol):
 
 
 class SlotContext(Protocol):
-    """Interface of a slot for its parts: durable_snapshots.py, memory_watch.py, slot_states.py and verification.py."""
+    """What the parts of a slot need of it: durable_snapshots.py, memory_watch.py, slot_states.py and
+    verification.py."""
 
     name: str
     log: SubjectLogger
@@ -95,9 +96,9 @@ class SlotContext(Protocol):
     store: SlotSnapshots
     left: dict[int, int]
     """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> number of the slot's last
-    batch there."""
+    batch in it, counted over all epochs."""
     from_before: set[tuple[int, int, int, bool, int]]
-    """Positions of the restart points that an earlier runner of the slot made."""
+    """`StoredSnapshot.position` of each restart point that an earlier runner of the slot made."""
     unsaved: records_pb2.ErrorDetail | None
     ready: asyncio.Event
     begun: asyncio.Event
@@ -125,13 +126,14 @@ class SlotContext(Protocol):
         all slots of the box still had batches in the epoch."""
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
-        """End the slot with an error. lost: True if another worker shall continue the slot; False if the training job
-        shall get the error."""
+        """End the slot with an error. lost: True if another worker is to continue the slot; False if the training job
+        is to get the error."""
 
     def lose(self, how: str, stack: str = "") -> None:
         """Report the runner lost, so that another runner continues the slot.
 
-        how: how the runner ended, a sentence without its subject. stack: the runner's stack when it crashed.
+        how: how the runner ended, as the end of a sentence whose subject is "the runner". stack: the runner's stack
+        when it crashed.
         """
 
     def drain(self) -> None:

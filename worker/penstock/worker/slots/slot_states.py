@@ -1,5 +1,5 @@
-"""Answers to state requests: the state of a slot at a position, from its restart points or by replay in a helper
-process."""
+"""Answers to the coordinator's requests for a slot's state at a position. The state comes from a restart point of the
+slot, or from a replay in a helper process."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from penstock.worker.slots.verification import RestartPointVerifier
 __all__ = ["POLL_S", "SlotStates"]
 
 POLL_S = 0.005
-"""Seconds between two reads of the progress page while a request waits for a batch to be produced."""
+"""Seconds between two reads of the progress page while a request waits until the runner has made a batch."""
 POLLERS = 8
 """Number of waiting requests up to which each reads the progress page every POLL_S. With more, each reads more rarely,
 because hundreds of requests would otherwise keep the event loop busy."""
 NEXT_S = 0.5
 """Seconds to wait until the batch after a state is made, so that a resume can be compared with that batch."""
 CHEAP_S = 5.0
-"""Seconds of work since the launch up to which a replay counts as cheap."""
+"""A replay of all batches of a runner counts as cheap if the runner has worked at most so many seconds on them."""
 HELPER_SHARE = 0.7
 """Share of the time left to a state request that its helper process may take. The rest is a reserve: the stack of a
 helper that takes longer must reach the caller before the request's deadline."""
 
 
 class _Pauses:
-    """Pauses of requests that wait for a batch, longer with more waiting requests."""
+    """Pauses of requests that wait until the runner has made a batch. The more requests wait, the longer each pause."""
 
     def __init__(self) -> None:
         self._waiting = 0
@@ -55,19 +55,19 @@ def _share(until: float) -> float:
 
 def _left(request: coordinator_pb2.StateRequest) -> dict[int, int]:
     """Return the abandoned epochs that the coordinator names in the request: number of the epoch -> number of the
-    slot's last batch in the epoch."""
+    slot's last batch in it, counted over all epochs."""
     return {end.epoch: end.total for end in request.abandoned}
 
 
 class SlotStates:
-    """Answers to the state requests (a checkpoint's requests for the loader's state at a step) for one slot."""
+    """Answers to the coordinator's requests for one slot's state at a step, which a checkpoint needs."""
 
     def __init__(self, slot: SlotContext, verifier: RestartPointVerifier) -> None:
         self._slot, self._verifier = slot, verifier
 
     async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
-        """Answer a state request: wait until the runner has reached the position, and return the slot's state there. If
-        the epoch ended before the position, the answer names the epoch's last batch.
+        """Answer a request for the slot's state at a position: wait until the runner has reached the position, and
+        return the state there. If the epoch ended before the position, the answer names the epoch's last batch.
 
         Return the answer and the bytes of the state, or None if the runner died meanwhile: the slot's next worker then
         gets the request.
@@ -153,8 +153,8 @@ class SlotStates:
     async def _note_next(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> None:
-        """Put the digest of the batch after the position into the answer, because a resumed loader must continue with
-        that batch.
+        """Put the digest of the batch after the requested position into the answer, because a resumed loader must
+        continue with that batch.
 
         For a loader that resumes by its own methods (deaggregate_state_dict, then load_state_dict), wait up to NEXT_S
         seconds for the batch, because only that batch can verify the resume.
@@ -180,11 +180,11 @@ class SlotStates:
         return self._slot.capabilities.state_methods == 4 and not self._slot.capabilities.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Return True if a helper process must make the batch after the position, because this worker does not know the
-        batch's digest.
+        """Return True if a helper process must make the batch after the requested position, because this worker does
+        not know its digest and the answer needs it.
 
-        At the end of an epoch there may be no next batch. Return True there only if a replay is cheap, or if the next
-        launch may begin with another slot than slot 0.
+        If the position is the end of an epoch, there may be no next batch. Then return True only if a replay is cheap,
+        or if the next launch may begin with another slot than slot 0.
         """
         if not self._by_own or answer.next_digest:
             return False
@@ -200,9 +200,9 @@ class SlotStates:
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
-        """Return True if only a replay in a helper process can answer the request, because an earlier runner made the
-        restart point: this worker then has no record of batches skipped since, or of digests, and the restart point
-        may lack changes of the mixture."""
+        """Return True if this restart point alone cannot answer the request, because an earlier runner made it, so that
+        a helper process must replay. This worker then has no record of batches skipped since, or of digests, and the
+        restart point may lack changes of the mixture."""
         if not point.inherited:
             return False
         if self._slot.assignment.skips or self._slot.assignment.mixture_changes:
@@ -211,8 +211,8 @@ class SlotStates:
         return self._waits_for_loop and start is not None and start.total <= after < request.position.total
 
     def _start(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
-        """Return the restart point from which a state is replayed: the nearest one, or an earlier one in the same epoch
-        if the replay must also make batches whose digests are requested."""
+        """Return the restart point from which the requested state is replayed: the nearest one, or an earlier one in
+        the same epoch if the replay must also make batches whose digests are requested."""
         store, left = self._slot.store, _left(request)
         point = store.nearest(request.epoch, request.position.total, left=left)
         if point is not None and self._waits_for_loop:
@@ -224,10 +224,10 @@ class SlotStates:
     def _digests(
         self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], BatchRecord | None]
     ) -> list[int]:
-        """Return the requested digests of the batches up to the position. Return an empty list if this worker lacks one
-        of the digests, or a batch belongs to an abandoned epoch.
+        """Return the requested digests of the batches up to the position, in order. Return an empty list if this worker
+        lacks one of the digests, or a batch belongs to an abandoned epoch.
 
-        entry_of: returns the record of the batch with a given total.
+        entry_of: returns the record of the slot's batch of a given number, counted over all epochs.
         """
         total = request.position.total
         began = total - request.position.delivered
@@ -252,8 +252,8 @@ class SlotStates:
             )
 
     async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Wait until the runner has reached the position. Return False if the position's epoch or the previous epoch
-        ended at another batch than the request assumes; the answer then names that batch."""
+        """Wait until the runner has made all batches up to the requested position. Return False if the position's epoch
+        or the previous one ended at another batch than the request assumes; the answer then names that batch."""
         epoch, total = request.epoch, request.position.total
         began = total - request.position.delivered
         while True:
@@ -288,12 +288,12 @@ class SlotStates:
 
     def _runner_failed(self, before: str) -> StateUnavailableError:
         return StateUnavailableError(
-            f"{self._slot.name}: the state cannot be saved, because the runner failed before {before}. The training "
-            "loop raises the runner's error: correct its cause, and resume from an earlier state"
+            f"{self._slot.name}: the state cannot be saved, because the worker's process for this slot failed before "
+            f"{before}. The training loop raises its error: correct the cause, and resume from an earlier state"
         )
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: StoredSnapshot) -> None:
-        """Wait until the runner has begun the requested epoch, after an abandoned epoch, and has taken a restart point
+        """Wait until the runner has begun the requested epoch, after an abandoned one, and has taken a restart point
         there. Raise StateUnavailableError if no restart point other than `tried` can be expected.
 
         tried: the restart point that did not lead to the position.
@@ -307,16 +307,17 @@ class SlotStates:
         slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
-                f"{slot.name}: the state of step {request.step} is not available yet: the loop abandoned an epoch by "
-                f"`break` after batch {position.total - position.delivered} of this worker, and its replacement runner "
-                "has not been informed yet. Retry after the next batch of this worker"
+                f"{slot.name}: the state of step {request.step} is not available yet: the training loop abandoned an "
+                f"epoch by `break` after batch {position.total - position.delivered} of this worker slot, and the "
+                "runner, which was started anew meanwhile, has not been told. Save again after the next batch of this "
+                "worker slot"
             )
 
     async def _advance(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> bytes:
-        """Return the state that the loader's class computes from an earlier state in the same epoch (`advance_state`),
-        without a call of input_fn; b"" if it cannot be computed."""
+        """Return the state that the loader's class computes from an earlier state in the same epoch by its method
+        `advance_state`, without a call of input_fn; b"" if it cannot be computed."""
         slot, total = self._slot, request.position.total
         point, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.progress_page.entry(total)
         if not slot.capabilities.advances_state or point is None or point.epoch != request.epoch or entry is None:

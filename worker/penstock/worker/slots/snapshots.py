@@ -1,8 +1,9 @@
-"""Snapshots and epoch starts that a daemon keeps for a slot, without decoding their bytes.
+"""Snapshots and epoch starts that a daemon keeps for a slot, as encoded bytes.
 
-A state may be requested at any step of the retention window. So the newest usable restart point at or before the
-window's oldest step is kept, and all later ones while memory suffices. When memory is short, every second snapshot is
-dropped. A state between two remaining snapshots then takes a longer replay.
+A state may be requested at any step of the retention window (the newest `retention_steps` training steps). So the
+newest usable restart point at or before the window's oldest step is kept, and all later ones while memory suffices.
+When memory is short, every second snapshot is dropped. A state between two remaining snapshots then takes a longer
+replay.
 """
 
 from __future__ import annotations
@@ -50,16 +51,18 @@ class StoredSnapshot:
     refuted: bool = False
     """True if this restart point does not lead to the delivered batches, or if its verifications gave no result."""
     lapses: int = 0
-    """Number of verifications of this restart point that gave no result."""
+    """Number of verifications of this restart point that ended without a result, for example because the helper process
+    died."""
     generators: int = 0
-    """Hash of the random generators after the next batch, for the verification; 0 if not known."""
+    """Hash of the random generators after the batch that follows this restart point, with which a verification compares
+    its own; 0 if not known."""
     start: bool = False
     """True if the runner's stream begins at this restart point."""
     begins: bool = False
-    """True if the attempt (this launch of the job) began at this restart point. Each runner of the slot can then make
-    the restart point again without its bytes."""
+    """True if this launch of the job began at this restart point. Each runner of the slot can then make the restart
+    point again without its data."""
     compared: int = 0
-    """Number of batches that the verification of this restart point compared."""
+    """Number of batches that the verification of this restart point has compared."""
     crossed: bool = False
     """True if a verification of this restart point gave a result. The restart point is then not verified again to find
     the loader's crossing, its way into the next epoch."""
@@ -68,7 +71,7 @@ class StoredSnapshot:
 
     @property
     def began(self) -> int:
-        """Number of the slot's batches, over all epochs, when the restart point's epoch was opened."""
+        """Number of batches that the slot had made, over all epochs, when the restart point's epoch began."""
         return self.total - self.delivered
 
     @property
@@ -77,12 +80,13 @@ class StoredSnapshot:
 
     @property
     def position(self) -> tuple[int, int, int, bool, int]:
-        """Key of the restart point's position. A new restart point replaces an earlier restart point with this key."""
+        """(epoch, delivered, total, epoch_start, step) of the restart point. A new restart point replaces an earlier
+        one for which these are the same."""
         return self.epoch, self.delivered, self.total, self.epoch_start, self.step
 
 
 class SlotSnapshots:
-    """Restart points of one slot and generation, in the order in which they were taken."""
+    """Restart points of one generation of a slot, in the order in which they were taken."""
 
     def __init__(self, usable: Callable[[StoredSnapshot], bool] = lambda kept: kept.verified) -> None:
         """Start empty.
@@ -104,8 +108,9 @@ class SlotSnapshots:
         a restart point at the same position, because the new one may come from a later runner, which knows of more
         skipped batches.
 
-        oldest_wanted, oldest_epoch: the smallest total and the smallest epoch for which a state may still be requested.
-        The epoch is needed for a slot without batches, whose total is the same in all epochs.
+        oldest_wanted, oldest_epoch: earliest position for which a state may still be requested: number of the slot's
+        batches over all epochs, and number of the epoch. The epoch is needed for a slot without batches, which has the
+        same number of batches in all epochs.
         """
         self._keep_only([*(kept for kept in self._kept if kept.position != point.position), point])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
@@ -119,15 +124,15 @@ class SlotSnapshots:
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
     def forget_after(self, epoch: int, total: int) -> None:
-        """Drop the restart points after the position where epoch `epoch` was abandoned: after the slot's batch `total`
-        in this epoch, and in later epochs."""
+        """Drop the restart points after the position where the training loop abandoned epoch `epoch`: those after the
+        slot's batch `total` in this epoch, and those in later epochs."""
         self._keep_only(
             [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
         )
 
     def exactly(self, epoch: int, delivered: int, total: int, step: int) -> StoredSnapshot | None:
-        """Return the newest restart point, also an epoch start, at exactly this position and step; None if the slot has
-        none."""
+        """Return the newest restart point (snapshot or epoch start) at exactly this position and for this training
+        step; None if the slot has no such point."""
         for kept in reversed(self._kept):
             if (kept.epoch, kept.delivered, kept.total) == (epoch, delivered, total) and kept.step in (0, step):
                 return kept
@@ -136,10 +141,12 @@ class SlotSnapshots:
     def nearest(
         self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})
     ) -> StoredSnapshot | None:
-        """Return the usable restart point from which the replay to the position is shortest, None if none is usable.
+        """Return the restart point from which the replay to the position is shortest, among those from which a loader
+        may be restored; None if no such point leads there.
 
-        left: abandoned epochs, number of the epoch -> number of the slot's last batch there. The choice is that of a
-        runner: see `usable` in restart_plan.py.
+        epoch, total: the position: number of the epoch, and of the slot's batches over all epochs. left: abandoned
+        epochs, as number of the epoch -> number of the slot's last batch there. The choice is that of a runner: see
+        `usable` in restart_plan.py.
         """
         found = usable((kept for kept in self._kept if self._usable(kept)), Target(epoch, total, left))
         return max(found, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 __all__ = ["HANG_S", "LOOKS", "Stall", "hang_s"]
 
 HANG_S = 60.0
-"""Seconds after which an activity is reported if the training loop's deadline is not known: half of the default
-deadline."""
+"""Seconds after which an activity of a runner is reported if the training loop's deadline is not known: half of the
+default deadline."""
 SHARE = 0.5
-"""Share of the training loop's deadline after which an activity is reported. The rest of the deadline is a reserve: the
-report takes time to arrive, and the loop may have begun to wait before the activity began."""
+"""Fraction of the training loop's deadline after which an activity of a runner is reported. The rest of the deadline is
+a reserve: the report takes time to arrive, and the loop may have begun to wait before the activity began."""
 LOOKS = 8
 """Number of times that an activity is checked before it is reported."""
 _IDLE = ("waiting", "sending")
@@ -25,14 +25,15 @@ _CALLS["load_state_dict"] = "load_state_dict()"
 
 
 def hang_s(timeout_s: float) -> float:
-    """Return the seconds after which an activity is reported. `timeout_s`: the training loop's deadline in seconds, 0 =
-    unknown."""
+    """Return the seconds after which a runner's activity is reported. timeout_s: the training loop's deadline for a
+    batch in seconds, 0 = unknown."""
     return SHARE * timeout_s if timeout_s > 0 else HANG_S
 
 
 @dataclass
 class Stall:
-    """Activity and batch count of a runner, and the monotonic time since which both are unchanged, in seconds."""
+    """Activity of a runner, such as "next", its number of batches (`total`), and the monotonic time in seconds since
+    which both are unchanged."""
 
     activity: str = "starting"
     total: int = -1

@@ -6,9 +6,12 @@ fast-forward twice after a restore. Then its state describes another position th
 and without verification only a wrong resume would show that. So each state is verified before it is used: a helper
 process restores the state in a loader that input_fn has just made, while the stream continues. The next batches are
 compared with the delivered ones. The random generators after the first of these batches are compared too, because the
-next epoch may draw its order from them. Only verified states become durable, are saved, and are used for recovery. A
-later position is reached by replaying a number of batches from a verified state. Each restart point is verified
-separately, because the next restart point may come from a loader that was restored.
+next epoch may draw its order from them. Only verified states become durable (kept by the coordinator), are saved, and
+are used for recovery. A later position is reached by replaying a number of batches from a verified state. Each restart
+point is verified separately, because the next restart point may come from a loader that was restored.
+
+A *short* verification compares a few batches. A *long* one compares more and more of them, because some restored
+loaders are right at first and wrong later.
 
 The beginning of the stream needs no verification, because the stream is made from it. A snapshot that leads to other
 batches is not an error: the snapshot is not used, and a warning is logged once in a run. Only if the beginning leads to
@@ -39,22 +42,22 @@ from penstock.worker.slots.snapshots import StoredSnapshot
 __all__ = ["CHECKED_BATCHES", "RestartPointVerifier"]
 
 SHARE = 0.03
-"""Share of one core that all verifications of a daemon together may take."""
+"""Fraction of one core's time that all verifications of a daemon together may take."""
 FIRST_BATCHES = 8
-"""Number of batches of a runner before the first verification, so that a loader that prefetches in a thread has had
-time to run ahead."""
+"""Number of batches that a runner makes before the first verification. By then a loader that prefetches in a thread has
+had time to run ahead."""
 CHECKED_BATCHES = 4
 """Smallest number of batches after a restart point that a verification compares. If the epoch ends before, the same
 number of batches of the next epoch is compared too."""
 MOST_DEPTH = ENTRIES // 2
-"""Largest number of batches that a long verification compares."""
+"""Largest number of batches that a long verification of a restart point compares."""
 LOOK_S = 0.05
-"""Seconds between two checks of whether a restart point can be verified, before the first verification."""
+"""Seconds between two checks whether a restart point can be verified, before the first verification."""
 LATER_LOOK_S = 0.5
-"""Seconds between two such checks after the first verification."""
+"""Seconds between two checks whether a restart point can be verified, after the first verification."""
 LAPSES = 2
-"""Number of verifications without a result after which a restart point is not used. A verification has no result if the
-helper process takes too long or dies."""
+"""Number of verifications without a result after which a restart point is not used. A verification ends without a
+result if the helper process takes too long or dies."""
 RARELY = 8
 """Largest factor by which failed verifications lengthen the pause before the next verification."""
 
@@ -65,7 +68,7 @@ class RestartPointVerifier:
     def __init__(self, slot: SlotContext) -> None:
         self._slot = slot
         self._failed = 0
-        """Number of failed verifications since the last successful one."""
+        """Number of verifications that failed since the last one that succeeded."""
         self._done = 0
         self._hurried = asyncio.Event()
         self._verifying = asyncio.Lock()
@@ -110,8 +113,9 @@ class RestartPointVerifier:
     # ---- which one
 
     def _next(self) -> StoredSnapshot | None:
-        """Return the restart point to verify next, None if there is none: usually the newest one without a result whose
-        following batches are known. Restart points at an announced checkpoint step are preferred."""
+        """Return the restart point to verify next; None if no restart point can be verified now. Usually it is the
+        newest one without a result whose following batches are known. Restart points at an announced checkpoint step
+        are preferred."""
         slot = self._slot
         slot.progress_page.refresh()
         store = list(slot.store)
@@ -135,7 +139,8 @@ class RestartPointVerifier:
         return next(reversed(wanted or open_ones), None)
 
     def _beginning(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
-        """Return the beginning of the stream if the loader has no state methods and was not verified yet in this run.
+        """Return the beginning of the stream if it must be verified now: if the loader has no state methods and was not
+        verified yet in this run. Return None otherwise.
 
         The beginning needs no verification for a recovery. But a loader that does not yield the same batches again
         cannot be saved. With a verification now, the next save reports that; otherwise only a resume would.
@@ -145,7 +150,8 @@ class RestartPointVerifier:
         return next((point for point in store if point.total == point.epoch == 0 and self._followers(point)), None)
 
     def _unjudged(self, store: list[StoredSnapshot]) -> list[StoredSnapshot]:
-        """Return the restart points that can be verified, have no result yet, and are newer than all verified ones."""
+        """Return the restart points that can be verified now, have no result yet, and are newer than all verified
+        ones."""
         newest = max((index for index, point in enumerate(store) if point.verified), default=-1)
         return [point for point in store[newest + 1 :] if not point.refuted and self._followers(point)]
 
@@ -166,7 +172,8 @@ class RestartPointVerifier:
 
     def _far(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
         """Return the restart point for a long verification, if one is due: the newest that is followed by enough
-        batches. A restored loader may be right until the end of a buffer, a shard or an epoch, and wrong later."""
+        batches. A restored loader may be right until the end of a buffer, a shard or an epoch, and wrong later. Return
+        None if no long verification is due or possible."""
         if self._failed or not self._far_is_due:
             return None
         depth, known = self._slot.findings.depth, self._slot.progress_page.total
@@ -175,7 +182,7 @@ class RestartPointVerifier:
 
     @property
     def _far_is_due(self) -> bool:
-        """True if a long verification is due. Long verifications get half of the processor time of all."""
+        """True if a long verification is due. Long ones get half of the processor time of all verifications."""
         return self._slot.findings.near_s >= self._slot.findings.far_s
 
     def _most(self, point: StoredSnapshot) -> int:
@@ -186,8 +193,11 @@ class RestartPointVerifier:
         return CHECKED_BATCHES if findings.far_s else FIRST_DEPTH
 
     def _followers(self, point: StoredSnapshot, most: int = CHECKED_BATCHES) -> dict[str, list[int]]:
-        """Return the batches right after a restart point, also in later epochs, as total -> [epoch, digest]. Return an
-        empty dict while there are too few."""
+        """Return the batches right after a restart point, also those in later epochs, as a dict: number of the batch in
+        its slot -> [epoch, digest]. Return an empty dict while too few of them are known.
+
+        most: largest number of batches to return, counted from the restart point.
+        """
         ends, epoch = self._slot.progress_page.ends(), point.epoch
         end = ends.get(epoch)
         least, last = point.total + CHECKED_BATCHES, point.total + most
@@ -215,8 +225,8 @@ class RestartPointVerifier:
     # ---- verification
 
     async def verify_now(self, point: StoredSnapshot, deadline_s: float = DEADLINE_S) -> bool:
-        """Verify the restart point now, within `deadline_s` seconds. Return True if the restart point is verified, and
-        False also if the batches after it are not known yet."""
+        """Verify the restart point now, within `deadline_s` seconds, unless it is verified already. Return True if it
+        is verified; False if it is not, also because the batches after it are not known yet."""
         if not point.verified and self._verifiable and self._followers(point):
             with suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s):  # includes the rest of a verification under way
@@ -276,7 +286,8 @@ class RestartPointVerifier:
             return float(fields["took"])
 
     def _opened(self, point: StoredSnapshot, followers: dict[str, list[int]]) -> list[bytes]:
-        """Return the encoded snapshot taken after the first batch of the next epoch, as a list of at most one."""
+        """Return the encoded snapshot that the runner took after the first batch of the epoch after `point`. The list
+        has one item, or none if there is no such snapshot."""
         beyond = next(((int(count), epoch) for count, (epoch, _) in followers.items() if epoch > point.epoch), None)
         fits = [kept for kept in self._slot.store if (kept.total, kept.epoch) == beyond and not kept.epoch_start]
         return [kept.data for kept in fits[-1:]]
@@ -303,10 +314,10 @@ class RestartPointVerifier:
         )
         if not fields["alike"]:
             mismatch = ReplayMismatchError(
-                f"{what}. A new loader from input_fn with the same seed does not yield the delivered batches either. A "
-                "loader must yield the same batches each time. Draw random numbers from the seeded generators of "
-                "Python, numpy and torch, or from generators that you seed with current_assignment().seed, never from "
-                "the clock or the system's entropy"
+                f"{what}. A new loader from input_fn with the same seed yields other batches than the delivered ones "
+                "too. A loader must yield the same batches each time. Draw random numbers from the seeded generators "
+                "of Python, numpy and torch, or from generators that you seed with current_assignment().seed, never "
+                "from the clock or the system's entropy"
             )
             if slot.capabilities.state_methods:
                 slot.fail(detail_of(mismatch), lost=False)

@@ -17,7 +17,8 @@ __all__ = ["WaitingLane"]
 
 
 class WaitingLane:
-    """Place in which a connection to a slot's runner waits. name: name of the slot, for messages."""
+    """Waiting room for a training job's connection to a slot's runner, with room for one. name: name of the slot, for
+    messages."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -25,8 +26,8 @@ class WaitingLane:
         self._ended = False
 
     async def wait(self, until_attachable: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Wait until `until_attachable` returns, and raise what it raises. Raise SupersededError if a newer connection
-        arrives meanwhile, or if the slot ends or has ended."""
+        """Wait until `until_attachable` returns, which waits for the runner, and raise what it raises. Raise
+        SupersededError if a newer connection arrives meanwhile, or if the slot ends or has ended."""
         self._refuse_waiting()
         if self._ended:
             raise self._refusal()

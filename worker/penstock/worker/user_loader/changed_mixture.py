@@ -17,14 +17,14 @@ from penstock.worker.processes.user_code import MAIN, check_allowed, load_input_
 __all__ = ["apply_changes", "plan_change"]
 
 _NO_HOOK = (
-    "the input_fn must return a ShardLoader over a Mixture, because the weights of the run's mixture are changed by "
-    "`penstock mix`, got a {}: return that loader itself, not a wrapper"
+    "input_fn must return a ShardLoader over a Mixture, because `penstock mix` has changed the weights of the run's "
+    "mixture, got a {}. Return the ShardLoader itself, not a wrapper"
 )
 
 
 def apply_changes(loader: Any, assignment: records_pb2.WorkerAssignment) -> None:
-    """Give a new loader the changes of its run, and the way to import added sources. Raises InvalidArgumentError if the
-    run has changes and the loader cannot take them."""
+    """Give a new loader the changes of the mixture's weights that its run has had, and the way to import added sources.
+    Raise InvalidArgumentError if there are changes and the loader has no method for them."""
     change_mixture = getattr(loader, "change_mixture", None)
     if not callable(change_mixture):
         if assignment.mixture_changes:
@@ -38,8 +38,9 @@ def apply_changes(loader: Any, assignment: records_pb2.WorkerAssignment) -> None
 
 
 def plan_change(loader: Any, trial: coordinator_pb2.MixtureTrial, resume: Mapping[str, Any] | None) -> bytes:
-    """Try a change with a new loader, and return a serialised MixturePlan. `resume`: decoded state with which the
-    attempt began; None: it began anew.
+    """Try a change of the mixture's weights with a new loader, and return the result as a serialised MixturePlan.
+
+    resume: decoded state with which this launch of the job began; None: it began without a state.
 
     Raises InvalidArgumentError for an impossible change.
     """
@@ -48,7 +49,7 @@ def plan_change(loader: Any, trial: coordinator_pb2.MixtureTrial, resume: Mappin
         raise InvalidArgumentError(_NO_HOOK.format(type(loader).__qualname__))
     weights = {asked.source: asked.weight for asked in trial.weights}
     if len(weights) < len(trial.weights):
-        raise InvalidArgumentError("--weights must name each source once, got one of them again: leave one out")
+        raise InvalidArgumentError("--weights must name each source once, got one of them twice. Leave one out")
     added = {one.source: one.function for one in trial.added}
     state = None if resume is None else resume["aggregated"]
     order, (epoch, position), parts, was, now = plan(
@@ -64,7 +65,8 @@ def plan_change(loader: Any, trial: coordinator_pb2.MixtureTrial, resume: Mappin
 
 
 def _plain(change: records_pb2.MixtureChange, attempt: int) -> dict[str, Any]:
-    """Return a change as `change_mixture` takes it."""
+    """Return a change of the mixture's weights as a dict, in the form that the loader's `change_mixture` takes.
+    attempt: number of the present launch of the job."""
     return {
         "key": change.key,
         "epoch": change.epoch,
@@ -76,7 +78,8 @@ def _plain(change: records_pb2.MixtureChange, attempt: int) -> dict[str, Any]:
 
 
 def _source(name: str, spec: records_pb2.LoaderSpec) -> Any:
-    """Import the function of an added source, under the same list of allowed modules as input_fn, and call it."""
+    """Return a source that a change has added to the mixture: import its function, under the same list of allowed
+    modules as input_fn, and call it."""
     allow = list(spec.allow) or [module_of(spec.input_fn).partition(".")[0]]
     own = records_pb2.LoaderSpec(input_fn=name, main_path=spec.main_path, sys_path=spec.sys_path, allow=allow)
     try:

@@ -16,7 +16,7 @@ _COUNT = struct.Struct("<I")
 
 
 def given_to(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a torch loader or its samplers got as `generator=`, each once."""
+    """Return the random generators that a torch loader or its samplers got as `generator=`, each once."""
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     holders.append(getattr(holders[-1], "sampler", None))
     found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}

@@ -14,7 +14,8 @@ __all__ = ["ProcessGlobals"]
 
 
 class ProcessGlobals:
-    """Global state of one worker: the random generators, the assignment, and the answers of torch's get_worker_info().
+    """Global state of one of the workers that share a process: the random generators, the assignment, and the answers
+    of torch's get_worker_info().
 
     Workers in one process still share PYTHONHASHSEED, environment variables, the working directory, and globals of the
     user's modules.

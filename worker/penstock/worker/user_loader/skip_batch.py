@@ -15,11 +15,11 @@ __all__ = ["CannotSkipError", "skip_batch"]
 
 
 class CannotSkipError(Exception):
-    """Error of a loader whose batches cannot be skipped; the error's text is the reason."""
+    """Error for a loader whose batches cannot be skipped. Its text is the reason."""
 
 
 class _FetchesNothing:
-    """Replacement of a torch loader's fetcher, which reads no samples."""
+    """Stand-in for the fetcher of a torch loader, which reads no samples."""
 
     def fetch(self, index: Any) -> None:
         return None

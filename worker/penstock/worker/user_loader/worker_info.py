@@ -37,7 +37,7 @@ class Answers:
         self.seed = 0
         self.infos: dict[int, torch_worker.WorkerInfo] = {}
         self.given = 0
-        """Number of answers so far that were not None."""
+        """Number of calls of get_worker_info() so far that did not return None."""
         self.hidden = False
         self.refused = False
         """True if a state method raised when get_worker_info() named a worker, and succeeded when it returned None.
@@ -45,14 +45,14 @@ class Answers:
 
 
 _current: Answers | None = None
-"""Answers for the worker whose code runs now; None = torch's own answer is returned."""
+"""What get_worker_info() returns to the worker whose code runs now; None = torch's own answer is returned."""
 _offered = 0
 """Process id of the process in which get_worker_info() is replaced; 0 = none."""
 
 
 def exchange(answers: Answers | None) -> Answers | None:
-    """Set the answers of get_worker_info() for another worker, in a process that several workers share in turn. Return
-    the answers set before."""
+    """Let get_worker_info() return the answers for another worker, in a process that several workers share in turn.
+    Return the answers that were set before."""
     global _current
     before, _current = _current, answers
     return before

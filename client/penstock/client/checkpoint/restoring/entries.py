@@ -1,9 +1,9 @@
-"""Entries of the state to restore, such as a module or an optimizer. An entry knows which saved values it needs, checks
-that they fit, and loads them.
+"""Entries of the state to restore: each top-level key with its value, such as a module or an optimizer. An entry knows
+which saved values it needs, checks that they fit, and loads them.
 
-A restore has three steps, so that no target is changed before all values are read and checked. `wanted` returns the
-values to read, and into which tensors. `fit` takes the values that were read, and raises an error if they do not fit.
-`put` loads them; it is called once every rank has reached that point.
+A restore calls three methods of each entry, so that no object is changed before all values are read and checked.
+`wanted` returns the values to read, and into which tensors. `fit` gets the values that were read, and raises an error
+if they do not fit. `put` loads them into the object. It is called when `fit` has succeeded on every rank.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class ReadRequest:
     """Request to read one saved value."""
 
     tensor: torch.Tensor | None
-    """Tensor to fill; None if the value is an object."""
+    """Tensor to read the value into; None if the value is an object."""
     own: bool
-    """True if the restore made this tensor, which may then be filled before all other values are checked."""
+    """True if the restore made this tensor, so that it may be filled before all values are checked. False for a tensor
+    of the user."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,11 @@ class SavedEntries:
     path: Path
     metadata: Metadata
     paths: dict[str, KeyPath]
-    """Name of a saved value -> the keys that lead to it in the nested state."""
+    """Keys that lead to each saved value in the nested state, by the value's name."""
 
     def under(self, key: str) -> dict[str, KeyPath]:
-        """Return all values saved under a top-level key: name of the value -> its path below the key."""
+        """Return the values that were saved under a top-level key of the state: for each name of a value, the keys that
+        lead to the value below this key. Raises CheckpointError if there are none."""
         found = {name: path[1:] for name, path in self.paths.items() if path[0] == key}
         if not found:
             there = ", ".join(sorted({repr(path[0]) for path in self.paths.values()}))
@@ -73,8 +75,8 @@ class SavedEntries:
         return found
 
     def empty(self, name: str, like: torch.Tensor | None = None) -> ReadRequest:
-        """Return a request that reads a value into a new tensor. If `like` has the saved size, the new tensor gets the
-        layout of `like`."""
+        """Return a request to read the value `name` into a new tensor, or as an object. If `like` has the shape of the
+        saved tensor, the new tensor is split over ranks and placed as `like` is."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
             return ReadRequest(None, True)
@@ -83,8 +85,8 @@ class SavedEntries:
         return ReadRequest(torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu"), True)
 
     def filled(self, name: str, tensor: torch.Tensor) -> ReadRequest:
-        """Return a request that reads a value into the given tensor. Raises CheckpointError if the saved value does not
-        fit."""
+        """Return a request to read the value `name` into the given tensor. Raises CheckpointError if the saved value is
+        no tensor, or has another shape or a dtype that cannot be converted."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(
@@ -93,8 +95,8 @@ class SavedEntries:
             )
         if tensor.is_meta:
             raise CheckpointError(
-                f"{name!r} is on the meta device, so it has no memory to load into: call to_empty(device=...) before "
-                "restore"
+                f"{name!r} of the state to restore is on the meta device, so it has no memory to load into: call "
+                "to_empty(device=...) before restore"
             )
         if tensor.shape != saved.size:
             raise CheckpointError(
@@ -112,39 +114,41 @@ class SavedEntries:
 
 @dataclass
 class RestoreContext:
-    """Saved data that entries need in addition to their own values."""
+    """Data of a checkpoint that entries need in addition to their own values."""
 
     containers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Descriptions of the original dicts: path, joined by dots -> description (see `with_containers`)."""
+    """Descriptions of the types and keys that dicts had when they were saved (see `with_containers`), by the keys that
+    lead to the dict, joined by dots."""
     notes: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """Results of `optimizers.notes` when the checkpoint was saved, merged over all ranks: key of the optimizer ->
-    notes."""
+    """What the ranks noted about each optimizer when the checkpoint was saved (see `optimizers.notes`), merged over all
+    ranks, by the optimizer's key."""
     orders: dict[int, list[int]] = field(default_factory=dict)
-    """Results of `group_order`: id() of the optimizer -> order. Entries that need it are restored after the
-    optimizers."""
+    """Order of each optimizer's parameter groups at the save (see `group_order`), by the optimizer's id(). Entries that
+    need the order, such as schedulers, are restored after the optimizers."""
 
 
 class StateEntry(ABC):
     """Entry of the state to restore: a top-level key and its value."""
 
     comes_first = False
-    """True if this entry is restored before others, because other entries need its result."""
+    """True if this entry is checked before others, because its check finds what other entries need."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
         self.key = key
         self.value = value
         self.saved = saved
         self.names = saved.under(key)
-        """Values to read: name -> path below the key."""
+        """Saved values of this entry: for each name of a value, the keys that lead to the value below the entry's
+        key."""
         self.loaded: Any = None
 
     @abstractmethod
     def wanted(self) -> dict[str, ReadRequest]:
-        """Return the requests for the values to read, by name."""
+        """Return the requests for the values that this entry needs, by the values' names."""
 
     def fit(self, values: dict[str, Any], around: RestoreContext) -> None:
-        """Check the values that were read, and keep them for `put`. values: name, as in `wanted` -> value. Raises
-        CheckpointError if the values do not fit."""
+        """Check the values that were read, and keep them for `put`. `values`: values by name, those that `wanted`
+        requested. `around`: other data of the checkpoint. Raises CheckpointError if the values do not fit."""
         root: dict[str, Any] = {}
         for name, path in self.names.items():
             set_element(root, (self.key, *path), values[name])
@@ -152,11 +156,11 @@ class StateEntry(ABC):
 
     @abstractmethod
     def put(self) -> None:
-        """Put the values that were read from the checkpoint into the object of the state to restore."""
+        """Load the values that `fit` has kept into the object of the state to restore."""
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
-        """Convert an error of user code or torch into a CheckpointError that names this entry."""
+        """Context manager that converts an error of user code or torch into a CheckpointError that names this entry."""
         try:
             yield
         except PenstockError:
@@ -286,7 +290,7 @@ class _StatefulEntry(StateEntry):
 
 
 class _PlainEntry(StateEntry):
-    """Dict of tensors and plain values, or a single value of these kinds."""
+    """Entry that is a dict of tensors and plain values, or a single tensor or plain value."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries, state: Mapping[str, Any]) -> None:
         super().__init__(key, value, saved)
@@ -317,7 +321,8 @@ class _PlainEntry(StateEntry):
 
 
 def _replace(target: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Replace the values of a dict in place by loaded ones. Tensors are left alone, because they are filled already."""
+    """Replace the values of a dict in place by loaded ones, also in nested dicts. Tensors are left alone, because they
+    are filled already."""
     for key, value in loaded.items():
         if isinstance(target.get(key), MutableMapping) and isinstance(value, Mapping):
             _replace(target[key], value)

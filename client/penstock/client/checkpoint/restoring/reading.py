@@ -1,12 +1,12 @@
 """Reader of a checkpoint's files. Every byte is verified by a hash before its use.
 
-The writer hashes each archive of a file by itself (`CheckpointFile.parts`), so a rank reads and hashes only the
-archives that it needs. A few threads read neighbouring archives in one call each: both reading and hashing release the
-interpreter lock.
+An archive is the bytes of one saved value in a file, as torch.save writes them. The writer hashes each archive
+separately (`CheckpointFile.parts`), so a rank reads and hashes only the archives that it needs. A few threads do this,
+because both reading and hashing release the interpreter lock. One call reads several neighbouring archives.
 
-Values for the user's tensors are kept until everything is read and verified (`FillRequest`). Like a save, this takes as
-much additional memory as these tensors take. Values for new tensors (an optimizer's states) are copied into them at
-once.
+Values for the user's tensors are kept in memory until everything is read and verified (`FillRequest`). Like a save,
+this takes as much additional memory as these tensors take. Values for tensors that the restore has made (an optimizer's
+states) are copied into them at once.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from penstock.runtime.files.plain_files import open_plain
 __all__ = ["FillRequest", "read", "read_file"]
 
 RUN = 16 << 20
-"""Bytes of neighbouring archives that one call reads at most; a larger archive is read by a call of its own."""
+"""Largest number of bytes of neighbouring archives that one call reads. A larger archive is read by a call of its
+own."""
 SMALL = 8 << 20
-"""Number of bytes up to which a restore reads without threads, because Python's work for each entry takes longer than
-reading so few bytes."""
+"""Largest number of bytes that a restore reads without threads. Reading so few bytes takes less time than Python's work
+for each entry, which threads would not speed up."""
 MAX_UNNEEDED_BYTES = 4 << 10
-"""Largest number of unneeded bytes in a read buffer, for each tensor to fill, for which the buffer is kept until the
-tensors are filled. Otherwise the values are copied out of it."""
+"""Largest number of unneeded bytes in a read buffer, for each tensor that is filled from it, with which the buffer is
+kept until the tensors are filled. If more bytes are unneeded, the values are copied out of the buffer."""
 GAP = 64 << 10
-"""Largest gap in bytes between two archives for which both are read in one call, together with the gap."""
+"""Largest number of bytes between two archives with which one call reads both, and the bytes between them."""
 
 
 @dataclass(frozen=True)
 class FillRequest:
-    """Values that were read, and the tensor to copy them into."""
+    """Values that were read and verified, and the tensor to copy them into later."""
 
     name: str
     target: torch.Tensor
@@ -57,7 +58,7 @@ class FillRequest:
 
     @staticmethod
     def check(fills: list[FillRequest]) -> None:
-        """Raise CheckpointError if two requests would fill one tensor with different values."""
+        """Raise CheckpointError if two of the requests would fill one tensor with different values."""
         seen: dict[tuple[Any, ...], FillRequest] = {}
         fills = [fill for fill in fills if fill.target.numel()]
         if len({fill.target.data_ptr() for fill in fills}) == len(fills):
@@ -82,7 +83,8 @@ class FillRequest:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Copy of saved values into a target tensor. item: range of the values in source and target; None: all values."""
+    """Part of the values of an archive, and the tensor to copy it into. `item`: range of the values in the archive and
+    in the tensor; None: all values."""
 
     target: torch.Tensor
     own: bool
@@ -90,19 +92,19 @@ class _Piece:
 
     @property
     def is_new(self) -> bool:
-        """True if the target can be filled at once, because the restore made it in CPU memory."""
+        """True if the target tensor can be filled at once, because the restore made it, and in CPU memory."""
         return self.own and self.target.device.type == "cpu"
 
 
 @dataclass
 class _Archive:
-    """Bytes that torch.save wrote as one archive for one saved value, and that are read together."""
+    """Archive to read: the bytes in a file that torch.save wrote for one saved value, and what is made of them."""
 
     name: str
     offset: int
     length: int
     shape: tuple[torch.dtype, tuple[int, ...]] | None
-    """dtype and sizes of the saved part of a tensor; None for an object."""
+    """dtype and shape of the saved tensor, or part of a tensor; None for an object."""
     pieces: list[_Piece]
 
 
@@ -118,14 +120,15 @@ def read(
 
     Args:
         folder: descriptor of the checkpoint's folder.
-        files: the manifest's files, by name.
-        wanted: requests, by name.
-        load: function that makes an object from its name and its bytes.
+        files: the checkpoint's files, as the manifest lists them, by name.
+        metadata: torch's index, which says where each value is. wanted: requests, by the values' names.
+        load: function that makes an object from its name and its bytes. threads: number of threads that read.
 
-    Returns tensors and objects by name, and the requests that still have to be filled.
+    Returns tensors and objects by name, and requests to copy values into the user's tensors, which the caller does once
+    all values are checked.
 
-    Raises CheckpointCorruptError, with the file's name, for bytes that differ from what was written; CheckpointError if
-    one tensor would get two different values.
+    Raises CheckpointCorruptError, with the file's name, if the bytes are not those that were written; CheckpointError
+    if one tensor would get two different values.
     """
     by_file: dict[str, list[_Archive]] = defaultdict(list)
     for name, archive in _archives(metadata, wanted):
@@ -162,7 +165,8 @@ def read(
 
 
 def read_file(folder: int, file: CheckpointFile) -> bytes:
-    """Return the contents of a short file. Raises CheckpointCorruptError if the file cannot be read or is too short."""
+    """Return the contents of a short file of the checkpoint. `folder`: descriptor of the checkpoint's folder. Raises
+    CheckpointCorruptError if the file cannot be read, or has another size than the manifest says."""
     handle = _open(folder, file)
     try:
         return bytes(_read(handle, 0, file.nbytes, file.name).numpy())
@@ -171,7 +175,7 @@ def read_file(folder: int, file: CheckpointFile) -> bytes:
 
 
 def _archives(metadata: Metadata, wanted: dict[str, ReadRequest]) -> Iterator[tuple[str, _Archive]]:
-    """Yield (name of the file, archive) for all archives to read."""
+    """Yield (name of the file, archive) for all archives that contain requested values."""
     stored = {index.fqn: info for index, info in metadata.storage_data.items()}  # tensors that were saved in one part
     pieces: dict[MetadataIndex, list[_Piece]] = defaultdict(list)
     for name, want in wanted.items():
@@ -210,7 +214,7 @@ def _runs(archives: list[_Archive]) -> Iterator[list[_Archive]]:
 
 
 class _Reader:
-    """Reader of one file. Several threads may read parts of it."""
+    """Reader of one file of the checkpoint. Several threads may read parts of the file."""
 
     def __init__(self, handle: int, file: CheckpointFile, fills: list[FillRequest], objects: dict[str, bytes]) -> None:
         self._handle = handle
@@ -236,7 +240,8 @@ class _Reader:
                     self._fill(archive.name, piece, values, keep=keep)
 
     def _end(self, archive: _Archive) -> int:
-        """Return the end offset of the bytes that the archive's hash covers: the archive, and the padding after it."""
+        """Return the offset after the last byte that the archive's hash covers: the archive, and the padding after
+        it."""
         if archive.offset in self._parts:
             return max(self._parts[archive.offset][0], archive.offset + archive.length)
         return archive.offset + archive.length
@@ -264,7 +269,8 @@ class _Reader:
 
 
 def _is_kept(run: list[_Archive], nbytes: int) -> bool:
-    """Return True to keep the read buffer until the tensors are filled, False to copy the values out of it."""
+    """Return True to keep a read buffer of `nbytes` until the tensors are filled from it, False to copy the values out
+    of it. `run`: the archives in the buffer."""
     needed = count = 0
     for archive in run:
         dtype, shape = archive.shape or (torch.uint8, ())
@@ -276,8 +282,8 @@ def _is_kept(run: list[_Archive], nbytes: int) -> bool:
 
 
 def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
-    """Return a tensor that torch.save wrote, as a view of its values in the archive. The bytes before and after the
-    values are compared with those that torch.save writes."""
+    """Return the tensor `name` of this dtype and shape, which torch.save wrote as `archive`, as a view of the values in
+    the archive. The bytes before and after the values are checked: they must be those that torch.save writes."""
     frame, (dtype, sizes) = frame_of(*shape), shape
     before = len(frame.before)
     if len(archive) == frame.length and archive[:before] == frame.before:
@@ -289,7 +295,7 @@ def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int,
 
 
 def _same(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Compare two tensors by their bytes, so that a NaN equals itself."""
+    """Return True if two tensors have the same bytes, so that a NaN equals itself."""
     left, right = (value.to(dtype).flatten().view(torch.uint8) for value in (one, other))
     return torch.equal(left, right)
 
@@ -333,7 +339,8 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def _check_whole(handle: int, file: CheckpointFile) -> None:
-    """Compare the checksum of a whole file that has no checksums of its parts."""
+    """Check a file whose manifest has no checksums of single archives: compute the checksum of the whole file. Raises
+    CheckpointCorruptError if it differs."""
     hasher = xxhash.xxh3_128()
     for begin in range(0, file.nbytes, RUN):
         hasher.update(_bytes_of(_read(handle, begin, min(RUN, file.nbytes - begin), file.name)))

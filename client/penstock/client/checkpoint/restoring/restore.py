@@ -1,8 +1,8 @@
 """Restore of a checkpoint into the objects of a training job, on any number of ranks.
 
-The saved state decides what is loaded, not the present state of the objects: an optimizer that has made no step has no
-state to fill, and a loader's state may have other parts than before. Each rank reads the values that it needs; a
-DTensor gets its part, even if another rank wrote that part.
+What was saved decides what is loaded, not the present state of the objects: an optimizer that has made no step has no
+state yet, and a loader's state may have other parts than before. Each rank reads the values that it needs. A DTensor
+gets its part, even if another rank wrote that part.
 
 All values are read, hashed and compared with their targets before any value is loaded. So a checkpoint that is damaged,
 does not fit, or is deleted during the restore, leaves all objects unchanged.
@@ -53,15 +53,16 @@ from penstock.proto.state.checkpoint_files import (
 __all__ = ["LoadedCheckpoint", "PinnedCheckpoint", "chosen", "load"]
 
 SILENCE_S = 8.0
-"""Seconds without a sign of life from another process's save, after which a restore no longer waits for it, because the
-machine of that process may be gone."""
+"""Seconds without a sign of life from a save of another process, after which a restore no longer waits for the end of
+that save. The machine of that process may be gone."""
 TRIES = 20
-"""Number of attempts to choose a checkpoint. An attempt fails if the checkpoint is deleted before it can be pinned."""
+"""Number of attempts to choose a checkpoint. An attempt fails if another process deletes the checkpoint before it is
+pinned (protected from deletion)."""
 
 
 @dataclass(frozen=True)
 class PinnedCheckpoint:
-    """Checkpoint to restore. No save deletes a checkpoint while it is pinned."""
+    """Checkpoint to restore, protected from deletion: no save deletes a checkpoint while it is pinned."""
 
     path: Path
     step: int
@@ -71,8 +72,9 @@ class PinnedCheckpoint:
 
 @contextmanager
 def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[PinnedCheckpoint | None]:
-    """Yield the checkpoint to restore (see AsyncCheckpointer.restore), pinned against deletion; None if the folder has
-    no checkpoint. Waits for a running save of another process."""
+    """Context manager with the checkpoint to restore, which is pinned (not deleted by a save) until its end; None if
+    the folder has no checkpoint. `step`, `verify`: see AsyncCheckpointer.restore. Waits at most `timeout_s` seconds for
+    a save that another process is making."""
     _settle(folder, timeout_s)
     for turn in range(TRIES):
         found = _choose(folder, step)
@@ -112,19 +114,19 @@ def _choose(folder: Path, step: int | None) -> FoundCheckpoint | None:
 
 
 def _saved_by(metadata: Metadata, name: str) -> int:
-    """Return the rank that saved an object, from the name of the file that holds it."""
+    """Return the rank that saved the object `name`, which the name of the object's file shows."""
     path: str = metadata.storage_data[MetadataIndex(name)].relative_path
     return int(path.rpartition("__")[2].partition("_")[0])
 
 
 def _through(handle: int) -> Path:
-    """Return a path to the folder of a descriptor that stays valid when the folder is renamed."""
+    """Return a path to a folder that stays valid when the folder is renamed. `handle`: descriptor of the folder."""
     return Path(f"/proc/self/fd/{handle}")
 
 
 def _settle(folder: Path, timeout_s: float) -> None:
-    """Restore a checkpoint that was being replaced by a save that stopped before its end. Waits until no save is
-    running."""
+    """Wait until no save is running in `folder`, at most `timeout_s` seconds. If a save stopped while it replaced a
+    checkpoint, put the old checkpoint back."""
     try:
         with locked(folder, timeout_s, silence_s=SILENCE_S):
             put_back(folder)
@@ -137,8 +139,8 @@ def _settle(folder: Path, timeout_s: float) -> None:
 
 
 def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
-    """Return the error for a damaged checkpoint. The error names the newest checkpoint with files of the right
-    sizes."""
+    """Return the error for a damaged checkpoint. Its text names, as the one to restore instead, the newest checkpoint
+    with files of the right sizes. `wrong`: the damage."""
     try:
         good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
     except CheckpointError:
@@ -151,13 +153,13 @@ def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
 
 @dataclass
 class LoadedCheckpoint:
-    """Checkpoint that was read and fits the targets, but is not loaded into the targets yet."""
+    """Checkpoint that was read and checked, but is not loaded into the objects of the state yet."""
 
     _entries: list[StateEntry]
     _fills: list[FillRequest]
 
     def put(self) -> None:
-        """Load the values into their targets."""
+        """Load the values into the objects of the state, and copy values into the user's tensors."""
         FillRequest.all_of(self._fills)
         for entry in self._entries:
             with entry.named_errors():
@@ -167,8 +169,8 @@ class LoadedCheckpoint:
 def load(
     path: Path, save: str, state: Mapping[str, Any], rank: int, threads: int, allow_unsafe_types: bool
 ) -> LoadedCheckpoint | None:
-    """Read the values of the checkpoint at `path` that `state` asks for, and return them, not yet put into it. Return
-    None if the checkpoint is gone, or is that of another save than `save`."""
+    """Read and check the values of the checkpoint at `path` that `state` needs. Return them without changing `state`.
+    Return None if the checkpoint is gone, or was replaced: its save has another id than `save`."""
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(f"restore: state must be a dict, got {type(state).__name__}")
     try:

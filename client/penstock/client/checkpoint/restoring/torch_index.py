@@ -35,20 +35,20 @@ ALLOWED = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-"""Classes and functions that a pickled index may name: module -> names."""
+"""Names of the classes and functions that a pickled index may use, by module."""
 PATH_KEYS = {str, int}
-"""Types of the keys that lead to a value in the state. torch writes no other types."""
+"""Types that the keys on the path to a value in the state may have. torch writes no other types."""
 LARGE = 1 << 30
-"""Size in bytes above which the files must contain all bytes of a tensor. A smaller tensor may be an expanded tensor,
-with repeated values that were written once."""
+"""Size in bytes of a tensor above which the files must contain all its bytes. The bytes of a smaller tensor may be
+fewer, because it may be an expanded tensor, whose repeated values were written once."""
 
 
 def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
-    """Return the index that was written as `data`.
+    """Return torch's index, made from its pickle `data` and checked.
 
     Args:
         where: path of the index, for errors.
-        files: name -> bytes of the checkpoint's files.
+        files: length in bytes of each of the checkpoint's files, by name.
 
     Raises CheckpointCorruptError, naming `where`, if `data` is not an index, or not the index of these files.
     """
@@ -65,10 +65,11 @@ def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
 
 
 def _check(metadata: Metadata, files: Mapping[str, int]) -> None:
-    """Raise ValueError or TypeError for an index from which nothing can be restored.
+    """Raise ValueError or TypeError if the index is damaged: it contradicts itself or the checkpoint's files (`files`:
+    length in bytes, by name).
 
-    No value of the index is hashed, printed or multiplied before its type is known. For nested tuples these operations
-    could take centuries, and `bounded` has checked only the keys of dicts.
+    No value of the index is hashed, printed or multiplied before its type is known, because these operations on deeply
+    nested tuples could take centuries. (`bounded` in pickles.py checks only the keys of dicts.)
     """
     written: Counter[str] = Counter()
     for index, info in metadata.storage_data.items():
@@ -128,8 +129,8 @@ class _Index(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Return a member of an enum. Refuse getattr on any other object, because such a getattr could lead to code of any
-    kind."""
+    """Return the member `name` of an enum: what a getattr in the pickle may do. On any other object a getattr could
+    lead to code of any kind, so it raises UnpicklingError."""
     if not isinstance(kind, EnumType) or type(name) is not str or name not in kind.__members__:
         raise pickle.UnpicklingError("the pickle names an attribute that is not a member of an enum")
     return kind[name]

@@ -1,1 +1,2 @@
-"""Save of a checkpoint: plan, copy to shared memory, write."""
+"""Saving of a checkpoint: the ranks agree on a plan, each copies its values to shared memory, and its writer process
+writes them to the disk."""

@@ -1,4 +1,5 @@
-"""Agreement of the ranks before each save: on the step, on the values that each rank writes, and on their lengths.
+"""Agreement of the ranks before each save: on the step, on the values that each rank writes, and on the number of bytes
+of these values. What is called an item, archive and plan is explained in planning.py.
 
 The agreement is one exchange of a few hundred bytes, unless a rank's state has another structure than at the last save.
 Every rank decides by itself from the same data of all ranks, so either all ranks continue or all raise an error.
@@ -29,27 +30,28 @@ _log = logging.getLogger("penstock.checkpoint")
 
 @dataclass(frozen=True)
 class AgreedSave:
-    """A save that all ranks have agreed on."""
+    """Save on which all ranks have agreed."""
 
     save: str
-    """Id of the save, hexadecimal."""
+    """Random id of the save, hexadecimal, the same on all ranks."""
     plan: GlobalPlan
     lengths: list[dict[Key, int]]
-    """Bytes of each unframed item (see LocalItem.frame): one dict for each rank."""
+    """Number of bytes of each unframed item (see LocalItem.frame), by its key: one dict for each rank."""
     collected: CollectedState
     objects: dict[Key, bytes]
-    """Contents of this rank's unframed items."""
+    """Bytes of this rank's unframed items, by their keys."""
     in_flight: list[str]
-    """Ids of the saves that are in flight on any rank."""
+    """Ids of the earlier saves that at least one rank has not finished writing."""
 
 
 class Agreement:
-    """Agreement of the ranks on a plan of what each saves. The plan is kept while the structure of the state stays the
-    same.
+    """Agreement of the ranks on a plan of what each rank saves. The plan is made at the first save, and made again when
+    the structure of the state has changed.
 
     Args:
-        threads, hint: number of files of each rank, and prefix of names that go into separate files; see `assign`.
-        check_replicas: see AsyncCheckpointer.
+        threads: number of files of each rank, which as many threads write. hint: beginning of the names of values that
+            go into files of their own, see `assign`.
+        check_replicas: True to compare values that several ranks have under one name, see AsyncCheckpointer.
     """
 
     def __init__(self, ranks: Ranks, threads: int, hint: str | None, check_replicas: bool) -> None:
@@ -58,12 +60,13 @@ class Agreement:
         self._checked = check_replicas and ranks.size > 1
         self._signature: list[Any] | None = None
         self._items: list[LocalItem] = []
-        """Items of this rank."""
+        """Items that this rank could save, in the plan's present structure."""
         self._by_rank: list[list[LocalItem]] = []
         self._plan: GlobalPlan | None = None
         self._warned: set[str] = set()
         self._tried: set[str] = set()
-        """Names of objects that were loaded once as a trial, to find out whether a restore can load them."""
+        """Names of objects that were loaded once after they were pickled, to find out whether a restore can load
+        them."""
 
     def agree_on_save(
         self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], in_flight: list[str]
@@ -71,8 +74,9 @@ class Agreement:
         """Agree with the other ranks on a save, and return it.
 
         Args:
-            earlier: failures of this rank's earlier saves that no rank has raised yet; emptied when they are raised.
-            in_flight: ids of this rank's saves in flight.
+            earlier: errors of this rank's earlier saves that no call has raised yet. The list is emptied when they are
+                raised.
+            in_flight: ids of the saves that this rank has not finished writing.
 
         Raises the errors of AsyncCheckpointer.save, on all ranks.
         """
@@ -83,7 +87,10 @@ class Agreement:
         def part() -> dict[str, Any]:
             nonlocal collected, objects, known
             if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-                raise InvalidArgumentError(f"save: step must be an int from 0 to 10**18 - 1, got {step!r}")
+                raise InvalidArgumentError(
+                    f"step of save() must be an int from 0 to 10**18 - 1, got {step!r}: pass the number of the "
+                    "training step"
+                )
             collected = collect(state, self._ranks.rank, self._ranks.size)
             if collected.signature != self._signature:
                 self._plan, self._items, self._signature = None, collected.items(), collected.signature
@@ -124,7 +131,7 @@ class Agreement:
         return AgreedSave(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
 
     def _warn_of_opaque(self, collected: CollectedState, objects: dict[Key, bytes]) -> None:
-        """Log each object that a restore loads only with allow_unsafe_types, once for each name."""
+        """Log a warning for each object that restore() loads only with allow_unsafe_types, once for each name."""
         for name, kind in collected.opaque.items():
             if name in self._tried or (name, None) not in objects:
                 continue
@@ -153,9 +160,9 @@ class Agreement:
         objects, tensors = compare(self._ranks.exchange({"digests": [[*key, *one] for key, one in known.items()]}))
         if objects:
             raise CheckpointError(
-                "ranks have different values under one name, but a checkpoint keeps one value for a name: "
-                f"{'; '.join(objects)}. Put the rank into the name, or pass check_replicas=False to save the value of "
-                "one rank"
+                "the ranks must have equal values under one name, because a checkpoint keeps one value for each name, "
+                f"got different ones: {'; '.join(objects)}. Put the rank into the name, or pass "
+                "AsyncCheckpointer(check_replicas=False) to save the value of one rank"
             )
         new = [text for name, text in tensors.items() if name not in self._warned]
         self._warned.update(tensors)

@@ -1,7 +1,10 @@
-"""Collection of the state to save as a flat dict of named values, with torch.distributed.checkpoint's names.
+"""Collection of the state to save as a flat dict of values with names such as "model.layer.weight", the names that
+torch.distributed.checkpoint uses.
 
-Modules and optimizers get names that fit any number of ranks (parameter_names.py, optimizers.py). The state of a data
-loader is saved as one object, whatever it contains (loader_states.py).
+The names of a module's and an optimizer's values do not depend on the number of ranks (parameter_names.py,
+optimizers.py). The state of a data loader is saved as one object, whatever it contains (loader_states.py). An object is
+saved as plain values with a recipe, a description from which the object is made again (plain_values.py), if that is
+possible.
 """
 
 from __future__ import annotations
@@ -43,30 +46,33 @@ __all__ = [
 OURS = "__penstock__"
 """Top-level key of Penstock's own data in a checkpoint, by which a restored state gets exactly its original form."""
 CONTAINERS, RECIPES, OPTIMIZERS = "containers", "recipes", "optimizers"
-"""Names of tables that each rank saves under OURS: kinds and keys of dicts, recipes of encoded values, and the parts of
+"""Names of three tables that each rank saves under OURS: types and keys of dicts, recipes of objects, and the parts of
 optimizers' states that torch's `load_state_dict` would change."""
 KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
-"""Mapping types that are restored with their own type; other mappings become dicts."""
+"""Mapping types that a restore makes again, by name. Other mappings are restored as dicts."""
 
 
 @dataclass
 class CollectedState:
-    """Values that this rank could save, by name."""
+    """Values that this rank could save, by name. Which rank saves a value that several have is decided later
+    (planning.py)."""
 
     values: dict[str, Any]
     paths: dict[str, tuple[Any, ...]]
-    """Name of a value -> the keys that lead to it in the nested state."""
+    """Keys that lead to each value in the nested state, by the value's name."""
     signature: list[Any]
-    """Structure of the state. The plan of a save is kept while the structure stays the same."""
+    """Description of the structure of the state, for comparison. The plan of a save is kept while it stays the same."""
     loaders: dict[str, tuple[int, int]]
-    """Key of a loader -> (box, number of boxes of the loader's run). A box is a data-parallel rank."""
+    """Pair (box, number of boxes) of each data loader, by its key in the state. A box is a data-parallel rank."""
     recipes: dict[str, Any]
-    """Name of a value that is saved as plain values -> the recipe that makes the value again (plain_values.py)."""
+    """Recipe that makes an object again, by the object's name, for objects that are saved as plain values
+    (plain_values.py)."""
     opaque: dict[str, str]
-    """Name of a value that cannot be saved as plain values -> the class in the value that has no recipe."""
+    """Name of the class without a recipe, by the value's name, for objects that cannot be saved as plain values because
+    they contain an instance of this class."""
 
     def items(self) -> list[LocalItem]:
-        """Return all values as write items."""
+        """Return an item for each value, or for each part of a tensor that this rank has. See planning.py."""
         tensors, found = TensorItems(), []
         for name, value in self.values.items():
             if type(value) in PLAIN:
@@ -78,14 +84,14 @@ class CollectedState:
         return found
 
     def tensor(self, one: LocalItem) -> torch.Tensor:
-        """Return the tensor, or the part of a tensor, that an item saves."""
+        """Return the tensor, or this rank's part of it, that the item `one` saves."""
         value = self.values[one.key[0]]
         found: torch.Tensor = value if type(value) in LEAVES else find_state_dict_object(self.values, one.torch_index)
         return found
 
     def _by_torch(self, name: str) -> list[LocalItem]:
-        """Return the items that torch's planner makes for a tensor that is split over ranks, or that has its own rules
-        for saving."""
+        """Return the items that torch's planner makes for the value `name`: a tensor that is split over ranks, or a
+        tensor class with its own rules for saving."""
         plan = create_default_local_save_plan({name: self.values[name]}, is_coordinator=True)
         return [
             LocalItem.of(
@@ -97,8 +103,8 @@ class CollectedState:
 
 
 def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
-    """Collect the state to save. Raises InvalidArgumentError for a state in which values have no name or an ambiguous
-    name."""
+    """Collect the values of the state to save. `rank`, `ranks`: number of this rank, and number of ranks. Raises
+    InvalidArgumentError if the state is not a dict, or two values in it have the same name."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) and key for key in state):
         odd = [key for key in state if not isinstance(key, str) or not key] if isinstance(state, Mapping) else []
         got = f"the name {odd[0]!r}" if odd else type(state).__name__
@@ -150,8 +156,8 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> CollectedState:
 
 
 def _flatten(value: Any, path: tuple[Any, ...], values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> None:
-    """Add the leaves of a nested value to `values` and `paths`, under the names that torch's `flatten_state_dict` gives
-    them. (torch's function takes four times as long.)"""
+    """Add each value inside nested dicts and lists to `values`, and the keys that lead to it to `paths`, under the name
+    that torch's `flatten_state_dict` gives it. (torch's function takes four times as long.)"""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _flatten_into(inner, (*path, str(key)), values, paths)
@@ -171,18 +177,18 @@ def _flatten_into(value: Any, path: tuple[Any, ...], values: dict[str, Any], pat
 
 
 def _is_flattened(value: Any) -> bool:
-    """Return True if torch saves the contents of a value under separate names, as it does for dicts, and for lists of
-    tensors or dicts."""
+    """Return True if torch saves the contents of a container under separate names, as it does for dicts, and for lists
+    of tensors or dicts. Return False if it saves the container as one object."""
     return isinstance(value, Mapping) or (
         isinstance(value, list) and any(isinstance(inner, torch.Tensor) or _is_flattened(inner) for inner in value)
     )
 
 
 def _made_plain(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Replace objects in `values` by the plain values that are saved for them. Return recipes by name, and a dict of
-    the objects that could not be replaced, with their classes.
+    """Replace objects in `values` by the plain values that are saved for them. Return the recipes that make these
+    objects again, by name; and, for the objects that could not be replaced, the class without a recipe, by name.
 
-    Raises InvalidArgumentError for tensors that cannot be restored.
+    Raises InvalidArgumentError for a tensor that could be saved but not restored.
     """
     recipes, opaque = {}, {}
     for name, value in values.items():
@@ -210,7 +216,7 @@ def _unrestorable(tensor: torch.Tensor) -> str:
 
 
 def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of empty dicts, which flattening drops."""
+    """Yield the path (keys that lead to it) of each empty dict, because the flat dict of values would not show it."""
     if isinstance(value, Mapping):
         if not value and path:
             yield path
@@ -224,8 +230,8 @@ def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def _containers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (path, description) of dicts that flattening changes: those with keys that are not strings, and those of
-    another type than dict."""
+    """Yield (path, description) of each dict that a restore could not make again from the names of values: one with
+    keys that are not strings, or of another type than dict."""
     if isinstance(value, Mapping):
         keys = {str(key): key for key in value if type(key) is not str and _is_plain(key)}
         coded = {str(key): _coded(key, path) for key in value if type(key) is not str and not _is_plain(key)}
@@ -248,7 +254,8 @@ def _container(value: Mapping[Any, Any]) -> str:
 
 
 def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
-    """Return a dict's key as [plain value, recipe]. Raises InvalidArgumentError for a key without a recipe."""
+    """Return a dict's key as [plain value, recipe], from which a restore makes the key again. `path`: keys that lead to
+    the dict, for errors. Raises InvalidArgumentError for a key of a type without a recipe."""
     encoded = encode(key)
     if encoded.opaque:
         raise InvalidArgumentError(
@@ -266,8 +273,8 @@ def _is_plain(key: Any) -> bool:
 
 
 def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tuple[Any, ...] = ()) -> Any:
-    """Return a nested state in which dicts have their original types and keys. containers: path, joined by dots ->
-    description of the dict."""
+    """Return a restored state with the types and keys that its dicts had when they were saved. `containers`:
+    descriptions of the dicts, by their paths joined by dots. `path`: keys that lead to `value`."""
     if not containers:
         return value
     if isinstance(value, dict):
@@ -283,7 +290,8 @@ def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tup
 
 
 def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
-    """Return the state of one entry of the dict to save: its state_dict, or the value itself."""
+    """Return the state to save for one entry of the state: the result of its state_dict(), or the value itself if it
+    has no such method. `state`: the whole state, in which an optimizer's module is found."""
     if isinstance(value, torch.optim.Optimizer):
         return named_state(value, parameter_names(value, state, key))
     if isinstance(value, nn.Module):
@@ -294,7 +302,7 @@ def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state_dict, without the names of wrappers inside the module (such as DDP)."""
+    """Return a module's state_dict(), with the names that it has without wrappers such as DDP inside the module."""
     plain = module.state_dict()
     clean = clean_keys(module, list(plain))
     return type(plain)((clean[name], value) for name, value in plain.items())
@@ -311,9 +319,10 @@ def _kind(value: Any) -> Any:
 
 
 def object_bytes(collected: CollectedState, items: list[LocalItem]) -> dict[Key, bytes]:
-    """Return the bytes that torch.save writes for each item that is not a plain tensor.
+    """Return the bytes that torch.save writes for each unframed item (an object, or a tensor that is not plain), by the
+    item's key.
 
-    Raises InvalidArgumentError, with the name, for a value that cannot be saved.
+    Raises InvalidArgumentError, with the value's name, for a value that torch.save cannot write.
     """
     found = {}
     for one in items:

@@ -1,4 +1,4 @@
-"""Assignment of a rank's items to files: pure arithmetic over names and sizes.
+"""Assignment of a rank's items (tensors, parts of tensors, objects) to files: pure arithmetic over names and sizes.
 
 Tensors are assigned in order of size, the largest first, each to the file with the fewest bytes so far. So files have
 nearly equal lengths, and threads that write one each finish together. (The longest is at most 4/3 of the best possible:
@@ -24,12 +24,12 @@ class Item(NamedTuple):
 
     name: str
     nbytes: int | None
-    """Bytes of the tensor or its part; None for an object, whose size the plan does not need."""
+    """Number of bytes of the tensor or its part; None for an object, whose size does not decide its file."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """File of a rank, and the items in it."""
+    """One file of a rank, and the items in it."""
 
     name: str
     items: tuple[int, ...]
@@ -41,8 +41,8 @@ def assign(items: Sequence[Item], prefix: str, buckets: int, hint: str | None = 
 
     Args:
         prefix: beginning of the file names, which differs from rank to rank: "__0_".
-        buckets: largest number of files for items with the hint, and also for items without it.
-        hint: prefix of the names of items that go into separate files.
+        buckets: largest number of files for items whose names begin with `hint`, and also for all other items.
+        hint: beginning of names. Items with such names go into files of their own; None: all items share the files.
     """
     matching = [place for place, item in enumerate(items) if hint and item.name.startswith(hint)]
     others = sorted(set(range(len(items))) - set(matching))

@@ -1,7 +1,8 @@
-"""Description of torch's index of a checkpoint, from which the writer makes the pickle without torch.
+"""Description of torch's index of a checkpoint (the file `.metadata`, a pickle that says which value is where). The
+writer process makes the index from this description, without torch.
 
-See penstock/proto/state/checkpoint_index.py. Only this module uses torch's classes. Python's own pickler pickles them
-and their values; everything else refers to them by their positions in the pickler's memo.
+See penstock/proto/state/checkpoint_index.py. This module pickles torch's classes and the values that stay the same from
+save to save. The rest of the index, which the writer adds, refers to them by their positions in the pickler's memo.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from penstock.proto.state.checkpoint_index import ATTRIBUTES, DescribedIndex
 __all__ = ["Stored", "described"]
 
 Stored = tuple[tuple[str, tuple[int, ...] | None], int | None, int, int]
-"""Description of one archive: the name, offset in the tensor and hint of torch's MetadataIndex, then its offset and
-bytes in the file."""
+"""Description of one archive (the bytes of one saved value): name of the value, offset of the part in its tensor, and
+hint, as in torch's MetadataIndex; then the archive's offset and number of bytes in its file."""
 PROTOCOL = 3
-"""Pickle protocol of the index. Newer protocols use frames, which cannot be embedded in another pickle."""
+"""Pickle protocol of the index. Pickles of newer protocols contain frames with lengths, and could not be embedded in
+another pickle."""
 
 
 class _Parts:
-    """List of values that are pickled together. Each object is added once and gets one number, however often it is
-    used."""
+    """List of the objects that are pickled together. An object that is added again keeps its number in the list."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
@@ -45,7 +46,8 @@ class _Parts:
         return number
 
     def pickled(self) -> tuple[bytes, int, list[int]]:
-        """Return the pickle, the number of positions in its memo, and the position of each part."""
+        """Return the pickle of all objects, the number of positions in its memo, and the memo position of each object,
+        in the order of the list."""
         file = io.BytesIO()
         pickler = pickle.Pickler(file, PROTOCOL)
         pickler.dump(self._values)
@@ -54,7 +56,8 @@ class _Parts:
 
 
 def described(metadata: Metadata, files: Iterable[tuple[str, Iterable[Stored]]]) -> bytes:
-    """Return the description of torch's index `metadata`, with `storage_data` for the archives in `files`."""
+    """Return the encoded description of torch's index. `metadata`: the index without its `storage_data`. `files`: name
+    of each file, and descriptions of its archives, from which `storage_data` is made."""
     parts = _Parts()
     number = parts.number
     for one in (Metadata, TensorStorageMetadata, MetadataIndex, StorageInfo, *ATTRIBUTES):

@@ -1,13 +1,15 @@
-"""Plan of what each rank saves and where: torch's plan, made once and kept while the state keeps its structure.
+"""Plan of what each rank saves and where: torch's plan, made once and kept while the state keeps its structure. An item
+is what is saved as a unit: a tensor, a part of a tensor that is split over ranks, or another object. An archive is the
+bytes in a file that torch.save would write for one item.
 
-torch.distributed.checkpoint makes a new plan for each save: a write item for each tensor on each rank, a gather of all
-of them, a scatter. For an unchanged model the resulting plan is the same, so here the ranks agree on a plan once
-(`agree`) and then only compare signatures (`CollectedState.signature`). Only the lengths of objects differ from save to
-save, and each rank sends those of its own objects.
+torch.distributed.checkpoint makes a new plan for each save: it makes a description (write item) of each tensor on each
+rank, gathers all of them, and scatters the result. For an unchanged model the resulting plan is the same, so here the
+ranks agree on a plan once (`agree`) and then only compare signatures (`CollectedState.signature`). Only the lengths of
+objects differ from save to save, and each rank sends those of its own objects.
 
-A layout is complete before anything is written, because the length of a tensor's archive follows from its dtype and
-shape (torch_frames.py). So torch's `.metadata` can also be described before the writing (index_description.py), without
-reports from the writers.
+The layout of the files, with the offset of each archive, is complete before anything is written, because the length of
+a tensor's archive follows from its dtype and shape (torch_frames.py). So torch's `.metadata` can also be described
+before the writing (index_description.py), without reports from the writers.
 
 A state has thousands of entries, and the first save plans each of them while the training waits. To keep that short, an
 entry is one tuple, tensors of one dtype and shape share one description, and torch's slower kinds of items are made
@@ -58,22 +60,25 @@ Key = tuple[str, tuple[int, ...] | None]
 
 
 class LocalItem(NamedTuple):
-    """Item that this rank could save. An item that several ranks have is saved by one of these ranks."""
+    """Item (tensor, part of a tensor, or object) that this rank could save. If several ranks have an item, the plan
+    chooses one of them to save it."""
 
     key: Key
     hint: int | None
-    """Hint of torch's MetadataIndex: position of the part in torch's list of the tensor's parts."""
+    """Position of this part in torch's list of the tensor's parts, as in torch's MetadataIndex; None for a whole tensor
+    or an object."""
     data: TensorWriteData | None
-    """Description of a tensor; None for an object."""
+    """torch's description of the tensor or part: offsets, sizes, dtype. None for an object."""
     frame: TorchFrame | None
-    """Bytes around the values in the archive of a plain tensor (see torch_frames.py). None: the item is unframed; its
-    archive is what torch.save writes, and its length may change from save to save."""
+    """Frame of a plain tensor: the bytes before and after the tensor's values in its archive (see torch_frames.py), so
+    that the values can be copied into the archive. None: the item is unframed; torch.save writes its archive, whose
+    length may change from save to save."""
     kind: WriteItemType
 
     @classmethod
     def of(cls, item: WriteItem, framed: bool) -> LocalItem:
-        """Return the item for a write item of torch. framed: True if the item's archive has a frame, as for a plain
-        tensor."""
+        """Return the item for a write item, the description that torch's planner makes. `framed`: True for a plain
+        tensor, whose archive has a frame."""
         index, data = item.index, item.tensor_data
         frame = frame_of(data.properties.dtype, tuple(data.chunk.sizes)) if framed and data is not None else None
         return cls((index.fqn, index.offset), index.index, data, frame, item.type)
@@ -84,17 +89,17 @@ class LocalItem(NamedTuple):
 
     @property
     def torch_index(self) -> MetadataIndex:
-        """Torch's name of the item."""
+        """Name of the item in torch's index: name of the value, offset of the part, and hint."""
         return MetadataIndex(*self.key, self.hint)
 
     @property
     def item(self) -> WriteItem:
-        """Item in the form that torch's planner takes."""
+        """Write item (torch's description of this item), as torch's planner takes it."""
         return WriteItem(self.torch_index, self.kind, tensor_data=self.data)
 
 
 class TensorItems:
-    """Maker of the items for whole plain tensors, with the same contents as torch's planner makes.
+    """Maker of the items for whole plain tensors. The items have the same contents as those that torch's planner makes.
 
     Tensors of one dtype and shape share one description, which is made, pickled and loaded only once.
     """
@@ -116,7 +121,8 @@ class TensorItems:
 
 
 def encode_items(items: Sequence[LocalItem], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Return the items as JSON values for the other ranks. paths: name -> the keys that lead to the value."""
+    """Return the items as JSON values, to be sent to the other ranks. `paths`: keys that lead to each value in the
+    nested state, by the value's name."""
     rows: list[Any] = []
     for one in items:
         data, (name, offset) = one.data, one.key
@@ -146,19 +152,19 @@ def decode_items(value: dict[str, Any]) -> tuple[list[LocalItem], dict[str, tupl
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Layout of one file of a rank: archives one after the other, first the archives of framed items (see
-    LocalItem.frame)."""
+    """Layout of one file of a rank: the archives (bytes of items) follow each other, first those of framed items (see
+    LocalItem.frame), then those of the others."""
 
     name: str
     framed: tuple[tuple[LocalItem, int], ...]
-    """Framed items, each with its offset in the file."""
+    """Framed items, each with the offset of its archive in the file, in bytes."""
     framed_bytes: int
     others: tuple[LocalItem, ...]
     """Unframed items. Their lengths may differ from save to save."""
 
     def places(self, lengths: dict[Key, int]) -> tuple[list[int], int]:
-        """Return the offset of each item in `others`, and the length of the file. lengths: bytes of each unframed
-        item."""
+        """Return the offset of the archive of each item in `others`, and the length of the file, in bytes. `lengths`:
+        number of bytes of each unframed item."""
         places, offset = [], self.framed_bytes
         for one in self.others:
             offset = _aligned(offset)
@@ -167,7 +173,8 @@ class FileLayout:
         return places, offset
 
     def stored(self, lengths: dict[Key, int]) -> Iterator[Stored]:
-        """Yield the description of each archive in the file, for torch's index."""
+        """Yield the description of each archive in the file, for torch's index. `lengths`: number of bytes of each
+        unframed item."""
         for one, offset in self.framed:
             assert one.frame is not None
             yield one.key, one.hint, offset, one.frame.length
@@ -186,22 +193,24 @@ class GlobalPlan:
 
     layouts: list[RankLayout]
     metadata: Metadata
-    """torch's index without `storage_data`."""
+    """torch's index of the checkpoint, without `storage_data`, which says where each archive is."""
     shared: dict[Key, list[int]]
-    """Key of an item that several ranks have and one of them saves -> those ranks."""
+    """Ranks that have an item, by the item's key, for items that several ranks have and one of them saves."""
     _made: tuple[Any, bytes] | None = field(default=None)
-    """Lengths of items for which `index` was called last, and its result; None before the first call."""
+    """Argument of the last call of `index`, and its result; None before the first call."""
 
     def files(self, lengths: Sequence[dict[Key, int]]) -> list[list[tuple[str, int]]]:
-        """Return (name, bytes) of each rank's files. lengths: bytes of the unframed items, by rank."""
+        """Return (name, length in bytes) of the files of each rank. `lengths`: number of bytes of the unframed items, a
+        dict for each rank."""
         return [
             [(file.name, file.places(lengths[rank])[1]) for file in layout.files]
             for rank, layout in enumerate(self.layouts)
         ]
 
     def index(self, lengths: Sequence[dict[Key, int]]) -> bytes:
-        """Return the description of `.metadata` for the writer. The result of the last call is returned again if no
-        length has changed."""
+        """Return the description of torch's index, the file `.metadata`, from which the writer makes this file.
+        `lengths`: number of bytes of the unframed items, a dict for each rank. If they have not changed since the last
+        call, its result is returned again."""
         if self._made is None or self._made[0] != lengths:
             files = [
                 (file.name, file.stored(lengths[rank]))
@@ -215,10 +224,10 @@ class GlobalPlan:
 def agree(
     by_rank: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]], buckets: int, hint: str | None
 ) -> GlobalPlan:
-    """Return the plan for all ranks. Every rank computes it from the same input, and so gets the same plan.
+    """Return the plan for all ranks. Every rank computes the plan from the same input, so all have the same plan.
 
     Args:
-        by_rank: results of `decode_items`, by rank.
+        by_rank: items of each rank, and the keys that lead to their values (results of `decode_items`), by rank.
         buckets, hint: as for `assign`.
 
     Raises CheckpointError if ranks contradict each other: one name for tensors of two shapes or dtypes, or for a tensor
@@ -235,10 +244,10 @@ def agree(
 
 
 def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Metadata | None:
-    """Return torch's index for a job of one rank that saves only whole tensors and objects. Return None for any other
-    job.
+    """Return torch's index if one rank saves only whole tensors and objects. Return None for other items, which torch's
+    planner must plan.
 
-    torch's planner has the same result, and takes four times as long.
+    The result is that of torch's planner, which takes four times as long.
     """
     stored: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
     objects, tensors = BytesStorageMetadata(), dict[int, TensorStorageMetadata]()
@@ -257,8 +266,8 @@ def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Me
 def _plan_together(
     by_rank: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]],
 ) -> tuple[list[list[LocalItem]], Metadata]:
-    """Return the items that each rank saves, and torch's index, both from torch's planner. If several ranks have the
-    same item, one of them saves it."""
+    """Let torch's planner plan. Return the items that each rank saves, and torch's index. If several ranks have the
+    same item, only one of them saves it."""
     plans = [SavePlan([one.item for one in items], planner_data=paths) for items, paths in by_rank]
     try:
         deduplicated, metadata = DefaultSavePlanner().create_global_plan(plans)
@@ -286,14 +295,15 @@ def _compare(by_rank: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list[i
             if kind != other:
                 raise CheckpointError(
                     f"{one.name!r} is {other} on rank {first} and {kind} on rank {rank}, but a checkpoint keeps one "
-                    "value for a name. Put the rank into the names of values that differ by rank"
+                    "value for each name. Put the rank into the names of values that differ by rank"
                 )
             holders.setdefault(one.key, []).append(rank)
     return {key: ranks for key, ranks in holders.items() if len(ranks) > 1}
 
 
 def lay_out(items: Sequence[LocalItem], prefix: str, buckets: int, hint: str | None) -> RankLayout:
-    """Return the layout of one rank's files, with the offsets of its items; arguments as for `assign`."""
+    """Return the layout of one rank's files, with the offset of each archive. Arguments as for `assign` in
+    file_layout.py."""
     sizes = [Item(key[0], None if frame is None else frame.length) for key, _, _, frame, _ in items]
     files = []
     for bucket in assign(sizes, prefix, buckets, hint):

@@ -1,8 +1,8 @@
-"""Exchange of small values between the ranks of a training job: JSON over a process group of its own.
+"""Exchange of small values between the ranks of a training job: JSON over a separate process group.
 
-The group uses gloo, so that nothing needs a GPU or waits for its kernels. The group has a timeout of its own, so that a
-lost rank becomes an error. The training thread runs its collectives, like those of the job. Values are JSON and not
-pickle, because nothing from another machine is unpickled.
+The group uses gloo, so that nothing needs a GPU or waits for its kernels. The group has its own timeout, so that a lost
+rank becomes an error. The training thread runs its collectives, like those of the job. Values are JSON and not pickle,
+because nothing from another machine is unpickled.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Ranks:
     Args:
         group: process group of the ranks; None: all ranks of the job, or only this process if torch.distributed is not
             initialised.
-        timeout_s: seconds that a rank may be busy before it takes part in an exchange. The other ranks wait for it
-        MARGIN_S longer.
+        timeout_s: seconds for which a rank may be busy before it takes part in an exchange. The other ranks wait for
+            this rank MARGIN_S longer.
 
     Every rank of the group makes a Ranks, at the same point of the program.
     """
@@ -51,7 +51,8 @@ class Ranks:
             self._group = HostGroup(members, dist.get_rank(), timeout_s + MARGIN_S)
 
     def exchange(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return all ranks' values, by rank. Raises CheckpointError if a rank is lost or does not answer in time."""
+        """Send `value` to all ranks, and return the values of all ranks, by rank. Raises CheckpointError if a rank is
+        lost or does not answer in time."""
         if self._alone and _initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
                 "this AsyncCheckpointer was created before init_process_group, so it covers only this rank. Create "
@@ -77,11 +78,12 @@ class Ranks:
         ]
 
     def together(self, call: str, what: str, part: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Run `part` on every rank and return all results, by rank; raise on all ranks if one raised.
+        """Run `part` on every rank, and return the results of all ranks, by rank. If `part` raises an error on one
+        rank, an error is raised on all ranks.
 
         Args:
             call: name of the public method that runs, which must be the same on all ranks.
-            what: beginning of the error message, such as "step 5 was not saved".
+            what: beginning of the error message, such as "step 5 was not saved". part: function to run on this rank.
         """
         own: dict[str, Any] = {}
         failure: BaseException | None = None
@@ -115,7 +117,7 @@ def _initialized() -> bool:
 
 
 def _fitting(name: str) -> type[PenstockError]:
-    """Return the class of errors with this name, which another rank raised, if it is one of the checkpoint errors.
-    Return CheckpointError for any other name."""
+    """Return the class of the error that another rank raised. `name`: name of this class. For an error that is not one
+    of checkpoints, return CheckpointError."""
     kind = CATALOGUE[name].error if name in CATALOGUE else CheckpointError
     return kind if issubclass(kind, CheckpointError) else CheckpointError

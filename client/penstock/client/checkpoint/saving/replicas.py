@@ -25,14 +25,15 @@ __all__ = ["compare", "digests", "summary"]
 
 SAMPLES = 16
 WHOLE = 16 << 10
-"""Size in bytes up to which a tensor is compared whole. Of a larger tensor only samples are compared."""
+"""Largest size in bytes of a tensor that is compared whole. Of a larger tensor only samples are compared."""
 OBJECT, TENSOR = "object", "tensor"
 
 
 def digests(
     collected: CollectedState, items: Sequence[LocalItem], objects: dict[Key, bytes], shared: dict[Key, list[int]]
 ) -> dict[Key, tuple[str, str]]:
-    """Return the digests of values that other ranks have too: key -> (kind, digest)."""
+    """Return a digest for each item of this rank that other ranks have too, as (kind, digest) by the item's key.
+    `objects`: bytes of the unframed items. `shared`: ranks that have the item."""
     found: dict[Key, tuple[str, str]] = {}
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[Key, torch.Tensor]]] = defaultdict(list)
     for one in items:
@@ -45,7 +46,7 @@ def digests(
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if tensor.numel():
             groups[tensor.device, tensor.dtype].append((one.key, _sample(tensor)))
-    for group in groups.values():  # one copy from the device for each dtype
+    for group in groups.values():  # all samples of one dtype are copied from the device together
         values = torch.cat([sample for _, sample in group]).cpu()
         data = values.view(torch.uint8).numpy().tobytes()
         begin = 0
@@ -57,8 +58,8 @@ def digests(
 
 
 def _object_digest(collected: CollectedState, one: LocalItem, objects: dict[Key, bytes]) -> str:
-    """Return the digest of an object's value, not of its pickle. Pickles of equal values may differ if equal strings
-    are one object in one value and two objects in the other."""
+    """Return the digest of an object's value, not of its pickle. Pickles of equal values may differ: if a value has the
+    same string twice, its pickle depends on whether that is one str object or two."""
     name = one.name
     value = collected.values.get(name)
     if isinstance(value, torch.Tensor) or type(value) in PLAIN:
@@ -67,7 +68,8 @@ def _object_digest(collected: CollectedState, one: LocalItem, objects: dict[Key,
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all values of a small tensor, and `SAMPLES` of a large one, in logical order whatever the strides."""
+    """Return a flat tensor with all values of a small tensor, or with `SAMPLES` values of a large one. The order
+    follows the indices, not the strides, so it is the same for equal tensors."""
     if tensor.nbytes <= WHOLE:
         return tensor.reshape(-1)
     step = tensor.numel() // SAMPLES
@@ -78,7 +80,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def summary(known: dict[Key, tuple[str, str]]) -> str:
-    """Return one digest of all the values' digests of a rank."""
+    """Return one digest over all digests that a rank has computed. If all ranks have the same one, their values are
+    equal."""
     hasher = xxhash.xxh3_64()
     for key in sorted(known, key=str):
         hasher.update(f"{key}{known[key]}".encode())
@@ -86,9 +89,8 @@ def summary(known: dict[Key, tuple[str, str]]) -> str:
 
 
 def compare(answers: list[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
-    """Return texts that describe the differing values: a list for objects, and a dict by name for tensors.
-
-    answers: rows of name, offset, kind, digest, by rank.
+    """Return texts that describe the values that differ between ranks: a list for objects, and a dict by name for
+    tensors. answers: rows of name, offset, kind, digest, by rank.
     """
     first: dict[tuple[str, str], tuple[int, str, str]] = {}
     objects: dict[str, str] = {}

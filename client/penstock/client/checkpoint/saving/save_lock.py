@@ -2,9 +2,9 @@
 
 A signal handler runs between any two instructions of the main thread, also within a `save`, and may call `save` itself,
 as handlers for preemption do. The second call would find half-changed data. So while a call holds the lock, signals are
-recorded, and their handlers run at the end of the call, on the same thread and before the call returns. The call holds
-the lock for milliseconds only: during waits for a save or another thread, handlers run at once. The handler of a second
-signal of one kind runs at once at any time, so that a second Ctrl-C always works.
+recorded, and their handlers run at the end of the call, on the same thread and before the call returns. Signals are
+held back for milliseconds only: while a call waits for a save or for another thread, handlers run at once. The handler
+of a second signal of one kind runs at once at any time, so that a second Ctrl-C always works.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Handler = Callable[[int, Any], Any]
 
 
 class CallLock:
-    """Lock of one checkpointer, held by one call of a method at a time."""
+    """Lock of one AsyncCheckpointer. A method of the checkpointer holds it during a call, so only one call runs at a
+    time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,7 +42,8 @@ class CallLock:
 
         Args:
             call: name of the method, for errors.
-            hold: record signals during the whole call; False: only while it begins and ends.
+            hold: True to record signals during the whole call; False to record them only while the call begins and
+                ends.
 
         Raises CheckpointError if this thread holds the lock already: the call is made by a signal handler, or by a
         `state_dict` that is being saved.
@@ -80,13 +82,14 @@ class CallLock:
 
 
 class _HeldSignals:
-    """Recorder of signals, in place of the handlers of all signals until `restore_handlers`."""
+    """Recorder of signals: replaces the handlers of all signals that have a Python handler, until
+    `restore_handlers`."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Handler] = {}
         self._recorded: list[int] = []
         self.drops_repeats = True
-        """True if a second signal of one kind is dropped; False if its handler runs at once."""
+        """True if a second signal of one kind is ignored; False if its handler runs at once."""
         if threading.current_thread() is not threading.main_thread():
             return  # Python runs handlers only on the main thread
         try:
@@ -106,8 +109,8 @@ class _HeldSignals:
             self._handlers[number](number, frame)
 
     def restore_handlers(self) -> None:
-        """Restore the handlers, and run the handlers of the signals that arrived. Raises the errors of these
-        handlers."""
+        """Put the replaced handlers back, and run those of the signals that arrived meanwhile. Raises the errors of
+        these handlers."""
         raised: BaseException | None = None
         left = [*self._handlers.items()]
         while left:
@@ -130,14 +133,15 @@ class _HeldSignals:
 
 
 class SignalWatch:
-    """Recorder of signals for a loop that checks after each step whether one has arrived. A second signal has the
-    effect that it has without a recorder."""
+    """Recorder of signals for a training loop that checks after each step whether a signal has arrived (`received`). A
+    second signal has the effect that it has without a recorder, so that a second Ctrl-C ends the job."""
 
     def __init__(self, numbers: int | Iterable[int]) -> None:
-        """Install the handlers. Raises InvalidArgumentError for an invalid signal, or outside the main thread."""
+        """Record these signals from now on. Raises InvalidArgumentError for a number that is no signal or cannot be
+        handled, and outside the main thread."""
         wanted = [numbers] if isinstance(numbers, int) else [*numbers]
         self.received = 0
-        """Number of the last signal; 0 if there was none."""
+        """Number of the last signal that arrived; 0 before the first."""
         self._before: dict[int, Any] = {}
         if wanted and threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError(
@@ -169,7 +173,7 @@ class SignalWatch:
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def close(self) -> None:
-        """Restore the previous handlers."""
+        """Stop recording: put the previous handlers of the signals back."""
         if threading.current_thread() is threading.main_thread():
             for number in self._before:
                 self._restore(number)

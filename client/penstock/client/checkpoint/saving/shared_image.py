@@ -1,10 +1,11 @@
 """Image of a checkpoint's files in shared memory: the bytes that the writer process will write to the disk.
 
-Staging copies each tensor to its position in a file, between the bytes that torch.save would write before and after it,
-so that the writer process only has to write. Everything except the tensors' values stays the same from save to save.
+Staging, the copying by the training process, puts each tensor's values at their position in a file, between the bytes
+that torch.save would write before and after them. So the writer process only has to write. Everything except the
+tensors' values stays the same from save to save.
 
-The memory is a memfd: it has no name under /dev/shm, and the kernel frees it with the last process that maps it. All
-its pages are allocated at once, because page faults would double the time of the first copy.
+The memory is a memfd: it has no name under /dev/shm, and the kernel frees the memory when the last process that maps it
+ends. All its pages are allocated at once, because page faults would double the time of the first copy.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def pages(nbytes: int) -> int:
 
 
 class SharedImage:
-    """Shared memory of `nbytes`, rounded up to whole pages.
+    """Shared memory of `nbytes` bytes, rounded up to whole pages.
 
     Attributes:
-        number: id of the image, unique in this process.
-        fd: the memfd, for the writer process; closed with the image.
-        map: the mapping.
-        address: start of the mapping in this process.
+        number: number of the image, unique in the process that made it.
+        fd: descriptor of the memory, to be sent to the writer process; closed with the image.
+        map: mapping of the memory in this process.
+        address: address of the first byte of the mapping.
         tensor: the whole memory as uint8, of shape [nbytes].
     """
 
@@ -58,7 +59,8 @@ class SharedImage:
 
     @classmethod
     def received(cls, fd: int, nbytes: int) -> Self:
-        """Map the image that another process made and sent as `fd`. Takes ownership of `fd`."""
+        """Map an image that another process made. `fd`: its descriptor, which belongs to the new object from now on.
+        `nbytes`: size in bytes."""
         image = cls.__new__(cls)
         image.number, image.nbytes, image.fd = next(_numbers), nbytes, fd
         image._map(0)
@@ -73,7 +75,8 @@ class SharedImage:
         self.map[offset : offset + len(data)] = data
 
     def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a contiguous tensor at `offset`, which must be a multiple of the dtype's size."""
+        """Return a contiguous tensor of this dtype and shape whose values are the image's bytes from `offset` on.
+        `offset` must be a multiple of the dtype's size."""
         count = math.prod(shape)
         if not count:
             # the offset of an empty tensor may lie at the end, or be unaligned
@@ -82,7 +85,7 @@ class SharedImage:
         return values if len(shape) == 1 else values.view(shape)
 
     def close(self) -> None:
-        """Close the memfd. The mapping ends with its last view."""
+        """Close the descriptor of the memory. The mapping stays until the last tensor that uses it is freed."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

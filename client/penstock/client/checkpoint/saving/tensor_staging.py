@@ -1,7 +1,8 @@
 """Copy of live tensors into shared memory: the only part of a save for which the training loop waits.
 
-Each save in flight has one image (shared_image.py). The regions of its files follow from the plan and stay the same
-while the plan does, so that staging again is one copy for each tensor.
+Each save that is not written yet has one image, shared memory with the bytes of its files (shared_image.py). Each file
+has a region of the image. The regions follow from the plan and stay the same while the plan does, so that another save
+only copies each tensor once.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from penstock.client.stream.cuda import PageLocks, take_error
 __all__ = ["CudaCopies", "Staged", "StagingBuffer"]
 
 SLACK = 16 * PAGE
-"""Smallest number of spare bytes in a region of the image. The objects of a file can grow into these bytes before all
-regions must be laid out again. Objects with more bytes than this get spare bytes equal to their own, so that the cost
-of steady growth stays a constant share."""
+"""Smallest number of spare bytes in a file's region of the image. Objects that grow from save to save can use the spare
+bytes before all regions must be laid out again. Objects with more bytes than this get as many spare bytes as they have,
+so that objects which grow steadily cause new layouts ever more rarely."""
 
 Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
-"""Files in the image, each with name, offset, bytes and the offsets of its archives; then offset and bytes of the
-metadata."""
+"""What was copied into the image. First the files, each with its name, its offset and length in the image, and the
+offsets of its archives in the file; then offset and length of the description of torch's `.metadata`. All in bytes."""
 
 
 class StagingBuffer:
-    """Shared memory for the image of one save at a time."""
+    """Holder of the shared memory for the files of one save at a time. The memory is used again for later saves."""
 
     def __init__(self) -> None:
         self.image: SharedImage | None = None
@@ -46,13 +47,13 @@ class StagingBuffer:
         metadata: bytes,
         tensor_of: Callable[[LocalItem], torch.Tensor],
     ) -> Staged:
-        """Copy everything that this rank saves into the image, byte for byte as in the files. Afterwards the training
-        loop may change its values again.
+        """Copy everything that this rank saves into the image, byte for byte as it will be in the files. When the
+        method returns, the training loop may change its values again.
 
         Args:
-            objects: bytes of the unframed items.
+            objects: bytes of the unframed items, by their keys.
             metadata: description of torch's `.metadata` for the writer; b"" on ranks that do not write it.
-            tensor_of: returns the tensor of an item.
+            tensor_of: function that returns the tensor of an item.
         """
         lengths = {key: len(data) for key, data in objects.items()}
         placed = [file.places(lengths) for file in layout.files]
@@ -120,9 +121,9 @@ class StagingBuffer:
 
 
 class CudaCopies:
-    """Copies from a CUDA device into page-locked memory, on a stream of their own.
+    """Copies from a CUDA device into page-locked memory, on a separate CUDA stream.
 
-    The copies run after the kernels that were queued before them. The host waits for all of them together.
+    The copies run after the kernels that were started before them. The training thread waits for all copies together.
 
     Args:
         cuda: torch.cuda, or a test's replacement.
@@ -142,7 +143,8 @@ class CudaCopies:
         self._locked: set[int] = set()
 
     def copy(self, image: SharedImage, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy the values, and return when all are in the image."""
+        """Copy the values of each source tensor, on the device, to the target tensor of the same number, in the image.
+        Return when all copies are done."""
         if image.number not in self._locked:
             self._locked.add(image.number)
             with self._cuda.device(self._device):

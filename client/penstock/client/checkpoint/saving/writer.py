@@ -1,10 +1,10 @@
 """The checkpoint writer: a process that writes shared memory to files and commits them as a checkpoint.
 
-Each rank has one writer, a small process without torch, gRPC or CUDA. Shared memory holds the files as they will lie on
-the disk (shared_image.py), so the writer only writes, hashes and commits. The writer makes torch's index itself, from
-the training process's description (proto/state/checkpoint_index.py). A writer starts in 0.1 s, takes 12 to 14 MiB,
-shares no interpreter lock with the training loop, and lives as long as its checkpointer. writer_process.py starts it by
-its file's path, because `python -m` would import penstock.client, and with it torch.
+Each rank has one writer, a small process without torch, gRPC or CUDA. Shared memory holds the files as they will be on
+the disk (shared_image.py), so the writer only writes, hashes and commits (makes the checkpoint valid). The writer makes
+torch's index itself, from the training process's description (proto/state/checkpoint_index.py). A writer starts in 0.1
+s, takes 12 to 14 MiB, shares no interpreter lock with the training loop, and lives as long as its checkpointer.
+writer_process.py starts it by its file's path, because `python -m` would import penstock.client, and with it torch.
 
 Requests are JSON after their length, over a Unix socket, and may carry the memfd to write from; replies are lines of
 JSON.
@@ -16,8 +16,8 @@ instead of 0.7 to 5.5 s (12 runs of each, with 4 and 16 MiB a call, 1 and 2 thre
 **Commit.** Every rank's writer writes its files into one temporary folder, makes them durable, and then writes a report
 file there. Rank 0's writer waits for all reports, compares sizes with the plan, adds the manifest and, as the last
 file, torch's `.metadata`; then it renames the folder. The others wait for that, or for the file with the causes of a
-failure. So ranks agree through the folder that they share anyway. A collective would need the threads of the training
-loops.
+failure. So the writers agree through the folder that the ranks share anyway. A collective operation would need the
+threads of the training loops.
 
 **End.** When the training process has ended, the writer finishes the save in flight or abandons it, as the save asks,
 and ends. A save has a deadline, which also ends a writer without a training process. The training process may have
@@ -83,20 +83,20 @@ from penstock.runtime.process.watch import wait_for_parent_end
 
 PROGRESS_S = 0.2
 SIGN_S = 1.0
-"""Seconds between the signs of life of a writer, once rank 0's writer requests them."""
+"""Seconds between the signs of life (changes of a file) of a writer, once rank 0's writer requests them."""
 SILENCE_S = 5.0
-"""Seconds without a sign of life from a rank, after which a writer without a training process abandons a save."""
+"""Seconds without a sign of life from another rank, after which a writer without a training process abandons a save."""
 PROBE_S = 0.5
-"""Seconds without a temporary folder, after which a rank tests whether it can write into the folder of the
+"""Seconds after which a writer that waits for the temporary folder tests whether it can write into the folder of the
 checkpoints."""
 LENGTH = 8
-"""Bytes of the length field before each request."""
+"""Number of bytes of the length that precedes each request."""
 NICENESS = 10
-"""Niceness of the writer process, by which the training loop and its input have priority on a busy processor."""
+"""Niceness of the writer process. The training loop and its input have priority on a busy processor."""
 
 
 class WriteFailed(Exception):
-    """Error of a save that has failed. causes: rank -> reason."""
+    """Error of a save that has failed. `causes`: reason of the failure, by rank."""
 
     def __init__(self, causes: dict[int, str]) -> None:
         super().__init__("; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())))
@@ -120,7 +120,7 @@ class SaveJob:
         self.ranks: int = request["ranks"]
         self.folder = Path(request["folder"])
         self.temporary = self.folder / temporary_name(request["step"], self.save)
-        """Name of the folder to write into. Another user may put a link in its place, see `_inside`."""
+        """Path of the folder to write into. Another user may put a link in its place, see `_inside`."""
         self.final = self.folder / step_name(request["step"])
         self._held: HeldFolder | None = None
         self.deadline: float = time.monotonic() + request["timeout_s"]
@@ -130,14 +130,13 @@ class SaveJob:
         self._orphaned = orphaned
         """Function that returns True once the training process has ended."""
         self._signs: dict[int, tuple[int, float]] = {}
-        """Rank -> its last sign of life, and the time at which this writer first saw that sign."""
+        """Last sign of life of each rank's writer, and the time at which this writer first saw it, by rank."""
         self._signed_at = 0.0
         self._send_reply = send_reply
         self._reported_at = time.monotonic()
 
     def run(self) -> None:
-        """Write this rank's files, and commit the checkpoint or wait for the commit. Raises WriteFailed if the save
-        fails."""
+        """Write this rank's files, then commit the checkpoint (rank 0) or wait for the commit. Raises WriteFailed."""
         try:
             self._run()
         finally:
@@ -177,15 +176,15 @@ class SaveJob:
             self._give_up(failed.causes)
 
     def _check_final(self) -> None:
-        """Raise WriteFailed if the save would replace something that is not a Penstock checkpoint."""
+        """Raise WriteFailed if the save would replace a folder or file that is not a Penstock checkpoint."""
         if self.final.exists() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
             raise WriteFailed({0: f"{self.final} exists and is not a Penstock checkpoint: move it to another folder"})
 
     # ---- this rank's files
 
     def _report(self, write: Callable[[Path], list[CheckpointFile]]) -> dict[str, Any]:
-        """Write this rank's files and return its report, which names the files or an error. On ranks above 0, also
-        write the report into the folder."""
+        """Write this rank's files and return its report, which lists them or names an error. On ranks above 0, also
+        write the report into the temporary folder, for rank 0."""
         report: dict[str, Any] = {"save": self.save, "files": [], "error": self.request["error"]}
         try:
             if self.rank:
@@ -288,7 +287,7 @@ class SaveJob:
         """Delete the surplus checkpoints of these steps. Each checkpoint is first renamed durably, so that an
         interrupted deletion does not leave half a checkpoint.
 
-        A checkpoint that is being read is not deleted now. A later save tries again.
+        A checkpoint that another process is reading is not deleted now. A later save tries again.
         """
         with suppress(OSError), ExitStack() as claims:
             free = [step for step in steps if claims.enter_context(claimed(self.folder / step_name(step)))]
@@ -320,14 +319,14 @@ class SaveJob:
             raise WriteFailed(
                 dict.fromkeys(
                     late,
-                    f"its writer had not written its files after timeout_s={self.request['timeout_s']:g}: check that "
+                    f"its writer had not written its files after timeout_s={self.request['timeout_s']:g} s: check that "
                     "rank's access to the folder",
                 )
             )
         return reports
 
     def _expect_signs(self, late: list[int]) -> None:
-        """Raise WriteFailed if the writer of a rank with a late report shows no sign of life."""
+        """Raise WriteFailed if a rank's writer shows no sign of life. `late`: the ranks whose reports are missing."""
         now = time.monotonic()
         if not self._signs:
             sign_of_life(self._inside.path / ASKED)
@@ -339,7 +338,8 @@ class SaveJob:
             raise WriteFailed(dict.fromkeys(lost, _silent(SILENCE_S)))
 
     def _give_up(self, causes: dict[int, str]) -> None:
-        """Report the causes of the failure to the other ranks, free the space on the disk, and raise WriteFailed."""
+        """Give the save up: tell the other ranks the causes in a file, delete the written data, and raise
+        WriteFailed."""
         failed = WriteFailed(causes)
         with suppress(OSError):
             if self.ranks > 1:
@@ -360,7 +360,7 @@ class SaveJob:
     # ---- the other ranks
 
     def _await_folder(self) -> None:
-        """Wait for the temporary folder, which rank 0 makes once it has the lock.
+        """Wait for the temporary folder, which rank 0's writer makes once it has the lock of the checkpoints' folder.
 
         Raises OSError if this rank cannot write into the folder of the checkpoints. Rank 0 may be unable to make the
         temporary folder for the same reason.
@@ -384,8 +384,8 @@ class SaveJob:
             raise WriteFailed({0: why})
 
     def _given_up(self) -> bool:
-        """Return True if rank 0 has abandoned the save and emptied the folder. `_await_verdict` then reads the
-        reason."""
+        """Return True if rank 0's writer has abandoned the save and emptied the temporary folder. `_await_verdict` then
+        reads the reason."""
         return self._begun and ((self.temporary / FAILED).exists() or not self.temporary.exists())
 
     def _await_verdict(self) -> None:
@@ -412,7 +412,8 @@ class SaveJob:
             raise WriteFailed(causes)
 
     def _explain(self, error: BaseException, where: Path, nbytes: int = 0) -> str:
-        """Return an error's text for the user: the file, the cause, and the remedy."""
+        """Return the text of an error for the user: the file `where`, the cause, and the remedy for a full disk of
+        `nbytes`."""
         if not isinstance(error, OSError) or isinstance(error, PenstockError):
             return str(error)
         text = f"{error.filename or where}: {error.strerror or error}"
@@ -427,7 +428,7 @@ class SaveJob:
     # ---- waiting
 
     def _wait_until(self, true: Callable[[], bool]) -> bool:
-        """Poll until `true()` returns True, with growing pauses. Return False at the deadline."""
+        """Call `true` until it returns True, with growing pauses. Return False at the save's deadline."""
         pause = 0.005
         while not true():
             if self._left() <= 0:
@@ -443,7 +444,7 @@ class SaveJob:
         return self.deadline - time.monotonic()
 
     def _expect_first_rank(self) -> None:
-        """Raise WriteFailed if rank 0's writer shows no sign of life (in the file of the save lock)."""
+        """Raise WriteFailed if rank 0's writer shows no sign of life. Its sign is in the file of the folder's lock."""
         sign, now = last_sign(self.folder / LOCK), time.monotonic()
         if self._signs.setdefault(0, (sign, now))[0] != sign:
             self._signs[0] = sign, now
@@ -462,7 +463,7 @@ class SaveJob:
             self._send_reply({"save": self.save, "kind": "progress", "written": self.written})
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """Return the contents of another writer's file for this save; None if there is none yet."""
+        """Return the contents of another writer's file for this save; None if the file does not exist yet."""
         try:
             value = json.loads(read_plain(path, LARGEST_RECORD))
         except (OSError, ValueError, RecursionError):
@@ -483,8 +484,8 @@ def _saved(value: dict[str, Any]) -> Any:
 
 
 def _sync_name(folder: Path) -> None:
-    """Make the names of a folder and its parents durable, because a process that stopped before it synced them may have
-    made them. Takes 0.1 ms for each."""
+    """Make the names of a folder and its parents durable. The process that made them may have stopped before it did
+    that. Takes 0.1 ms for each."""
     while not os.path.ismount(folder) and folder != folder.parent:
         folder = folder.parent
         with suppress(PermissionError):  # this user cannot read the folder, so this process did not make it
@@ -507,9 +508,9 @@ class Parent:
         self._sock = sock
         self._lock = threading.Lock()
         self.images: dict[int, memoryview] = {}
-        """Mapped images, by their numbers in the training process."""
+        """Mapped images (shared memory with files to write), by their numbers in the training process."""
         self.gone = threading.Event()
-        """Set once the training process has ended."""
+        """Event that is set once the training process has ended."""
 
     def receive(self) -> dict[str, Any] | None:
         """Return the next request; None if the training process has ended, or has closed its checkpointer."""
@@ -535,8 +536,7 @@ class Parent:
         return bytes(data)
 
     def end(self) -> None:
-        """End the connection once all sent data are delivered, even if forked children of the training process hold it
-        open."""
+        """Close the connection once all sent data are delivered, also if forks of the training process keep it open."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
@@ -546,8 +546,8 @@ class Parent:
 
 
 def exit_after_parent(parent: Parent, watched: list[SaveJob], parent_watch: int) -> None:
-    """Wait until the training process has ended. Then end this process once its save has ended, and no later than the
-    save's deadline."""
+    """Wait in a thread until the training process has ended. Then end this process when its save (in `watched`) has
+    ended, at the save's deadline at the latest."""
     wait_for_parent_end(parent_watch)
     parent.gone.set()
     parent.end()
@@ -558,7 +558,7 @@ def exit_after_parent(parent: Parent, watched: list[SaveJob], parent_watch: int)
 
 
 def serve(parent: Parent, parent_watch: int) -> None:
-    """Process requests until the training process closes the connection."""
+    """Process the requests of the training process until it closes the connection or ends."""
     watched: list[SaveJob] = []
     threading.Thread(target=exit_after_parent, args=(parent, watched, parent_watch), daemon=True).start()
     parent.send_reply({"kind": "ready"})

@@ -1,4 +1,5 @@
-"""The training process's side of its writer: starts it, submits saves, receives their results, and ends it.
+"""Handle of the training process on its writer process: starts the writer, submits saves to it, receives their results,
+and ends it.
 
 A thread reads the writer's replies, so that a failed save is known, and reported to the other ranks, while the loop
 trains. Every wait has a deadline. A writer that dies is detected by the end of its socket or by its pidfd. A writer
@@ -43,10 +44,10 @@ LENGTH = 8
 START_S = 30.0
 """Seconds within which the writer process must be ready. On an idle machine a start takes 0.1 s."""
 GRACE_S = 10.0
-"""Seconds after a save's deadline at which the writer is killed. A writer that does not hang has reported the failure
-by then."""
+"""Seconds after a save's deadline until the writer is killed. By then a writer that does not hang has reported that the
+save failed."""
 LEAVE_S = 5.0
-"""Seconds within which a writer without work must end."""
+"""Seconds within which a writer without work must end when it is told to; then it is killed."""
 
 
 class PendingSave:
@@ -55,7 +56,7 @@ class PendingSave:
     def __init__(self, request: dict[str, Any], buffer: StagingBuffer) -> None:
         self.request = request
         self.buffer = buffer
-        """Buffer with the data of the save, which must not change until the save has ended."""
+        """Buffer with the data of the save. The data must not change until the save has ended."""
         self.step: int = request["step"]
         self.written = 0
         """Bytes that this rank has written so far."""
@@ -71,7 +72,8 @@ class PendingSave:
         return sum(size for _, _, size, _ in self.request["files"])
 
     def end(self, causes: dict[int, str]) -> None:
-        """Record the result. causes: rank -> reason of its failure; empty if the checkpoint is complete."""
+        """Record that the save has ended. `causes`: reason of the failure, by rank; empty if the checkpoint is
+        complete."""
         if self.ended.is_set():
             return
         if causes:
@@ -101,8 +103,8 @@ class WriterProcess:
         return running.process.pid if running is not None and running.alive else None
 
     def start(self) -> None:
-        """Start a writer unless one runs, and wait until the writer is ready. Raises CheckpointError if it cannot be
-        started."""
+        """Start a writer process unless one runs, and wait until it is ready. Raises CheckpointError if no writer can
+        be started."""
         with self._lock:
             self._start()
 
@@ -110,9 +112,9 @@ class WriterProcess:
         """Submit a save.
 
         Args:
-            image: memory with the save's files. None: the save has failed in this process already, and the writer only
-                reports that to the other ranks.
-            images: all images in use, including this one.
+            image: shared memory with the save's files. None: the save has failed in this process already, and the
+                writer only reports that to the other ranks.
+            images: all images in use, including `image`. The writer unmaps others.
         """
         with self._lock:
             try:
@@ -128,8 +130,8 @@ class WriterProcess:
                 raise
 
     def wait(self, pending: PendingSave, timeout_s: float | None = None) -> bool:
-        """Wait until a save has ended. At its deadline, kill the writer. Return False if `timeout_s` passes before
-        that."""
+        """Wait until a save has ended, and return True. Return False if `timeout_s` seconds pass before. At the save's
+        own deadline the writer is killed, which ends the save."""
         if _ended(pending, _left(pending.deadline, timeout_s)):
             return True
         if time.monotonic() < pending.deadline:
@@ -141,15 +143,16 @@ class WriterProcess:
         return _ended(pending, LEAVE_S)
 
     def kill(self, why: str) -> None:
-        """Kill the writer, which makes the saves in flight fail. The next save starts another writer."""
+        """Kill the writer for the reason `why`. The saves that it has not completed fail. The next save starts another
+        writer."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
             running.kill(why)
 
     def stop(self, *, finish: bool = False) -> None:
-        """End the writer. With `finish` the writer first completes the saves in flight. A writer that does not end in
-        time is killed."""
+        """End the writer. `finish`: True if the writer must first complete the saves that were submitted. A writer that
+        does not end in time is killed."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -170,7 +173,7 @@ class _Running:
         self._rank = rank
         self._lock = threading.RLock()
         self._queue: list[PendingSave] = []
-        """Submitted saves that have not ended, in the order of writing."""
+        """Submitted saves that have not ended, in the order in which the writer writes them."""
         self._ended = False
         self._why = ""
         """Reason for which this process killed the writer; "" if it did not."""
@@ -200,7 +203,10 @@ class _Running:
             raise
         if not started:
             self.process.kill()
-            raise CheckpointError(f"rank {rank}: the writer process did not start{self._how()}; see its standard error")
+            raise CheckpointError(
+                f"rank {rank}: the writer process, which writes checkpoints, did not start{self._how()}: see its "
+                "messages on standard error, and save again"
+            )
 
     @property
     def alive(self) -> bool:
@@ -256,8 +262,9 @@ class _Running:
         ready.set()  # the last action: code that waits for it finds everything cleaned up
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the writer's replies until the process ends. The end of the socket does not show the end of the
-        process, because a child that was forked during the start may also hold the writer's end of the socket."""
+        """Yield the writer's replies, one line each, until the process ends. The end of the process is watched too,
+        because the end of the socket may never come: a child that this process forked while the writer was started may
+        hold the writer's end of the socket."""
         replies, process = LineReader(self._sock.fileno()), self.process.fileno()
         # without pidfds only the socket is watched
         watched = [replies.fileno(), process] if process >= 0 else [replies.fileno()]
@@ -281,7 +288,7 @@ class _Running:
         pending.end({int(rank): why for rank, why in reply.get("causes", {}).items()})
 
     def _fail_all(self) -> None:
-        """Fail all queued saves, because the writer has ended."""
+        """Let all submitted saves that have not ended fail, because the writer has ended."""
         with self._lock:
             self._ended = True
             lost, self._queue = self._queue, []
@@ -308,8 +315,8 @@ def _not_started(rank: int, error: OSError) -> CheckpointError:
 
 
 def _give_up(pending: PendingSave, rank: int, why: str) -> None:
-    """Fail a save for which no writer will write a report. This process writes the report file for the other ranks
-    instead."""
+    """Let a save fail for the reason `why`, because no writer of this rank will write its report. This process writes
+    the report file for the other ranks instead."""
     request = pending.request
     temporary = Path(request["folder"]) / temporary_name(request["step"], request["save"])
     if request["ranks"] > 1:
@@ -328,14 +335,16 @@ def _give_up(pending: PendingSave, rank: int, why: str) -> None:
 
 
 def wait_all(writer: WriterProcess, pendings: list[PendingSave], timeout_s: float | None) -> None:
-    """Wait until all saves have ended. Raises DeadlineError if they have not ended after `timeout_s`."""
+    """Wait until all of `pendings` have ended. Raises DeadlineError if one has not ended after `timeout_s` seconds;
+    None: no limit besides each save's own deadline."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     for pending in pendings:
         left = None if until is None else max(until - time.monotonic(), 0)
         if not writer.wait(pending, left):
             raise DeadlineError(
                 f"waited {timeout_s or 0:g} s for the writer of rank {writer.rank} to save step {pending.step}: "
-                f"{pending.written:,} of {pending.total:,} bytes are written. The save continues: wait again, or longer"
+                f"{pending.written:,} of {pending.total:,} bytes are written. The save continues: call wait() again, "
+                "with a larger timeout_s"
             )
 
 

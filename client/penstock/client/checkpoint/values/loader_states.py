@@ -1,13 +1,13 @@
-"""State of a loader in a checkpoint: one object, which any number of ranks can load.
+"""State of a data loader in a checkpoint: one object, which any number of ranks can load.
 
 torch.distributed.checkpoint saves each leaf of a nested state under a name of its own. So a state with changing parts,
 such as a loader's, could only be loaded into a state with the same parts. Here the loader's state is one value of bytes
 (Penstock's own encoding, with a checksum) under one name.
 
 The state of a run with several boxes (data-parallel ranks) covers all boxes, so only the rank with box 0 fetches and
-saves the state. If each rank has a run of its own (with an embedded appliance, for example), there is a state for each
-rank, and the state's name contains the rank. Such states can be loaded only on the same number of ranks. A single state
-of this kind belongs to a run with one box whose model was split over several ranks; any rank can load it.
+saves the state. If each rank has a run of its own (with an embedded appliance, for example), each rank saves a state
+under a name that contains the rank. Such states can be loaded only on the same number of ranks. If only one rank has
+saved such a state, the run had one box, whose model was split over several ranks, and any rank can load the state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ __all__ = ["Loader", "load_loader", "loader_leaves", "names_for"]
 Loader = DataLoader | Lookahead
 
 SHARED = "all"
-"""Key, below a loader's key, of a state that covers all boxes. States of single ranks have the rank in its place."""
+"""Key, below a loader's key, of a state that covers all boxes. The state of a single rank has the rank's number as this
+key."""
 UNIT = 4096
 """Multiple of bytes to which states are padded, so that their lengths rarely change. When a length changes, torch's
 index must be made again, which takes as long as the rest of a save."""
@@ -34,8 +35,8 @@ def _own(rank: int) -> str:
 
 
 def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
-    """Return the part of a loader's state that this rank saves. For a run with several boxes, only box 0 saves the
-    state."""
+    """Return what this rank saves of a loader: its state as bytes, by the key below the loader's key. Return {} on a
+    rank that saves no state, because box 0 saves it for all boxes."""
     box, num_boxes = loader.place
     if ranks == 1:
         return {SHARED: _padded(encode_state(loader.state_dict()))}
@@ -45,7 +46,8 @@ def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
 
 
 def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
-    """Return the name under which the state for this rank was saved. names: all names saved under the loader's key.
+    """Return the name of the saved state that this rank must load. `names`: all names that were saved under the
+    loader's key. `key`: the loader's key in the state to restore.
 
     Raises StateMismatchError if several ranks saved states of separate runs, and this rank did not.
     """
@@ -63,12 +65,12 @@ def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
 
 
 def load_loader(loader: Loader, data: bytes) -> None:
-    """Load a loader's state. data: bytes that `loader_leaves` returned."""
+    """Load a saved state into a loader. `data`: the state as bytes, as `loader_leaves` returned it."""
     length = int.from_bytes(data[:LENGTH])
     loader.load_state_dict(decode_state(data[LENGTH : LENGTH + length]))  # type: ignore[arg-type]
 
 
 def _padded(data: bytes) -> bytes:
-    """Return the length of `data`, the bytes, and zeros up to a multiple of `UNIT`."""
+    """Return `data` with its length before it, and zeros after it up to a multiple of `UNIT` bytes."""
     framed = len(data).to_bytes(LENGTH) + data
     return framed.ljust(-(-len(framed) // UNIT) * UNIT, b"\0")

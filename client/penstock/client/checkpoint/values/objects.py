@@ -25,11 +25,12 @@ __all__ = ["load_object", "load_tensor", "plain_bytes"]
 PROTOCOL = 2
 """Pickle protocol of torch.save."""
 HEADER = 30
-"""Bytes of a file's header in a zip archive, up to the file's name."""
+"""Number of bytes before a file's name in its header in a zip archive."""
 
 
 def plain_bytes(value: Any) -> bytes:
-    """Return torch.save's bytes for a value without tensors. The CRC32 is left out, because torch.load ignores it."""
+    """Return the bytes that torch.save writes for a value without tensors, but with zero in place of the CRC32, which
+    torch.load ignores."""
     pickled = pickle.dumps(value, PROTOCOL)
     kept = _around(len(pickled))
     if kept is None:
@@ -40,8 +41,8 @@ def plain_bytes(value: Any) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _around(length: int) -> tuple[bytes, bytes] | None:
-    """Return the bytes that torch.save writes before and after a pickle of this length; None if this torch.save writes
-    pickles differently."""
+    """Return the bytes that torch.save writes before and after a pickle of `length` bytes. Return None if this version
+    of torch writes them in an unknown way."""
     for value in ("x" * max(length - 10, 0), None, 1, 256, 65536, 0.5, ""):
         pickled = pickle.dumps(value, PROTOCOL)
         if len(pickled) == length:
@@ -55,7 +56,8 @@ def _around(length: int) -> tuple[bytes, bytes] | None:
 
 
 def _pickle_at(data: bytes) -> int | None:
-    """Return the offset of the pickle in torch.save's bytes; None if the pickle is not the archive's first file."""
+    """Return the offset of the pickle in bytes that torch.save wrote; None if the pickle is not the first file in this
+    archive."""
     if data[:4] != b"PK\x03\x04" or data[8:10] != b"\0\0":
         return None
     name, extra = int.from_bytes(data[26:28], "little"), int.from_bytes(data[28:30], "little")
@@ -89,8 +91,8 @@ def _no_bytes() -> bytes:
 
 
 def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
-    """Return the object that torch.save wrote as `data`. Raises CheckpointError, with the name, for a class that is not
-    allowed."""
+    """Return the object `name` that torch.save wrote as `data`. `where`: path of the checkpoint, for errors. `unsafe`:
+    True to unpickle any class. Raises CheckpointError if `data` is damaged, or has a class that is not allowed."""
     begin = _pickle_at(data)
     if begin is not None:
         try:
@@ -119,8 +121,8 @@ def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
 
 
 def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor that torch.save wrote as `data`. Raises CheckpointCorruptError, with the name, for any other
-    data, dtype or shape."""
+    """Return the tensor `name` that torch.save wrote as `data`. Raises CheckpointCorruptError if `data` is not a tensor
+    of this dtype and shape."""
     try:
         tensor = torch.load(_stored(data), map_location="cpu", weights_only=True)
     except Exception as error:  # arbitrary bytes can raise any error
@@ -135,10 +137,10 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
 
 
 def _stored(data: bytes) -> io.BytesIO:
-    """Return torch.save's bytes as a file object, after a check that reading the archive takes no more memory than its
-    length.
+    """Return `data`, which torch.save wrote, as a file object, after a check that reading it takes no more memory than
+    it has bytes.
 
-    Raises ValueError for anything but an archive, and for a compressed one (torch.save compresses nothing). Raises
+    Raises ValueError if `data` is not a zip archive, or has compressed parts (torch.save compresses nothing). Raises
     pickle.UnpicklingError for a pickle that `bounded` refuses.
     """
     file = io.BytesIO(data)

@@ -3,12 +3,13 @@
 torch's `load_state_dict` gives the first saved state to the first parameter, and so on. If the parameters are in
 another order than at the save, a parameter gets the momentum of another one, without an error if the shapes agree. Here
 the state is first put into the optimizer's own order: states by name, groups by the set of their parameters. A
-scheduler has lists with a value for each group, so these are reordered too. State that depends on the order of
-parameters in other ways is an error.
+scheduler has lists with a value for each group, so these are reordered too. If a state depends on the order of
+parameters in another way, the restore raises an error.
 
 `load_state_dict` also converts every value to the parameter's dtype: float32 momentum of bfloat16 parameters is
-rounded, and a mask becomes numbers. And a tensor that several parameters shared becomes one tensor for each. So a
-checkpoint records both facts (`notes`), and `load_optimizer` restores what `load_state_dict` has changed.
+rounded, and a mask becomes numbers. And if several parameters shared one tensor of the state, each gets a tensor of its
+own. So a checkpoint records which dtypes and which shared tensors the state had (`notes`), and `load_optimizer`
+restores them after `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 Path = tuple[Any, ...]
-"""Keys and numbers that lead to a value in the optimizer's state. The first is the parameter's name or number."""
+"""Keys and indexes that lead to a value in the optimizer's state. The first is the parameter's name or number."""
 
 PER_GROUP = {"_last_lr", "base_lrs", "base_momentums", "lr_lambdas", "max_lrs", "max_momentums", "min_lrs"}
 """Names of a scheduler's lists that have one value for each parameter group."""
@@ -46,10 +47,10 @@ OTHER_LISTS = {"_milestones", "_schedule_phases", "milestones", "_schedulers"}
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Return the optimizer's state_dict with names of parameters instead of numbers. Entries that belong to no
-    parameter keep their keys.
+    """Return the optimizer's state_dict with the names of parameters in place of their numbers. `names`: names of the
+    parameters, in the optimizer's order. Entries that belong to no parameter keep their keys.
 
-    Raises InvalidArgumentError if such a key is equal to the name of a parameter.
+    Raises InvalidArgumentError if the key of such an entry is also the name of a parameter.
     """
     plain = optimizer.state_dict()
     if twice := sorted(set(names) & {key for key in plain["state"] if isinstance(key, str)}):
@@ -69,10 +70,11 @@ def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str,
 
 
 def numbered_state(loaded: dict[str, Any], names: list[str], order: list[int], lengths: list[int]) -> dict[str, Any]:
-    """Return a state_dict for an optimizer, in the optimizer's own order.
+    """Return a saved state as a state_dict that the optimizer's load_state_dict accepts: with numbers of parameters,
+    and in the optimizer's own order.
 
     Args:
-        loaded: result of `named_state`.
+        loaded: saved state, a result of `named_state`.
         names: names of the optimizer's parameters, in its order.
         order: see `group_order`.
         lengths: number of parameters in each group.
@@ -91,7 +93,8 @@ def numbered_state(loaded: dict[str, Any], names: list[str], order: list[int], l
 
 
 def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) -> list[int]:
-    """Return, for each group of an optimizer, the index of the saved group with the same parameters.
+    """Return, for each parameter group of an optimizer, the index of the saved group with the same parameters.
+    Arguments as for `numbered_state`.
 
     Raises CheckpointError, naming parameters, if the saved groups have other parameters.
     """
@@ -134,8 +137,8 @@ def _check_names(saved: set[str], own: set[str]) -> None:
 
 
 def warn_of_numbers(key: str, value: Any) -> None:
-    """Warn of state_dicts of optimizers inside a value. Such state_dicts identify parameters by numbers, so a restore
-    needs the parameters in the same order.
+    """Warn if a value contains the state_dict of an optimizer, which identifies parameters by numbers. Such a state can
+    be restored only if the parameters are in the same order.
 
     key: key of the value in the state that is saved or restored.
     """
@@ -165,11 +168,11 @@ def _numbered(value: Any, path: Path) -> Iterator[Path]:
 
 
 def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names: list[str], order: list[int]) -> None:
-    """Raise CheckpointError if the parameters are in another order than at the save and their state depends on the
-    order.
+    """Raise CheckpointError if the parameters are in another order than at the save, and the saved state depends on
+    this order. Arguments as for `numbered_state`.
 
-    Such states are the tensors in which L-BFGS keeps the values of all parameters one after another, and settings of a
-    group with a value for each parameter.
+    Two kinds of state depend on the order: tensors with the values of all parameters one after another, as L-BFGS has,
+    and settings of a group that are lists with a value for each parameter.
     """
     before = [name for group in loaded["param_groups"] for name in group["params"]]
     if before == names:
@@ -191,8 +194,8 @@ def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names:
 
 
 def _check_settings(saved: dict[str, Any], group: dict[str, Any], own: list[str], before: list[str]) -> None:
-    """Raise CheckpointError if a setting of a group has a value for each parameter and the parameters are in another
-    order."""
+    """Raise CheckpointError if a setting of a parameter group has a value for each parameter, because the group's
+    parameters, `own`, were in another order, `before`, at the save."""
     for key, value in saved.items():
         if key in ("params", "param_names") or not isinstance(value, list) or len(value) != len(own):
             continue
@@ -211,7 +214,8 @@ def _order_matters(what: str, before: list[str]) -> CheckpointError:
 
 
 def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the parts of the state that `load_state_dict` would change; {} if there are none.
+    """Return notes on what the optimizer's `load_state_dict` would change in a saved state, so that a restore can
+    correct it; {} if it would change nothing.
 
     Args:
         named: result of `named_state` for the optimizer.
@@ -233,17 +237,17 @@ def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[st
 
 
 def merged(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return the union of the notes of two ranks (see `notes`)."""
+    """Return the notes of two ranks on one optimizer (see `notes`) as one."""
     return {key: [*one.get(key, []), *other.get(key, [])] for key in {*one, *other}}
 
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer, numbered: dict[str, Any], names: list[str], noted: Mapping[str, list[Any]]
 ) -> None:
-    """Load a state into an optimizer, and correct the values that the optimizer's `load_state_dict` has changed.
+    """Load a saved state into an optimizer, and correct what the optimizer's `load_state_dict` has changed in it.
 
-    An optimizer's own `load_state_dict`, in place of torch's, may convert dtypes on purpose, so its dtypes are left
-    alone.
+    If the optimizer's class has its own `load_state_dict`, that method may convert dtypes on purpose, so dtypes are not
+    corrected.
 
     Args:
         numbered: result of `numbered_state`.
@@ -289,7 +293,7 @@ def _at(value: Any, path: Path) -> Any:
 
 
 def _put(value: Any, path: Path, new: Any) -> None:
-    """Set the value at a path inside nested containers. Tuples on the path are replaced by new ones."""
+    """Set the value at a path inside nested dicts, lists and tuples. A tuple on the path is replaced by a new one."""
     inner = _at(value, path[:-1])
     if isinstance(inner, tuple):
         _put(value, path[:-1], type(inner)((*inner[: path[-1]], new, *inner[path[-1] + 1 :])))
@@ -298,10 +302,10 @@ def _put(value: Any, path: Path, new: Any) -> None:
 
 
 def regrouped(loaded: Any, order: list[int]) -> Any:
-    """Return a scheduler's state with its lists of one value for each parameter group in the optimizer's order. order:
-    see `group_order`.
+    """Return a scheduler's saved state for an optimizer whose parameter groups are in another order than at the save:
+    lists with one value for each group get the optimizer's order. `order`: result of `group_order`.
 
-    Raises CheckpointError for an unknown list that may have one value for each group.
+    Raises CheckpointError for an unknown list that has as many values as there are groups.
     """
     if order == sorted(order):
         return loaded

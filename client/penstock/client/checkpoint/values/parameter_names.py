@@ -25,11 +25,12 @@ WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_fsdp
 """Attributes in which torch.compile, activation checkpointing, Lightning Fabric and FSDP1 keep the wrapped module."""
 
 Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""Memory of a tensor's values, by which other tensors in the same memory are recognised."""
+"""Place of a tensor's values in memory: address, dtype, shape and strides. Tensors that share memory have equal
+places."""
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the module inside the wrappers (such as DDP) around it."""
+    """Return the module inside wrappers such as DDP or torch.compile; return any other value unchanged."""
     while True:
         if isinstance(value, DistributedDataParallel | DataParallel):
             value = value.module
@@ -40,7 +41,8 @@ def unwrapped(value: Any) -> Any:
 
 
 def clean_keys(module: nn.Module, keys: list[str]) -> dict[str, str]:
-    """Return, for each key of a module's state_dict, the key without the names of wrappers inside the module."""
+    """Return, by the keys of a module's state_dict, the same keys without the names of wrappers (such as DDP) inside
+    the module."""
     parallel = {
         f"{path}.module" if path else "module"
         for path, inner in module.named_modules(remove_duplicate=False)
@@ -89,7 +91,8 @@ def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], 
 
 
 Held = tuple[dict[int, str], dict[Place, str]]
-"""Names of parameters: by the id() of the parameter, and by the memory of its values."""
+"""Names of the parameters that a value of the state holds: by the id() of the parameter, and by the place of its values
+in memory."""
 
 
 def _from_one(parameters: list[torch.Tensor], holders: dict[str, Held]) -> list[str] | None:

@@ -1,4 +1,5 @@
-"""Cost of hashing a pickle's keys, computed before Python's unpickler hashes them.
+"""Cost of hashing the dict keys in a pickle, computed before Python's unpickler hashes them, to refuse pickles that
+would take forever.
 
 Python hashes a tuple again at each use as a key, with everything in the tuple. A pickle of 200 bytes can contain a
 tuple that contains another one twice, which contains a third one twice, and so on. As a dict's key this tuple takes
@@ -22,31 +23,33 @@ import re
 __all__ = ["check_hashing"]
 
 SHORTEST = 96
-"""Length in bytes below which a pickle cannot contain a key that takes a second to hash."""
+"""Length of a pickle in bytes below which it cannot contain a key that takes as long as a second to hash."""
 COST = 64
-"""Largest number of values to hash for each byte of the pickle, in addition to `FREE`. (A reference to a shared tuple
-takes two bytes.)"""
+"""Number of values to hash that a pickle may have for each of its bytes, in addition to `FREE`. (A reference to a
+shared tuple takes two bytes.)"""
 FREE = 1 << 20
 LIGHT = COST // 2
-"""Largest number of values in an object of the memo that a tail refers to: half of `COST`, because a key may contain
-another key."""
+"""Largest number of values in an object that the tail of an index (see the module's docstring) may refer to: half of
+`COST`, because a key may contain another key."""
 
 _Node = list["_Node | None"]
-"""Parts of an object, each a list like this one; None for an object without parts."""
+"""Stand-in for an object of the pickle: the list of its parts, each a list like this one. None: an object without
+parts."""
 _NO_OBJECT = {"PROTO", "FRAME", "STOP", "READONLY_BUFFER"}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _TO_MARK = {"TUPLE", "LIST", "DICT", "INST", "OBJ", "FROZENSET"}
 _NEW = {"REDUCE": 2, "NEWOBJ": 2, "NEWOBJ_EX": 3, "STACK_GLOBAL": 2, "BINPERSID": 1}
-"""Opcode -> number of objects that it pops from the stack to push one new object."""
+"""Number of objects that an opcode pops from the stack to push one new object, by the opcode's name."""
 _EMPTY = {"EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"}
 _INTO = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
-"""Opcode -> number of objects that it pops from the stack and adds to the object that is then on top."""
+"""Number of objects that an opcode pops from the stack and adds to the object that is then on top, by the opcode's
+name."""
 _ALL_INTO = {"APPENDS", "SETITEMS", "ADDITEMS"}
 
 
 def _tail() -> re.Pattern[bytes]:
-    """Return the regular expression for the tail of an index: an object with dicts of flat objects and tuples as
-    attributes."""
+    """Return the regular expression that matches the tail of an index that Penstock wrote (see the module's docstring):
+    an object whose attributes are dicts of flat objects and tuples."""
     get = rb"h[^\0]|j(?!\0\0\0\0).{4}"  # never position 0 of the memo, which is the list of all shared values
     text = b"\x8c(?:%s)\x94" % b"|".join(b"%s.{%d}" % (re.escape(bytes([size])), size) for size in range(256))
     long = b"\x8a(?:%s)" % b"|".join(b"%s.{%d}" % (re.escape(bytes([size])), size) for size in range(9))
@@ -62,10 +65,10 @@ _TAIL = _tail()
 
 
 def check_hashing(data: bytes, size: int) -> None:
-    """Raise pickle.UnpicklingError for a pickle with a dict key that takes much longer to hash than its length
+    """Raise pickle.UnpicklingError if hashing the dict keys in a pickle takes much longer than the pickle's length
     justifies.
 
-    size: bytes of the pickle at the beginning of `data`.
+    size: length in bytes of the pickle, which is at the beginning of `data`.
     """
     if size < SHORTEST:
         return
@@ -85,7 +88,8 @@ def check_hashing(data: bytes, size: int) -> None:
 
 
 class _Play:
-    """Replay of the unpickler's stack and memo, with a list of the object's parts in place of each object."""
+    """Replay of a pickle without making its objects: the unpickler's stack and memo, with a list of parts (_Node) in
+    place of each object."""
 
     def __init__(self) -> None:
         self._stack: list[_Node | None] = []
@@ -156,7 +160,8 @@ class _Play:
         self._keys.extend(key for key in taken if key is not None)
 
     def shares_only_light(self) -> bool:
-        """Return True if each object in the memo, except that at position 0, has at most `LIGHT` values."""
+        """Return True if each object in the memo has at most `LIGHT` values inside it. Position 0 of the memo, which a
+        tail never refers to, is left out."""
         known: dict[int, int] = {}
         shared = [node for place, node in self._memo.items() if place and node is not None]
         try:
@@ -166,15 +171,17 @@ class _Play:
             return False
 
     def cost(self) -> int:
-        """Return the number of values that are hashed for all keys together, by the final contents of the objects."""
+        """Return the number of values that Python hashes for all dict keys of the pickle together."""
         known: dict[int, int] = {}
         return sum(_weight(key, known) for key in self._keys)
 
 
 def _weight(root: _Node, known: dict[int, int]) -> int:
-    """Return the number of objects inside an object, itself included. A shared object counts once for each path to it.
+    """Return the number of objects that are hashed for the object `root`: itself, and all inside it. An object that is
+    inside it several times counts as often.
 
-    known: weights by id(), to which new ones are added. Raises UnpicklingError for an object that contains itself.
+    known: results for other objects, by id(); new ones are added. Raises UnpicklingError for an object that contains
+    itself.
     """
     above: set[int] = set()
     left: list[tuple[_Node, bool]] = [(root, False)]

@@ -24,21 +24,22 @@ _LENGTHS = {pickletools.TAKEN_FROM_ARGUMENT4: 4, pickletools.TAKEN_FROM_ARGUMENT
 _LENGTHS[pickletools.TAKEN_FROM_ARGUMENT8U] = 8
 _CODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
 _SIZES = {code: 0 if opcode.arg is None else opcode.arg.n for code, opcode in _CODES.items()}
-"""Opcode -> bytes of its argument; a negative number is one of pickletools' constants for variable lengths."""
+"""Length in bytes of the argument of each opcode of pickles; a negative number is one of pickletools' constants for
+variable lengths."""
 _STOP, _PUT, _LONG_PUT = b".", b"p", b"r"
 """Opcodes for the end of a pickle (STOP) and for storing an object in the memo (PUT, LONG_BINPUT). PUT belongs to
 protocol 0, which neither torch nor Penstock writes."""
 _COUNTED = {code: _LENGTHS[size] for code, size in _SIZES.items() if size in _LENGTHS} | {_LONG_PUT: 4}
-"""Opcode -> bytes of the number after it. The number is the length of the data that follow, or a position in the
-memo."""
+"""Length in bytes of the number after each opcode that has one. The number is the length of the data that follow, or a
+position in the memo."""
 _LINES = {code: 2 if code in b"ci" else 1 for code, size in _SIZES.items() if size == pickletools.UP_TO_NEWLINE}
-"""Opcode with arguments that are lines of text -> number of lines."""
+"""Number of lines of text that are the arguments of an opcode, for opcodes with such arguments."""
 del _LINES[_PUT]
 
 
 def _fixed() -> re.Pattern[bytes]:
-    """Return the regular expression for a run of opcodes with an argument of fixed length, or with a length in a single
-    byte."""
+    """Return the regular expression that matches a run of opcodes which need no check: their arguments have a fixed
+    length, or a length of a single byte."""
     kinds = []
     for size in (0, 1, 2, 4, 8):
         codes = b"".join(re.escape(code) for code, known in _SIZES.items() if known == size and code not in _COUNTED)
@@ -52,10 +53,10 @@ _FIXED = _fixed()
 
 
 def bounded(data: bytes) -> bytes:
-    """Return `data` after a check of the pickle at its beginning. Unpickling it must take no more memory, and no more
-    time for hashing keys, than the pickle's length justifies.
+    """Return `data`, unchanged, after a check of the pickle at its beginning: unpickling must take no more memory, and
+    no more time for hashing keys, than the pickle's length justifies.
 
-    Raises pickle.UnpicklingError if it takes more, or if the pickle has no end.
+    Raises pickle.UnpicklingError if it would take more, or if the pickle has no end.
     """
     place = 0
     while True:

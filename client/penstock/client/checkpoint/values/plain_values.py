@@ -1,4 +1,4 @@
-"""Encoding of values of common classes as plain values: numbers, text, bytes, and lists of them.
+"""Encoding of objects of common classes as plain values: numbers, text, bytes, and lists of them.
 
 Loading an object of a class means running code that the file names, so a restore does that only on request. But random
 states contain arrays, metrics contain numpy's scalars, and configurations contain paths and dates. Such a value is
@@ -29,7 +29,7 @@ LEAVES = PLAIN | {torch.Tensor, torch.nn.Parameter}
 """Types of values that contain no other values. A value's type is looked up here first, because `isinstance(value,
 Mapping)` takes a microsecond, and a state has thousands of values."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-"""Name -> default factory of a defaultdict that can be restored."""
+"""Default factories with which a defaultdict can be restored, by name."""
 DEPTH = 60
 """Largest number of levels of nested values that are encoded."""
 
@@ -38,15 +38,15 @@ class EncodedValue(NamedTuple):
     value: Any
     recipe: Any
     opaque: str
-    """Name of the class of a part that has no recipe, or "tensors" if only tensors have none; "" if all parts have a
-    recipe."""
+    """Name of the class of a part of the value that has no recipe, so that the value was not encoded; "tensors" if only
+    tensors have none; "" if all parts have a recipe."""
 
 
 class _Kind(NamedTuple):
     taken: Callable[[Any], Any]
-    """Function that takes a value apart into plain values."""
+    """Function that converts a value of this class to plain values."""
     made: Callable[[Any], Any]
-    """Function that makes the value again from the plain values."""
+    """Function that makes a value of this class from these plain values."""
 
 
 def _moment(value: Any) -> Any:
@@ -131,8 +131,8 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def encode(value: Any, depth: int = 0) -> EncodedValue:
-    """Return the encoding of a value. If a part of the value has no recipe (`opaque`), the encoding contains the value
-    itself."""
+    """Return the encoding of a value: plain values, and the recipe to make the value from them. If a part of the value
+    has no recipe (`opaque`), the encoding has the value itself."""
     kind = type(value)
     if kind in PLAIN:
         return EncodedValue(value, None, "")
@@ -155,7 +155,8 @@ def encode(value: Any, depth: int = 0) -> EncodedValue:
 
 
 def _parts(value: Any) -> tuple[str, Any] | None:
-    """Return the name of the value's kind in MAKE and the value's parts; None for an unknown class."""
+    """Return the name under which MAKE has the value's class, and the plain values into which the value is taken apart.
+    Return None for a class that MAKE does not have."""
     kind = type(value)
     if isinstance(value, np.generic | np.ndarray) and (value.dtype.hasobject or value.dtype.fields is not None):
         return None
@@ -193,15 +194,15 @@ def _dict(value: dict[Any, Any], depth: int) -> EncodedValue:
 
 
 def _opaque(inner: list[EncodedValue]) -> str:
-    """Return the first class without a recipe in the encoded values. If there is none, return "tensors" if there are
-    tensors (which can be loaded), else ""."""
+    """Return the name of the first class without a recipe in the encoded values. Without such a class, return "tensors"
+    if the values have tensors (which torch can load), else ""."""
     return next((one.opaque for one in inner if one.opaque not in ("", "tensors")), "") or next(
         (one.opaque for one in inner if one.opaque), ""
     )
 
 
 def decode(value: Any, recipe: Any) -> Any:
-    """Return the value that `encode` was given, made again from the encoded value and its recipe."""
+    """Return a value that `encode` has encoded, made again from the plain values `value` and the recipe."""
     if recipe is None:
         return value
     name, inner = recipe
@@ -214,8 +215,8 @@ def decode(value: Any, recipe: Any) -> Any:
 
 
 def value_digest(value: Any) -> str:
-    """Return a digest that is the same for equal values of the same types, for any order of dicts and any identity of
-    objects."""
+    """Return a digest of a value. It is the same for equal values of the same types. The order of keys in dicts does
+    not matter, nor does it whether equal parts are the same object."""
     hasher = xxhash.xxh3_64()
     _feed(hasher, value, 0)
     return hasher.hexdigest()
@@ -260,7 +261,8 @@ def _feed_tensor(hasher: Any, tensor: torch.Tensor) -> None:
 
 
 def _feed_object(hasher: Any, value: Any, depth: int) -> None:
-    """Hash an object of any class by the data that pickle would save."""
+    """Add an object of any class to a hash, by the data that pickle would save of it. `depth`: levels of nesting around
+    it."""
     if depth > DEPTH:
         return
     try:

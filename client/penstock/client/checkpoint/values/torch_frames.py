@@ -34,7 +34,7 @@ class TorchFrame:
 
     before: bytes
     nbytes: int
-    """Bytes of the values."""
+    """Number of bytes of the tensor's values."""
     behind: bytes
 
     @property
@@ -43,8 +43,8 @@ class TorchFrame:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor has a frame: it consists of its values only. Other tensors are saved by torch.save
-    itself."""
+    """Return True if a tensor has a frame: what torch.save writes of it depends only on its values, dtype and shape.
+    Other tensors are saved by torch.save itself."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -55,7 +55,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=65536)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
-    """Return the frame for contiguous CPU tensors of this dtype and shape."""
+    """Return the frame (bytes before and after the values in torch.save's archive) of contiguous CPU tensors of this
+    dtype and shape."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")  # the memory is never read
     recorder = _Recorder(tensor)
     with without_crc32():
@@ -70,14 +71,14 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
 
 
 def saved_bytes(value: Any) -> bytes:
-    """Return the bytes that torch.save writes for a value."""
+    """Return the bytes that torch.save writes for `value`."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 class _Recorder:
-    """File object that keeps the bytes written to it, except the values of one tensor."""
+    """File object for torch.save that keeps the bytes written to it, except the values of the one tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = (tensor.data_ptr(), tensor.nbytes)

@@ -34,7 +34,8 @@ __all__ = [
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """Turn off torch.save's CRC32. The setting belongs to the whole process, so use it briefly."""
+    """Context manager in which torch.save computes no CRC32. The setting is that of the whole process, so keep the
+    block short."""
     before = config.save.compute_crc32
     config.save.compute_crc32 = False
     try:
@@ -44,6 +45,6 @@ def without_crc32() -> Iterator[None]:
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copy each source to the target at the same index. All copies are one call, because a model has thousands of
-    tensors of a few bytes."""
+    """Copy each source tensor to the target tensor with the same index. One call makes all copies, because a model may
+    have thousands of small tensors."""
     torch._foreach_copy_(targets, sources, non_blocking)

@@ -34,19 +34,19 @@ __all__ = [
 ]
 
 REQUEST_FIELDS = 16_384
-"""Largest number of fields in a request. This limit allows 1,024 reports of slots, 256 positions, 4,096 ends of epochs,
-and 8,192 prefixes in a registration. Counting and parsing so many takes up to 10 ms of the event loop."""
+"""Largest number of fields in a request. It allows 1,024 reports of slots, 256 positions, 4,096 ends of epochs, or
+8,192 prefixes in a registration. Counting and parsing so many takes up to 10 ms of the event loop."""
 REPLY_FIELDS = 1 << 20
-"""Largest number of fields in a reply. This limit allows 524,288 abandoned epochs in a history, and 100,000 workers in
-a status."""
+"""Largest number of fields in a reply. It allows 524,288 abandoned epochs in a history, or 100,000 workers in a
+status."""
 LEVELS = 8
 """Number of levels of nested messages in which fields are counted. Penstock's messages have four levels."""
 
 SMALL_REQUEST = 64 << 10
-"""Size in bytes up to which a request does not count as large. gRPC itself takes about as much memory for any
+"""Size in bytes up to which a request does not count as large: gRPC itself takes about as much memory for any
 request."""
 LARGE_REQUESTS = 128 << 20
-"""Largest number of bytes in all large requests of one token that are answered at a time."""
+"""Largest size in bytes of all large requests of one token that are being answered at a time."""
 
 M = TypeVar("M", bound=Message)
 C = TypeVar("C")
@@ -59,13 +59,14 @@ class _TooMany(Exception):
 
 @cache
 def _holds_repeated(kind: Descriptor) -> bool:
-    """Return whether a message of this type has a repeated message field, at any depth."""
+    """Return whether a message of this type has a repeated field, at any depth."""
     return bool(_levels(kind)) or any(field.is_repeated for field in kind.fields)
 
 
 @cache
 def _levels(kind: Descriptor) -> _Table:
-    """Return the message fields inside which fields must be counted too: field number -> type of the message."""
+    """Return field number -> type of the message in it, for the message fields inside which fields must be counted
+    too."""
     inner = {
         field.number: field.message_type
         for field in kind.fields
@@ -77,8 +78,8 @@ def _levels(kind: Descriptor) -> _Table:
 
 
 def check_fields(data: bytes, kind: Descriptor, most: int) -> None:
-    """Raise InvalidArgumentError if the bytes of a message have more than `most` fields. Malformed bytes are accepted
-    here, because the parser refuses them."""
+    """Raise InvalidArgumentError if the bytes of a message of type `kind` have more than `most` fields. Malformed bytes
+    are accepted here, because the parser refuses them."""
     if len(data) // 2 <= most:
         return
     try:
@@ -90,7 +91,8 @@ def check_fields(data: bytes, kind: Descriptor, most: int) -> None:
 
 
 def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, levels: int) -> int:
-    """Return `left`, the number of fields still allowed, minus the fields in the bytes from `pos` to `end`."""
+    """Return `left`, the number of fields still allowed, less the number of fields in the bytes from `pos` to `end`.
+    Raises _TooMany below 0, IndexError for malformed bytes."""
     inner = _levels(kind)
     if not levels:
         raise _TooMany
@@ -120,7 +122,7 @@ def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, level
 
 
 def _varint(data: bytes, pos: int) -> tuple[int, int]:
-    """Return the varint at this offset, and the offset after it."""
+    """Return the varint (protobuf's integer) at offset `pos`, and the offset after it. Raises IndexError."""
     value = data[pos]
     if value < 128:
         return value, pos + 1
@@ -138,8 +140,8 @@ _METHODS = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].methods_by
 
 
 def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """Return the parsed request of a method of any service. Raises InvalidArgumentError for a request that Penstock's
-    own programs never send.
+    """Return the parsed request of a method of any service. `parse`: function that parses its bytes. Raises
+    InvalidArgumentError for a request that Penstock's own programs never send.
 
     Unknown fields are dropped, because no limit counts them, and a stored request would keep them.
     """
@@ -158,7 +160,7 @@ def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> A
 async def parsed_parts(
     method: str, parse: Callable[[bytes], Any], parts: AsyncIterator[bytes], first: Callable[[int], None]
 ) -> AsyncIterator[Any]:
-    """Yield the parsed parts of a streamed request. first: function called with the size of the first part, which the
+    """Yield the parsed parts of a streamed request. `first`: called with the size in bytes of the first part, which the
     handler keeps in memory."""
     begun = False
     async for part in parts:
@@ -177,8 +179,8 @@ class LargeRequests:
 
     @contextmanager
     def answering(self, token: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that adds bytes of a request to the count until the request is answered. The function raises
-        OverloadedError if the token's requests exceed LARGE_REQUESTS."""
+        """Yield a function that counts bytes of a request until the request is answered, when the block ends. The
+        function raises OverloadedError if the token's requests exceed LARGE_REQUESTS."""
         counted = 0
 
         def count(size: int) -> None:
@@ -203,14 +205,15 @@ class LargeRequests:
 
 def owned(message: M) -> M:
     """Return a copy of a message that is part of another message. The part itself would keep the memory of the whole
-    message."""
+    other message."""
     copy = type(message)()
     copy.CopyFrom(message)
     return copy
 
 
 def parsed_reply(method: str, data: bytes) -> Any:
-    """Return the parsed reply of a method, or a part of a streamed reply. Raises ProtocolError."""
+    """Return the parsed reply of a method, or a parsed part of a streamed reply. Raises ProtocolError for invalid
+    bytes."""
     kind = _METHODS[method].output_type
     try:
         check_fields(data, kind, REPLY_FIELDS)
@@ -220,10 +223,10 @@ def parsed_reply(method: str, data: bytes) -> Any:
 
 
 class _BytesChannel:
-    """Channel for the generated stub that returns replies as bytes, which are parsed only after the server has proven
-    its token. Besides, gRPC itself would return None for a reply that cannot be parsed.
+    """Channel for the generated stub that returns replies as bytes. They are parsed only after the server has proven
+    that it knows the token. Besides, gRPC itself would return None for a reply that cannot be parsed.
 
-    channel: the channel that makes the calls.
+    channel: channel that makes the calls.
     """
 
     def __init__(self, channel: Any) -> None:
@@ -236,5 +239,5 @@ class _BytesChannel:
 
 
 def bytes_channel(channel: C) -> C:
-    """Return a channel for the generated stub that returns replies as bytes."""
+    """Return a channel for the generated stub, which makes its calls on `channel` and returns replies as bytes."""
     return cast(C, _BytesChannel(channel))

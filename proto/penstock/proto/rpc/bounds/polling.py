@@ -1,4 +1,5 @@
-"""Limits on long polls of the coordinator: how long a poll may be held, and how soon the next one may follow.
+"""Limits on long polls of the coordinator: how long a poll may be held, and how soon the next one may follow. (A long
+poll is a call that the coordinator answers when there is news.)
 
 The coordinator sends two durations in seconds: the hold (how long it may keep a poll open without news) and the lease.
 A compromised coordinator may send anything: a hold of NaN, a lease of 1e300, or an immediate answer to every poll.
@@ -13,10 +14,9 @@ from typing import Protocol
 __all__ = ["HOLD_S", "MOST", "PollPace", "intervals", "within"]
 
 HOLD_S = 1.0
-"""Seconds for which a long poll is held before the coordinator has sent its own value, which is a third of the
-lease."""
+"""Seconds for which a long poll is held until the coordinator has sent its own value, a third of the lease."""
 LONGEST_S = 3600.0
-"""Largest number of seconds that is accepted for a hold or a lease. A correct coordinator sends at most 300."""
+"""Largest hold or lease that is accepted, in seconds. A correct coordinator sends at most 300."""
 
 MOST = 1e12
 """Largest value that is accepted for other numbers in a reply: seconds since 1970, or bytes per second."""
@@ -30,20 +30,20 @@ class _Reply(Protocol):
 
 
 def within(value: float, most: float, otherwise: float) -> float:
-    """Return a number from a reply if it is above 0 and at most `most`. Return `otherwise` for any other number and for
-    NaN."""
+    """Return `value`, a number from a reply, if it is above 0 and at most `most`. Return `otherwise` for any other
+    number and for NaN."""
     return value if 0.0 < value <= most else otherwise
 
 
 def intervals(reply: _Reply) -> tuple[float, float]:
-    """Return two durations from a reply in seconds: the hold of the next poll, and the lease. A lease of 0 means that
-    it is unknown."""
+    """Return two durations from a reply in seconds: how long the next poll may be held, and the lease; 0 = unknown
+    lease."""
     return within(reply.heartbeat_s, LONGEST_S, HOLD_S), within(reply.lease_s, LONGEST_S, 0.0)
 
 
 class PollPace:
-    """Rate limit for polls that are answered at once. The first `BURST` polls follow without a pause, later ones at
-    `PER_S` a second.
+    """Rate limit for a peer's long polls, in case all are answered at once. The first `BURST` polls follow without a
+    pause, later ones at `PER_S` a second.
 
     clock: function that returns a monotonic time in seconds.
     """
@@ -57,7 +57,7 @@ class PollPace:
         self._left = float(self.BURST)
 
     def delay_s(self) -> float:
-        """Count the next poll, and return the seconds to wait before it."""
+        """Count the next poll, and return the seconds to wait before it is sent."""
         now = self._clock()
         self._left = min(self.BURST, self._left + (now - self._at) * self.PER_S) - 1.0
         self._at = now

@@ -31,16 +31,17 @@ __all__ = [
 
 VALUE_MAX = 900_000_000
 """Largest size in bytes that is accepted for a snapshot, a blob, or all histories of a box together. A coordinator
-stores no larger values."""
+stores no larger ones."""
 RECORDS_MAX = 16_384
-"""Largest number of records in a state, which has one for each worker. No run has more workers."""
+"""Largest number of records in a received state. A state has one record for each worker, and no run has more
+workers."""
 SNAPSHOTS_MAX = 65_536
-"""Largest number of snapshots of a slot in one reply: one for each second of a retention window of 18 hours."""
+"""Largest number of snapshots of a slot in one reply: one for each second of 18 hours of retained steps."""
 HISTORIES_MAX = 1024
 """Largest number of histories of a box in one reply. A coordinator keeps far fewer: those of 16 attempts and the open
 one."""
 CHECK_EVERY = 64 << 20
-"""Bytes received between two checks of the free memory."""
+"""Number of bytes received between two checks of the free memory."""
 
 _Header = TypeVar("_Header", pb.SnapshotHeader, pb.WorkerRecord)
 
@@ -51,7 +52,7 @@ def blob_name(data: bytes) -> str:
 
 
 class _Received:
-    """Counter of the bytes of all replies that this process is receiving at the moment."""
+    """Counter of the bytes of all replies that this process is receiving now."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,10 +82,10 @@ _received = _Received()
 
 @contextmanager
 def receiving(method: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that must be called with the size of each part of a reply.
+    """Yield a function that must be called with the size in bytes of each part of a reply.
 
-    The function raises ProtocolError for an empty part, because the number of empty parts would have no limit, and for
-    more bytes than fit into memory.
+    The function raises ProtocolError for an empty part, because the number of empty parts would have no limit, and if
+    all replies do not fit into memory.
     """
     size = 0
 
@@ -102,9 +103,9 @@ def receiving(method: str) -> Iterator[Callable[[int], None]]:
 
 
 class ValueParts:
-    """Receiver of the parts of one value. Raises ProtocolError if the value is larger than VALUE_MAX.
+    """Receiver of one value that arrives in parts. Raises ProtocolError if the value is larger than VALUE_MAX.
 
-    what: name of the value, for messages. write: function called with the bytes of each part as it arrives.
+    what: name of the value, for messages. write: called with the bytes of each part as it arrives.
     """
 
     def __init__(self, what: str, write: Callable[[bytes], Any]) -> None:
@@ -119,7 +120,7 @@ class ValueParts:
 
 
 class BlobParts(ValueParts):
-    """Receiver of the parts of a blob, whose name is the digest of its bytes."""
+    """Receiver of a blob that arrives in parts. The name of a blob is the digest of its bytes."""
 
     def __init__(self, name: str, write: Callable[[bytes], Any]) -> None:
         super().__init__(f"the stored value {name}", write)
@@ -130,7 +131,7 @@ class BlobParts(ValueParts):
         self._digest.update(part.data)
 
     def check(self) -> None:
-        """Raise StateCorruptError if the digest of the received bytes differs from the name."""
+        """Raise StateCorruptError if the digest of the received bytes is not the blob's name."""
         if self._digest.hexdigest() != self._name:
             raise StateCorruptError(
                 f"the stored value {self._name} arrived damaged: its {self._bytes} bytes have the digest "
@@ -139,7 +140,7 @@ class BlobParts(ValueParts):
 
 
 class Histories:
-    """Receiver of the histories of a box."""
+    """Receiver of the histories of a box, one in each part."""
 
     def __init__(self) -> None:
         self.all: list[pb.History] = []
@@ -156,8 +157,9 @@ class Histories:
 
 
 class _Values(Generic[_Header]):
-    """Receiver of values, each sent as a header and data parts. Raises ProtocolError if sizes do not match, or if there
-    are more than `most` values. size_of: function that returns the number of bytes that a header declares."""
+    """Receiver of several values, each of which is sent as a header and parts of data. Raises ProtocolError if sizes do
+    not match, or if there are more than `most` values. `size_of`: returns the number of bytes that a header
+    declares."""
 
     def __init__(self, what: str, most: int, size_of: Callable[[Any], int]) -> None:
         self._what, self._most = what, most
@@ -201,12 +203,12 @@ class _Values(Generic[_Header]):
 
 
 class StateParts:
-    """Receiver of the records and positions of a state."""
+    """Receiver of a run's state: a record and data for each worker, and a position for each box."""
 
     def __init__(self) -> None:
         self._records: _Values[pb.WorkerRecord] = _Values("FetchState", RECORDS_MAX, lambda record: record.state_bytes)
         self.positions: dict[int, records_pb2.BoxPosition] = {}
-        """Box -> position of the box at the step."""
+        """Box -> position of the box at the state's step."""
 
     def add(self, part: pb.StatePart) -> None:
         for one in part.parts:
@@ -222,7 +224,7 @@ class StateParts:
 
 
 class SnapshotParts:
-    """Receiver of the snapshots of a slot."""
+    """Receiver of the snapshots of a slot: a header and data for each."""
 
     def __init__(self) -> None:
         self._snapshots: _Values[pb.SnapshotHeader] = _Values("GetSnapshots", SNAPSHOTS_MAX, lambda header: header.size)

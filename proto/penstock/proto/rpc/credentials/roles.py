@@ -39,9 +39,9 @@ METHODS: dict[str, frozenset[Role]] = {
     "ChangeMixture": frozenset(("admin",)),
     "OpenDashboard": frozenset(("admin",)),
 }
-"""Method of coordinator.proto -> roles that may call it. A method that is not listed cannot be called."""
+"""Method of coordinator.proto -> roles that may call it. A method that is not listed cannot be called by anyone."""
 
 READ_ONLY: frozenset[str] = frozenset(("FetchState", "FetchHistory", "Status"))
-"""Methods that only read, which are answered for any protocol number, and without one. Their messages keep their
-meaning in every release of the package penstock.proto.v1 (tests/proto/test_compatibility.py), so a program in any
-language keeps working when the protocol between the daemons changes."""
+"""Methods that only read. They are answered for any protocol number, and without one. Their messages keep their meaning
+in every release of the package penstock.proto.v1 (tests/proto/test_compatibility.py), so a program in any language
+keeps working when the protocol between the daemons changes."""

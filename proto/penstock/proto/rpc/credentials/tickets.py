@@ -26,27 +26,29 @@ from penstock.proto.errors import AuthenticationError, SupersededError
 __all__ = ["TERM_S", "check_ticket", "expiry", "lane_key", "make_ticket", "term"]
 
 TERM_S = 6 * 3600
-"""Length of a term in seconds. A box that cannot reach the coordinator can still reopen its lanes for at least one
-term."""
+"""Length in seconds of a term, the period in which all tickets get the same expiry. A box that cannot reach the
+coordinator can still reopen its lanes for at least one term."""
 _DIGITS = 32
 """Number of hexadecimal digits of the signature in a ticket: 128 bits."""
 MAX_TICKET = 64
-"""Largest number of characters in a ticket: those of the longest expiry and of the signature."""
+"""Largest number of characters of a ticket that are looked at: more than any valid ticket has."""
 
 
 def term(wall_s: float) -> int:
-    """Return the number of the term at this time of the coordinator's clock."""
+    """Return the number of the term that contains this time of the coordinator's clock, in seconds since the Unix
+    epoch."""
     return math.floor(wall_s / TERM_S)
 
 
 def expiry(wall_s: float) -> int:
-    """Return the expiry, in seconds since the Unix epoch, of tickets made at this time. All tickets of a term have the
-    same expiry."""
+    """Return the expiry of tickets made at this time; both are in seconds since the Unix epoch. All tickets of a term
+    have the same expiry."""
     return (term(wall_s) + 2) * TERM_S
 
 
 def lane_key(secret: bytes, run: str, attempt: int, box: int, slot: int, generation: int) -> bytes:
-    """Return the lane key of one generation of a slot. secret: the secret in the coordinator's journal."""
+    """Return the key by which a worker checks tickets for one generation of a slot. `secret`: that in the coordinator's
+    journal."""
     what = "\0".join(("lane", run, str(attempt), str(box), str(slot), str(generation)))
     return hmac.new(secret, what.encode(), hashlib.sha256).digest()
 
@@ -60,11 +62,11 @@ def _signature(key: bytes, expires: str) -> str:
 
 
 def check_ticket(ticket: str, key: bytes, wall_s: float, what: str) -> None:
-    """Check that a ticket allows opening the lane of the generation with this key. wall_s: present time of the
-    coordinator's clock. what: the slot, for messages.
+    """Raise an error unless a ticket allows opening the lane of the slot generation that has this key. `wall_s`:
+    present time of the coordinator's clock, in seconds since the Unix epoch. `what`: the slot, for messages.
 
-    Raises AuthenticationError if the ticket is for another generation. Raises SupersededError if the ticket has
-    expired; the consumer then waits for the slot's next view, which has a new ticket.
+    Raises AuthenticationError if the ticket is for another generation or slot, SupersededError if it has expired; the
+    consumer then waits for the coordinator's next view of the slot, which has a new ticket.
     """
     expires, _, signature = ticket[:MAX_TICKET].partition(".")
     if not key or not hmac.compare_digest(signature.encode(), _signature(key, expires).encode()):

@@ -38,15 +38,15 @@ SCHEME = "Penstock-Proof"
 """First word of the header "authorization" of a caller that proves its token. Programs that cannot make the proof send
 their token with the scheme Bearer instead, over TLS."""
 CHALLENGE_KEY = "penstock-challenge"
-"""Key of the trailing metadata with the challenge, in the refusal of a call."""
+"""Key of the challenge in the trailing metadata of a refused call."""
 PROOF_KEY = "penstock-proof"
-"""Key of the trailing metadata with the coordinator's proof, in every answer to a caller that has proven its token. In
+"""Key of the coordinator's proof in the trailing metadata of every answer to a caller that has proven its token. In
 streamed calls the initial metadata contain the same proof."""
 TRIES = 6
-"""Largest number of times that a call is made. Between two tries the coordinator may restart, or a token may be
-replaced."""
+"""Largest number of times that a client makes one call. Between two tries the coordinator may restart, or a token may
+be replaced."""
 CALLERS_KEPT = 16_384
-"""Largest number of callers that are remembered, so that their HMAC need not be computed again."""
+"""Largest number of callers that a coordinator remembers, so that their HMAC need not be computed again."""
 
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _BEARER = "Bearer "
@@ -57,8 +57,8 @@ def _nonce() -> str:
 
 
 def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
-    """Return an HMAC under the token. who: the end that makes it, so that neither end can send the other's HMAC
-    back."""
+    """Return an HMAC under the token. `who`: end that makes it, "caller" or "coordinator", so that neither end can send
+    the other's HMAC back."""
     return hmac.new(token, f"penstock {who} {challenge} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -67,21 +67,22 @@ def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
 
 @dataclass(frozen=True)
 class ShownProof:
-    """Proof that a call sends (`authorization`), and the proof that its answer must have."""
+    """Proof that a caller sends with a call, and the proof that the answer must have."""
 
     header: str = SCHEME
     challenge: str = ""
     expected: str = ""
 
     def proven_by(self, proof: object) -> bool:
-        """Return whether `proof`, from an answer's metadata, is that of a server that knows the token."""
+        """Return whether `proof`, from an answer's metadata, shows that the server knows the token."""
         if not self.expected or not isinstance(proof, str):
             return False
         return hmac.compare_digest(proof.encode(), self.expected.encode())
 
 
 class TokenProver:
-    """Thread-safe maker of proofs for the callers' end, for one token. Each call keeps the proof that it sent.
+    """Maker of a caller's proofs that it knows a token. Several threads may use it. Each call keeps the proof that it
+    sent.
 
     Raises InvalidArgumentError for an invalid token.
     """
@@ -93,8 +94,8 @@ class TokenProver:
         self.shown = ShownProof()
 
     def answers(self, challenge: object, shown: ShownProof) -> bool:
-        """Compute the proof for the challenge with which a call was refused. Return False if there was no challenge, or
-        if the call had already answered this challenge."""
+        """Compute the proof for the challenge with which a call was refused; `shown` then has it. Return False if there
+        was no challenge, or if the call had already answered this challenge."""
         if not isinstance(challenge, str) or not _NONCE.fullmatch(challenge) or challenge == shown.challenge:
             return False
         mine, theirs = (_hmac(self._token, who, challenge, self._own) for who in ("caller", "coordinator"))
@@ -107,32 +108,32 @@ class TokenProver:
 
 @dataclass(frozen=True)
 class Caller:
-    """Caller of a call, recognised by its token."""
+    """Caller of the coordinator, recognised by its token."""
 
     roles: frozenset[Role]
     credential: str
-    """Digest of the caller's token."""
+    """Digest of the token."""
     proof: str = ""
-    """Proof that the coordinator knows the token too; "" for a caller that sent the token itself."""
+    """Coordinator's proof that it knows the token too; "" for a caller that sent the token itself."""
     alone: bool = True
-    """True if no other token is valid for training jobs. Limits for each token then need not be shared among tokens."""
+    """True if no other token is valid for training jobs, so that limits for each token cannot separate jobs."""
 
 
 @dataclass(frozen=True)
 class Challenged:
-    """Result of TokenVerifier.caller for a caller that must make the call again with a response to this challenge."""
+    """Challenge that a caller must answer by making its call again."""
 
     challenge: str
 
 
 class TokenVerifier:
-    """Verifier of proofs for the coordinator's end. Its challenge is valid until the coordinator restarts."""
+    """Verifier of callers' proofs, for the coordinator. Its challenge is valid until the coordinator restarts."""
 
     def __init__(self, tokens: Tokens, challenge: str | None = None) -> None:
         self.challenge = challenge or _nonce()
         self._tokens = tokens
         self._known: dict[str, Caller] = {}
-        """Header of a caller with a valid token -> the caller. Other callers are not stored."""
+        """Header "authorization" of a caller with a valid token -> the caller. Other callers are not stored."""
 
     def renew(self) -> None:
         """Read the tokens from their file again. Callers with a removed token are refused from now on."""
@@ -140,8 +141,8 @@ class TokenVerifier:
             self._known.clear()
 
     def caller(self, authorization: str) -> Caller | Challenged | None:
-        """Return the caller for the header "authorization". Return a Challenged if the caller must answer the challenge
-        first, None if the token is wrong."""
+        """Return the caller that the header "authorization" proves. Return a Challenged if it must first answer the
+        challenge, None if its token is wrong."""
         found = self._known.get(authorization) or self._judged(authorization)
         if isinstance(found, Caller):
             if len(self._known) == CALLERS_KEPT:

@@ -30,21 +30,21 @@ __all__ = ["Tokens", "admin_tokens", "check_token", "read_again", "read_token", 
 _log = logging.getLogger("penstock.tokens")
 
 MAX_FILE = 64 << 10
-"""Largest size of a token file in bytes. A larger file was named by mistake."""
+"""Largest size of a token file in bytes. A larger file must have been named by mistake."""
 MAX_TOKEN = 4096
-"""Largest number of characters in a token, which may be sent in a header of at most 64 KiB."""
+"""Largest number of characters in a token. A header, in which the token may be sent, has at most 64 KiB."""
 
 
 _logged: dict[str, str] = {}
-"""File -> error message that was logged last for it."""
+"""Token file -> error message that was logged last for it."""
 
 
 class FromFile(str):
-    """Text with tokens, or a single token, that was read from a file, which may have changed since."""
+    """Token, or text with several tokens, that was read from a file, which may have changed since."""
 
     file: str
     role: Role | None = None
-    """Role of the single token; None for the whole text."""
+    """Role for which the single token was chosen; None for the whole text of the file."""
 
     @classmethod
     def of(cls, text: str, file: str, role: Role | None = None) -> FromFile:
@@ -54,8 +54,8 @@ class FromFile(str):
 
 
 def read_again(held: str) -> str:
-    """Return the present text or token in the file from which `held` was read. Return `held` itself if its source is
-    not a file, or if the file is invalid now.
+    """Return what the file from which `held` was read holds now: a text with tokens, or the token of one role. Return
+    `held` itself if it is not from a file, or if the file is invalid now.
 
     An invalid file is logged and ignored, because another process may be replacing the file at this moment.
     """
@@ -73,7 +73,7 @@ def read_again(held: str) -> str:
 
 
 class Tokens:
-    """Tokens in a text, with their roles.
+    """Tokens in a text, with their roles. The text is one bare token, or lines "role:token".
 
     Raises InvalidArgumentError if the text is invalid, AuthenticationError if it has no token.
     """
@@ -81,7 +81,7 @@ class Tokens:
     def __init__(self, text: str) -> None:
         self._text = text
         self.roles: dict[bytes, frozenset[Role]] = {}
-        """Token -> roles for which it is valid."""
+        """Token -> the roles for which it is valid."""
         for line in filter(None, map(str.strip, text.splitlines())):
             role, colon, token = line.rpartition(":")
             if colon and role not in ROLES:
@@ -98,7 +98,7 @@ class Tokens:
             )
 
     def renew(self) -> bool:
-        """Read the text from its file again. Return False if it is unchanged."""
+        """Read the text from its file again. Return whether it has changed."""
         text = read_again(self._text)
         if text == self._text:
             return False
@@ -107,8 +107,8 @@ class Tokens:
         return True
 
     def roles_of(self, shown: str) -> frozenset[Role]:
-        """Return the roles of a token that a caller has sent; the empty set for an unknown token. Takes constant
-        time."""
+        """Return the roles of a token that a caller has sent; an empty set for an unknown token. The time that this
+        takes does not depend on the token."""
         found: frozenset[Role] = frozenset()
         for token, roles in self.roles.items():
             if hmac.compare_digest(shown.encode(), token):
@@ -116,14 +116,14 @@ class Tokens:
         return found
 
     def of(self, role: Role) -> str | None:
-        """Return the token to send as a caller in `role`, preferably a token of this role only. Return None if no token
-        has the role."""
+        """Return the token to send in the role `role`, preferably a token of this role only; None if no token has the
+        role."""
         fitting = [(len(roles), token) for token, roles in self.roles.items() if role in roles]
         return min(fitting)[1].decode() if fitting else None
 
     @property
     def about(self) -> str:
-        """Return a text that names the roles for which there are tokens."""
+        """Text that names the roles for which there are tokens."""
         return _names(frozenset().union(*self.roles.values()))
 
     def __repr__(self) -> str:
@@ -135,15 +135,17 @@ def _names(roles: frozenset[Role]) -> str:
 
 
 def check_token(token: str) -> None:
-    """Raise InvalidArgumentError if a token contains characters that a header cannot have. (Programs that cannot make
-    the proof send the token itself in a header.)"""
+    """Raise InvalidArgumentError if a token has characters that a header cannot have, or is too long. (Programs that
+    cannot make the proof send the token itself in a header.)"""
     if not token or not token.isascii() or not token.isprintable() or " " in token or len(token) > MAX_TOKEN:
-        raise InvalidArgumentError(f"a token must be one word of 1 to {MAX_TOKEN} printable ASCII characters")
+        raise InvalidArgumentError(
+            f"a token must be one word of 1 to {MAX_TOKEN} printable ASCII characters: make another token"
+        )
 
 
 def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:
-    """Return the token to send as a caller in `role`: from the argument, else the file, else PENSTOCK_TOKEN, else
-    PENSTOCK_TOKEN_FILE, else the file that the settings file names (token_file).
+    """Return the token to send as a caller in the role `role`. It is taken from the first of these that is given:
+    `token`, `file`, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE, the file that the settings file names (token_file).
 
     Raises AuthenticationError, which names the file, if the file cannot be read, can be read by others, or has no token
     of the role. The check is made here, because a later error could not name this cause.
@@ -159,8 +161,8 @@ def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str
 
 
 def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
-    """Return the text with tokens for a coordinator: that of `file`, else that of the sources that `read_token`
-    lists."""
+    """Return the text with tokens for a coordinator, from the same sources as `read_token`: `file`, else the
+    environment, else the settings file."""
     text, source = _text(file)
     _parsed(text, source)
     return text
@@ -190,17 +192,19 @@ def _parsed(text: str, source: str) -> Tokens:
 
 
 def tokens_given(file: str | os.PathLike[str] | None = None) -> bool:
-    """Return True if `file`, or any other source that `read_token` lists, was given, whether it can be used or not."""
+    """Return whether a token was given in any of the sources that `read_token` lists, even if it cannot be used."""
     return bool(os.environ.get("PENSTOCK_TOKEN")) or _file(file) is not None
 
 
 def _file(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """Return the file with tokens: `given`, else that of the environment, else that of the settings; None for none."""
+    """Return the file with tokens: `given`, else that of the environment, else that of the settings; None if none is
+    named."""
     return given if given is not None else os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings() or None
 
 
 def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
-    """Return the text with tokens, and the name of its source."""
+    """Return the text with tokens, and a name of its source for messages. Raises AuthenticationError if there is none,
+    or if others can read the file."""
     from_environment = os.environ.get("PENSTOCK_TOKEN", "")
     if file is None and from_environment:
         return from_environment, "PENSTOCK_TOKEN"

@@ -99,7 +99,7 @@ def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
     separator = "\t" if path.suffix == ".tsv" else ","
     columns, size, offsets = _rows(path, name, separator)
     settings = {"column_names": columns, "separator": separator}
-    return record_shard("csv_rows", out, name, size, np.array(offsets, np.int64), settings)
+    return record_shard("csv_rows", path, out, name, size, np.array(offsets, np.int64), settings)
 
 
 def check_same_header(shards: Sequence[Shard]) -> None:

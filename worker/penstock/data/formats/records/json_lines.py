@@ -55,7 +55,7 @@ def index_json_lines(path: Path, name: str, out: Path) -> Shard:
     object.
     """
     size, offsets = _lines(path, name)
-    shard = record_shard("json_lines", out, name, size, offsets)
+    shard = record_shard("json_lines", path, out, name, size, offsets)
     if shard.samples:
         reader = JSONLinesReader(shard, path, out / shard.files[1].raw.name)
         _ = reader[0]  # raises an error now instead of in the middle of training

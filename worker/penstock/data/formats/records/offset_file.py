@@ -1,9 +1,13 @@
 """File of the offsets of records in another file (the data file), whose format has no index of its own.
 
-    [b"PENSTOCK OFFSETS"] [size of the data file: 8] [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
+    [b"PENSTOCK OFFSET2"] [size of the data file: 8] [fingerprint of the data file: 8]
+    [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
 The file is named like the data file, with ENDING, and lies beside it or in the index's own folder. Record i begins at
 offset i; the last offset is the end of the last record. The file is read whole and checked when it is opened.
+
+The fingerprint shows that the data file was replaced by one of the same size, whose records begin elsewhere: the
+offsets would cut its records without an error.
 """
 
 from __future__ import annotations
@@ -14,37 +18,58 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.raw_files import read_checked
 from penstock.data.formats.shards import StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import ShardCorruptError
 from penstock.runtime.files.atomic_files import write_whole
 
-__all__ = ["ENDING", "read_offsets", "write_offsets"]
+__all__ = ["ENDING", "NO_FINGERPRINT", "fingerprint", "read_offsets", "write_offsets"]
 
 ENDING = ".penstock-index"
-MAGIC = b"PENSTOCK OFFSETS"
-HEAD = struct.Struct("<16sQQQ")
+MAGIC = b"PENSTOCK OFFSET2"
+HEAD = struct.Struct("<16sQQQQ")
+NO_FINGERPRINT = 0
+"""Fingerprint of a remote file, whose bytes were not read."""
+PROBES, PROBE_BYTES = 8, 4096
+"""Number and size of the pieces of a file from which its fingerprint is made. Reading them takes some 10 us."""
 
 
-def write_offsets(path: Path, size: int, offsets: Ints) -> int:
-    """Write the file of the offsets of a data file's records, whole or not at all, and return its size in bytes.
-    `size`: size of the data file in bytes. Raises OSError."""
+def fingerprint(file: Descriptor, size: int) -> int:
+    """Return the xxh3 of pieces of a file, from its beginning to its end at equal distances. Raises OSError."""
+    last = max(0, size - PROBE_BYTES)
+    digest = xxhash.xxh3_64()
+    for place in sorted({last * number // (PROBES - 1) for number in range(PROBES)}):
+        digest.update(file.read(PROBE_BYTES, place))
+    return digest.intdigest() or 1
+
+
+def write_offsets(path: Path, size: int, fingerprint: int, offsets: Ints) -> int:
+    """Write the file of the offsets of a file's records, whole or not at all.
+
+    Args:
+        path: the file of offsets.
+        size: size of the data file in bytes.
+        fingerprint: that of the data file.
+        offsets: offsets of the records, and the end of the last one.
+
+    Returns the size of the file of offsets in bytes. Raises OSError.
+    """
     table = np.ascontiguousarray(offsets, "<i8").tobytes()
-    content = HEAD.pack(MAGIC, size, len(offsets) - 1, xxhash.xxh3_64_intdigest(table)) + table
+    content = HEAD.pack(MAGIC, size, fingerprint, len(offsets) - 1, xxhash.xxh3_64_intdigest(table)) + table
     write_whole(path, content)
     return len(content)
 
 
-def read_offsets(path: Path, stored: StoredFile, size: int, records: int) -> memoryview:
-    """Return the offsets of a data file's records, as 64-bit integers. `size`: size of the data file in bytes;
-    `records`: expected number of records. Raises ShardCorruptError if the file of offsets is damaged, or belongs to
-    another data file."""
+def read_offsets(path: Path, stored: StoredFile, size: int, records: int) -> tuple[memoryview, int]:
+    """Return the offsets of a file's records, as 64-bit integers, and the fingerprint of the file that they belong to.
+    `size`: size of the data file in bytes; `records`: expected number of records. Raises ShardCorruptError."""
     data = read_checked(path, stored)
     remedy = "Write the index again with index_folder"
     if len(data) < HEAD.size or not data.startswith(MAGIC):
         raise ShardCorruptError(f"{stored.name} must begin with {MAGIC.decode()}. {remedy}")
-    _, expected_size, count, digest = HEAD.unpack_from(data)
+    _, expected_size, expected_fingerprint, count, digest = HEAD.unpack_from(data)
     table = memoryview(data)[HEAD.size :]
     if count != records or len(table) != 8 * (records + 1):
         raise ShardCorruptError(f"{stored.name} must have {records} records, got {count}. {remedy}")
@@ -56,4 +81,4 @@ def read_offsets(path: Path, stored: StoredFile, size: int, records: int) -> mem
             f"{stored.name} must belong to a file of {size} bytes, got the offsets of a file of {expected_size} bytes. "
             f"{remedy}"
         )
-    return table.cast("q")
+    return table.cast("q"), expected_fingerprint

@@ -16,7 +16,13 @@ from typing import Any, NoReturn
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.ranges.file_ranges import with_spans
-from penstock.data.formats.records.offset_file import ENDING, read_offsets, write_offsets
+from penstock.data.formats.records.offset_file import (
+    ENDING,
+    NO_FINGERPRINT,
+    fingerprint,
+    read_offsets,
+    write_offsets,
+)
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -76,7 +82,12 @@ class RecordFile:
         if isinstance(offsets, RecordPart):
             self._offsets, self._first, self._begin = offsets.offsets, offsets.first, offsets.offsets[0]
         else:
-            self._offsets = read_offsets(offsets, shard.files[1].raw, size, shard.samples)
+            self._offsets, expected = read_offsets(offsets, shard.files[1].raw, size, shard.samples)
+            if expected not in (NO_FINGERPRINT, fingerprint(file, size)):
+                raise ShardCorruptError(
+                    f"{data} must be the file that was indexed, got another one of the same size, {size} "
+                    f"bytes. {INDEX_AGAIN}, or fetch the file again"
+                )
         self._file = file
 
     def __len__(self) -> int:
@@ -140,12 +151,19 @@ def opened(path: Path, name: str) -> tuple[Descriptor, int]:
 
 
 def record_shard(
-    format: str, out: Path, name: str, size: int, offsets: Ints, settings: Mapping[str, Any] | None = None
+    format: str,
+    data: Path | None,
+    out: Path,
+    name: str,
+    size: int,
+    offsets: Ints,
+    settings: Mapping[str, Any] | None = None,
 ) -> Shard:
     """Write the file with the offsets of a data file's records, and return the shard that consists of both files.
 
     Args:
         format: name of the shard's format.
+        data: the data file; None for a remote one.
         out: folder of the index.
         name: path of the data file, relative to the dataset's folder. The path of the file of offsets, relative to
             `out`, is `name` with an ending.
@@ -156,9 +174,13 @@ def record_shard(
     Raises DatasetError if the file of offsets cannot be written.
     """
     path = out / (name + ENDING)
+    stamp = NO_FINGERPRINT
+    if data is not None:
+        file, _ = opened(data, name)
+        stamp = fingerprint(file, size)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = write_offsets(path, size, offsets)
+        written = write_offsets(path, size, stamp, offsets)
     except OSError as error:
         raise DatasetError(
             f"{path} cannot be written: {error}. Give index_folder an argument `out`, a folder that you may write to"
@@ -176,7 +198,7 @@ def offsets_shard(shard: Shard) -> Shard:
 def read_table(shard: Shard, path: Path) -> memoryview:
     """Return the offsets of a file's records, read from the file of offsets at `path`
     (`format_table.PartReading.read`)."""
-    offsets = read_offsets(path, shard.files[1].raw, shard.files[0].raw.size, shard.samples)
+    offsets, _ = read_offsets(path, shard.files[1].raw, shard.files[0].raw.size, shard.samples)
     firsts = [0, *itertools.accumulate(shard.spans)]
     found = [offsets[at] for pair in itertools.pairwise(firsts) for at in pair]
     if found != list(shard.ranges[:-1]):

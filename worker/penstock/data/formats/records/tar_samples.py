@@ -235,7 +235,7 @@ def index_tar(path: Path, name: str, out: Path) -> Shard:
     Raises DatasetError if the file of offsets cannot be written; ShardCorruptError for a damaged archive.
     """
     size, offsets = _samples(path, name)
-    return record_shard("webdataset", out, name, size, offsets)
+    return record_shard("webdataset", path, out, name, size, offsets)
 
 
 def _check_end(file: BinaryIO, at: int, name: str) -> None:

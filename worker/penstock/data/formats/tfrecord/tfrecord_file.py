@@ -96,7 +96,7 @@ def index_tfrecord(path: Path, name: str, out: Path) -> Shard:
     """
     size, offsets, first = _scanned(path, name)
     kind = "example" if is_example(first) else "bytes"
-    return record_shard("tfrecord", out, name, size, offsets, {"records": kind})
+    return record_shard("tfrecord", path, out, name, size, offsets, {"records": kind})
 
 
 def _scanned(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]], bytes]:

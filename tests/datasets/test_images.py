@@ -1,4 +1,4 @@
-"""PNG files decode to Pillow's pixels, images and errors, whichever library decodes them."""
+"""JPEG and PNG files decode to Pillow's pixels, images and errors, whichever library decodes them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from image_uses import USES
 from PIL import Image, ImageFile, PngImagePlugin
+from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
 from penstock.data import MDSWriter, StreamingDataset
-from penstock.data.formats.media import png_images
-from penstock.data.formats.media.images import decode_png, decode_png_array
-from penstock.proto.errors import ShardCorruptError
+from penstock.data.formats.media import jpeg_images, png_images
+from penstock.data.formats.media.images import decode_jpeg, decode_jpeg_array, decode_png, decode_png_array
+from penstock.proto.errors import InvalidArgumentError, ShardCorruptError
 
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 """Samples of a pixel, by color type."""
@@ -62,12 +63,25 @@ def png(
     return b"".join([b"\x89PNG\r\n\x1a\n", head, palette, before, *pixels, after, chunk(b"IEND")])
 
 
+def jpeg(mode: str = "RGB", size: tuple[int, int] = (64, 48), **options: Any) -> bytes:
+    """Return a JPEG file of smooth noise."""
+    width, height = size
+    noise = np.random.default_rng(width).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8)
+    file = BytesIO()
+    Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).convert(mode).save(file, "JPEG", **options)
+    return file.getvalue()
+
+
+MADE: dict[str, Callable[[], bytes]] = {"jpeg": jpeg, "png": png}
+both = pytest.mark.parametrize("kind", MADE)
+
+
 def ours(file: bytes) -> Any:
-    return decode_png(file, 0, len(file))
+    return (decode_png if file[1:4] == b"PNG" else decode_jpeg)(file, 0, len(file))
 
 
 def array(file: bytes) -> Any:
-    return decode_png_array(file, 0, len(file))
+    return (decode_png_array if file[1:4] == b"PNG" else decode_jpeg_array)(file, 0, len(file))
 
 
 def pillow(file: bytes) -> Any:
@@ -85,7 +99,10 @@ def assert_same(file: bytes) -> None:
     assert np.array_equal(np.asarray(image), expected)
     assert ours(file) == pillow(file)
     assert pillow(file) == ours(file)
-    assert (image.info, image.text, image.getpalette()) == (known.info, known.text, known.getpalette())
+    assert ours(file).tobytes() == known.tobytes()
+    assert image.info == known.info
+    if isinstance(known, PngImageFile):
+        assert (image.text, image.getpalette()) == (known.text, known.getpalette())
 
 
 @pytest.mark.parametrize("interlace", [False, True], ids=["", "interlaced"])
@@ -109,6 +126,22 @@ def test_files_of_pillow_are_read(mode: str) -> None:
         file = BytesIO()
         image.save(file, "PNG", **each)
         assert_same(file.getvalue())
+
+
+OPTIONS: list[dict[str, Any]] = [
+    *({}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 1}, {"quality": 100}, {"quality": 5}),
+    *({"restart_marker_rows": 1}, {"keep_rgb": True}),
+]
+JPEG_SIZES = [(1, 1), (17, 33), (64, 64), (63, 65), (2, 300)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "YCbCr"])
+def test_jpeg_pixels_are_those_of_pillow(mode: str, options: dict[str, Any]) -> None:
+    for size in JPEG_SIZES:
+        file = jpeg(mode, size, **options)
+        assert_same(file)
+        assert ours(file).resize((9, 7)).tobytes() == pillow(file).resize((9, 7)).tobytes()
 
 
 TEXT = chunk(b"tEXt", b"Title\0of it")
@@ -146,15 +179,38 @@ def test_animation_gives_its_first_image() -> None:
     assert image.getpixel((1, 1)) == (0, 0, 255)
 
 
-@pytest.mark.parametrize("use", USES)
-def test_image_is_used_like_one_of_pillow(use: Callable[[Any], Any]) -> None:
-    assert np.array_equal(np.asarray(use(ours(png()))), np.asarray(use(pillow(png()))))
+def drafted(image: Any) -> Any:
+    image.draft("L", (8, 8))
+    return image
 
 
-def test_pickled_image_is_one_of_pillow() -> None:
-    image = pickle.loads(pickle.dumps(ours(png())))
-    assert type(image) is PngImageFile
-    assert image == pillow(png())
+def as_ycbcr(image: Any) -> Any:
+    image.draft("YCbCr", (64, 48))
+    return image
+
+
+@both
+@pytest.mark.parametrize("use", [*USES, drafted, as_ycbcr])
+def test_image_is_used_like_one_of_pillow(kind: str, use: Callable[[Any], Any]) -> None:
+    file = MADE[kind]()
+    assert np.array_equal(np.asarray(use(ours(file))), np.asarray(use(pillow(file))))
+
+
+@both
+def test_pickled_image_is_one_of_pillow(kind: str) -> None:
+    file = MADE[kind]()
+    image = pickle.loads(pickle.dumps(ours(file)))
+    assert type(image) is type(pillow(file))
+    assert image == pillow(file)
+
+
+def test_array_cannot_change_the_image() -> None:
+    image = ours(jpeg())
+    pixels = np.asarray(image)
+    with pytest.raises(ValueError, match="read-only"):
+        pixels[:] = 0
+    image.load()
+    assert np.array_equal(pixels, np.asarray(image))
 
 
 def outcome(opened: Callable[[bytes], Any], file: bytes) -> tuple[str, str | bytes]:
@@ -173,14 +229,17 @@ def damaged(whole: bytes, count: int) -> Iterator[bytes]:
         yield bytes(file)
 
 
-@pytest.mark.parametrize(("bits", "color"), sorted(FAST))
+@pytest.mark.parametrize(
+    "whole", [jpeg(size=(128, 128)), *(png(*kind, size=(24, 24), piece=300) for kind in sorted(FAST))], ids=range(6)
+)
 @pytest.mark.filterwarnings("ignore")  # of Pillow, about animations
-def test_damaged_file_gives_the_result_of_pillow(bits: int, color: int) -> None:
+def test_damaged_file_gives_the_result_of_pillow(whole: bytes) -> None:
     found = set()
-    for file in damaged(png(bits, color, (24, 24), piece=300), 150):
+    for file in damaged(whole, 150 if whole[1:4] == b"PNG" else 400):
         expected = outcome(pillow, file)
         assert outcome(ours, file) == expected
-        assert outcome(array, file) == expected
+        if whole[1:4] == b"PNG":
+            assert outcome(array, file) == expected
         found.add(expected[0])
     assert found == {"pixels", "error"}
 
@@ -194,36 +253,89 @@ def test_checksum_of_zlib_is_not_compared() -> None:
     assert np.array_equal(array(file), array(whole))
 
 
-def test_truncated_file_is_read_where_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = png()[:-200]
+@both
+def test_truncated_file_is_read_where_allowed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = MADE[kind]()[:-200]
     with pytest.raises(OSError, match="truncated"):
         np.asarray(ours(half))
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     assert np.array_equal(np.asarray(ours(half)), np.asarray(pillow(half)))
 
 
-def test_huge_image_is_refused_as_by_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_huge_image_is_refused_as_by_pillow(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(Image.DecompressionBombError):
-        array(png())
+        array(MADE[kind]())
 
 
-def test_damaged_array_names_its_sample(tmp_path: Path) -> None:
-    with MDSWriter(tmp_path / "bytes", {"png": "bytes"}) as shards:
-        shards.write({"png": png()[:-200]})
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [("png", png()[:-200]), *(("jpeg", file) for file in (jpeg()[:-200], b"no image", jpeg()[:20]))],
+    ids=range(4),
+)
+def test_damaged_array_names_its_sample(kind: str, file: bytes, tmp_path: Path) -> None:
+    with MDSWriter(tmp_path / "bytes", {kind: "bytes"}) as shards:
+        shards.write({kind: file})
     index = tmp_path / "bytes" / "index.json"
-    index.write_text(index.read_text().replace('"bytes"]', '"png"]'))
-    with pytest.raises(ShardCorruptError, match=r"shard.00000.mds.*sample 0, column 'png'"):
+    index.write_text(index.read_text().replace('"bytes"]', f'"{kind}"]'))
+    with pytest.raises(ShardCorruptError, match=rf"shard.00000.mds.*sample 0, column '{kind}'"):
         StreamingDataset(tmp_path / "bytes", images="array")[0]
 
 
-def test_pillow_does_not_decode_what_kornia_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pillow_does_not_decode_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load_read", None)
     for bits, color in sorted(FAST):
         assert np.asarray(ours(png(bits, color))).shape[:2] == array(png(bits, color)).shape[:2] == (48, 64)
+    image = ours(jpeg())
+    np.asarray(image)
+    assert image.tile, "Pillow has decoded it"
+    assert ours(jpeg("CMYK")).__class__ is not jpeg_images.JpegImage
 
 
-def test_pillow_decodes_without_kornia(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(png_images, "_kornia", lambda: None)
-    assert type(ours(png())) is PngImageFile
-    assert_same(png())
+@pytest.mark.parametrize(
+    ("kind", "module", "library", "known"),
+    [("png", png_images, "_kornia", PngImageFile), ("jpeg", jpeg_images, "_simplejpeg", JpegImageFile)],
+)
+def test_pillow_decodes_without_the_library(
+    kind: str, module: Any, library: str, known: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, library, lambda: None)
+    assert type(ours(MADE[kind]())) is known
+    assert_same(MADE[kind]())
+
+
+# ---- of a dataset
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A dataset with images of all encodings, in sizes and modes that alternate."""
+    made = tmp_path_factory.mktemp("images") / "all"
+    columns = {name: name for name in ("jpeg", "png", "pil")}
+    columns |= {"list": "list[jpeg]", "pngs": "list[png]", "files": "jpeg_array"}
+    with MDSWriter(made, columns) as shards:
+        for number in range(12):
+            file = jpeg(("RGB", "L", "CMYK")[number % 3], JPEG_SIZES[number % 5])
+            image = pillow(file)
+            plain = image.convert(("RGBA", "LA", "P", "1", "I;16")[number % 5])
+            sample = {"jpeg": image, "png": plain, "pil": image}
+            shards.write({**sample, "list": [image] * (number % 3), "pngs": [plain], "files": [file]})
+    return str(made)
+
+
+def test_arrays_are_those_of_the_images(folder: str) -> None:
+    as_images, as_arrays = StreamingDataset(folder), StreamingDataset(folder, images="array")
+    for images, arrays in ((as_images[number], as_arrays[number]) for number in range(len(as_images))):
+        for name, value in arrays.items():
+            pairs = zip(value, images[name], strict=True) if isinstance(value, list) else [(value, images[name])]
+            for pixels, image in pairs:
+                expected = np.asarray(image)
+                assert (type(pixels), pixels.dtype, pixels.shape) == (np.ndarray, expected.dtype, expected.shape)
+                assert np.array_equal(pixels, expected)
+                assert pixels.flags.writeable
+
+
+def test_kind_of_images_is_checked(folder: str) -> None:
+    with pytest.raises(InvalidArgumentError, match='images must be "pil" or "array", got \'tensor\''):
+        StreamingDataset(folder, images="tensor")  # type: ignore[arg-type]
