@@ -349,7 +349,8 @@ def _plan(kind: Any, node: int, buffer: int) -> Column | None:
 
 
 class _Extension(Column):
-    """Column of an extension type, such as a tensor of a fixed shape, over the column of its storage."""
+    """Column of an extension type, such as a tensor of a fixed shape. Its stored values are read by the column
+    `stored`."""
 
     def __init__(self, kind: Any, stored: Column) -> None:
         super().__init__(kind, stored.node, stored.buffer)

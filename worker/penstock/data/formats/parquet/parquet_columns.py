@@ -121,7 +121,8 @@ class _Scalars:
 
 
 class _Extension:
-    """Column of an extension type: what the values of its storage mean."""
+    """Column of an extension type. Its stored values are read by another column, and converted
+    (extension_values.py)."""
 
     def __init__(self, array: Any, meaning: Meaning) -> None:
         self._stored, self._meaning = _column(array.storage), meaning
