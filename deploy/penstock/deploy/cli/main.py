@@ -36,8 +36,8 @@ from penstock.runtime.telemetry.logs import printable
 __all__ = ["app", "main"]
 
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
-"""Error numbers (errno) of a failed write to standard output: a full disk, an exceeded quota or file size, a failing
-disk, a closed pipe."""
+"""Numbers (errno) of errors that mean that standard output cannot be written: a full disk, an exceeded quota or file
+size, a failing disk, a closed pipe."""
 
 
 class _Commands(Group):

@@ -53,7 +53,7 @@ class Descriptor:
         return data
 
     def read_all(self) -> bytes:
-        """Return the whole file. Raises OSError."""
+        """Return all bytes of the file. Raises OSError."""
         return self.read(os.fstat(self._number).st_size, 0)
 
     def read_into(self, array: np.ndarray[Any, Any], begin: int) -> int:

@@ -92,7 +92,8 @@ class MDSReader(SampleFile):
             sizes = self._head.unpack_from(sample)
             if self._least + sum(sizes) != len(sample):
                 raise ValueError(
-                    f"the sample must have {self._least + sum(sizes)} bytes, as the sizes in it say, got {len(sample)}"
+                    f"the sample must have {self._least + sum(sizes)} bytes, as the sizes in the sample say, got "
+                    f"{len(sample)}"
                 )
             values = {}
             following = iter(sizes)

@@ -234,7 +234,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         epoch was loaded, at that state's position."""
         number = whole("epoch", epoch)
         if number is None or number < 0:
-            raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
+            raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}. Count epochs from 0")
         epoch = number
         if not self._at_position or epoch != self._begun.progress.epoch:
             self._move_to_epoch(epoch)
@@ -565,7 +565,7 @@ class _Epoch:
         return batch
 
     def skip_batch(self) -> None:
-        """Advance the position by one batch, without making that batch."""
+        """Advance the loader's position by one batch, without making the batch."""
         self._next(read=False)
         if self._share is not None and self._loader._counts.tally is not None:
             self._loader._counts.handed_out(skipped_rows({"": self._share.rows}))

@@ -53,11 +53,11 @@ class Batch:
     read: Callable[[int, int], bytes]
     """Function (begin, size) that returns exactly these bytes of the file."""
     fill: Callable[[np.ndarray[Any, Any], int], None]
-    """Function (array, begin) that fills an array from the file."""
+    """Function (array, begin) that fills an array with bytes of the file from offset `begin` on."""
     count: Callable[[int], None]
     """Function that counts the bytes of the buffers that are kept in memory."""
     kept: dict[int, bytes] = field(default_factory=dict)
-    """Buffers that are in memory, by number."""
+    """Buffers of the record batch that are in memory, by number."""
     asked: Counter[int] = field(default_factory=Counter)
     """Number of parts that were read of each small buffer that is not in memory, by the buffer's number."""
 
@@ -96,7 +96,9 @@ class Batch:
         `size` bytes from there."""
         first, length = self.layout.buffers[2 * buffer : 2 * buffer + 2]
         if min(begin, size, first) < 0 or begin + size > length or first + length > self.body_size:
-            raise ValueError(f"bytes {begin} to {begin + size} must lie in buffer {buffer} of the record batch")
+            raise ValueError(
+                f"bytes {begin} to {begin + size} must lie within buffer {buffer} of the record batch, which is damaged"
+            )
         return self.body + first + begin
 
     def nulls(self, node: int) -> int:
@@ -143,7 +145,7 @@ class Column(ABC):
         child columns."""
 
     def valid(self, batch: Batch, row: int) -> bool:
-        """Return True if a row is not null."""
+        """Return True if the value in a row is not null."""
         if not batch.layout.nodes[2 * self.node + 1]:  # as in `nulls`, without a call for each row
             return True
         return bool(batch.part(self.buffer, row // 8, 1)[0] >> row % 8 & 1)
@@ -206,7 +208,7 @@ class _Varying(Column):
         else:
             begin, end = self._pair.unpack(batch.part(self.buffer + 1, row * self._size, 2 * self._size))
         if not 0 <= begin <= end:
-            raise ValueError(f"the offsets of row {row} of the record batch must ascend")
+            raise ValueError(f"the offsets of row {row} of the record batch must ascend, but are damaged")
         return begin, end
 
     def offsets(self, batch: Batch, begin: int, end: int) -> tuple[bytes, int, int]:
@@ -216,7 +218,7 @@ class _Varying(Column):
         offsets = np.frombuffer(data, f"<i{self._size}")
         first, last = int(offsets[0]), int(offsets[-1])
         if first < 0 or (offsets[1:] < offsets[:-1]).any():
-            raise ValueError(f"the offsets of rows {begin} to {end} of the record batch must ascend")
+            raise ValueError(f"the offsets of rows {begin} to {end} of the record batch must ascend, but are damaged")
         return (offsets - offsets[0]).tobytes(), first, last
 
 
@@ -347,7 +349,8 @@ def _plan(kind: Any, node: int, buffer: int) -> Column | None:
 
 
 class _Extension(Column):
-    """Column of an extension type, such as a tensor of a fixed shape, over the column of its storage."""
+    """Column of an extension type, such as a tensor of a fixed shape. Its stored values are read by the column
+    `stored`."""
 
     def __init__(self, kind: Any, stored: Column) -> None:
         super().__init__(kind, stored.node, stored.buffer)
@@ -400,5 +403,5 @@ def _dtype(kind: Any) -> np.dtype[Any] | None:
 
 
 def _code(dtype: np.dtype[Any]) -> str:
-    """Return the letter of `struct` for a dtype."""
+    """Return the letter that stands for a dtype in formats of Python's module struct."""
     return _CODES[dtype.kind + str(dtype.itemsize)]

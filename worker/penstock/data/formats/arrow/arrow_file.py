@@ -84,7 +84,7 @@ class ArrowPart:
     """Part of an Arrow file that the cache stores as a file of its own."""
 
     header: bytes
-    """Bytes of the whole file up to its first record batch."""
+    """Bytes of the whole file before its first record batch."""
     begin: int
     """Offset of the part's first byte, counted in the whole file."""
     first: int
@@ -118,7 +118,7 @@ class _ArrowFile:
                 raise ValueError("the file must begin with a schema")
             self.schema = arrow.ipc.read_schema(arrow.py_buffer(self._bytes(self.head)))
             self.names: list[str] = list(self.schema.names)
-            """Names of the columns."""
+            """Names of the file's columns."""
             self.plans = column_plans(self.schema)
             """Reader of single rows of each column; None if a column of the file cannot be read row by row."""
             for message in found:
@@ -372,7 +372,10 @@ class ArrowReader:
         names = self._file.names
         missing = [name for name in columns if name not in names]
         if missing:
-            raise DatasetError(f"{self.name}: columns must be some of {', '.join(names)}, got {', '.join(missing)}")
+            raise DatasetError(
+                f"{self.name}: columns must be some of {', '.join(names)}, got {', '.join(missing)}. Correct the "
+                "argument columns"
+            )
         self._columns, self._whole = list(columns), {}
         if self._plans is not None:
             plans = dict(self._plans)

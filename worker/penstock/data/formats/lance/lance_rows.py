@@ -90,7 +90,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._version = version
         dataset = self._dataset()
         self.version = self._version = int(dataset.version)
-        """Version of the dataset that is read."""
+        """Number of the dataset's version that is read."""
         self._rows: int = dataset.count_rows()
         schema = dataset.schema
         self.columns = list(schema.names) if columns is None else list(columns)
@@ -98,10 +98,11 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         missing = [name for name in self.columns if name not in schema.names]
         if missing or not self.columns:
             raise InvalidArgumentError(
-                f"columns must be some of {', '.join(schema.names)}, got {', '.join(missing) or 'none'}"
+                f"columns must be some of {', '.join(schema.names)}, got {', '.join(missing) or 'none'}. Correct the "
+                "argument columns"
             )
         self.fingerprint = self._digest(dataset)
-        """Digest of the version's files, which changes with the data."""
+        """Digest of the files of the dataset's version. It changes with the data."""
 
     def __len__(self) -> int:
         return self._rows

@@ -109,7 +109,9 @@ class MegatronDocuments:
         Raises ShardCorruptError if a file is missing or damaged.
         """
         if not isinstance(prefix, str | os.PathLike):
-            raise InvalidArgumentError(f"prefix must be a path without .bin and .idx, got {prefix!r:.100}")
+            raise InvalidArgumentError(
+                f"prefix must be a path without .bin and .idx, got {prefix!r:.100}. Leave out the ending"
+            )
         self.prefix = os.fspath(prefix)
         """Path of the files without .bin and .idx."""
         self._file = self._opened()
@@ -117,7 +119,7 @@ class MegatronDocuments:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """dtype of the tokens."""
+        """dtype of the tokens, as the .idx file stores it."""
         return self._file.index.dtype
 
     @property
@@ -127,7 +129,7 @@ class MegatronDocuments:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the boundaries of all documents."""
+        """Digest of where each document begins and ends in the .bin file."""
         return f"{self._file.index.digest()}:{self._range.start}:{self._range.stop}"
 
     def __len__(self) -> int:
@@ -189,7 +191,7 @@ class MegatronDocuments:
             if not os.path.exists(path):
                 raise DatasetError(
                     f"{path} must exist: prefix must be the path of a .bin and an .idx file without that ending, got "
-                    f"{self.prefix!r}"
+                    f"{self.prefix!r}. Correct the prefix"
                 )
         return _TokenFile(Path(data), Path(index), data, index)
 

@@ -79,7 +79,7 @@ class TokenIndex:
                 f"the code of the dtype must be one of {', '.join(map(str, DTYPES))}, got {code}. Write the data again"
             )
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
-        """dtype of the tokens."""
+        """dtype of the tokens in the .bin file."""
         self.documents: int = max(0, bounds - 1)
         plain = HEAD.size + 12 * self.sequences + 8 * bounds
         if bounds < 1 or self.size not in (plain, plain + self.sequences):

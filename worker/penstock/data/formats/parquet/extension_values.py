@@ -1,4 +1,4 @@
-"""Values of Arrow's extension types, which are stored as values of another type.
+"""Values of Arrow's extension types. A value of an extension type is stored as a value of another type (its storage).
 
 The types that Arrow itself defines are read as what they mean: a fixed-shape tensor is a numpy array of its shape, a
 bool8 is a bool, and a UUID is its text, because batches hold no UUIDs. Values of all other extension types are the
@@ -23,28 +23,28 @@ def _unchanged(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Functions from stored values of an extension type to values of a sample. Nulls stay None."""
+    """Functions that convert the stored values of an extension type to the values in samples. Nulls stay None."""
 
     value: Callable[[Any], Any]
-    """Function from a stored value to its meaning."""
+    """Function that converts one stored value."""
     array: Callable[[Any], Any]
-    """Function from an array of the stored values of several rows to an array of their meanings."""
+    """Function that converts an array of the stored values of several rows."""
 
     def one(self, stored: Any) -> Any:
         return None if stored is None else self.value(stored)
 
     def many(self, stored: Any) -> Any:
-        """Return the meanings of an array, or of a list, of stored values, in the same form."""
+        """Return the converted values of an array, or of a list, of stored values, in the same form."""
         return self.array(stored) if isinstance(stored, np.ndarray) else [self.one(value) for value in stored]
 
 
 def is_extension(kind: Any) -> bool:
-    """Return True for an extension type of pyarrow."""
+    """Return True if a type of pyarrow is an extension type."""
     return hasattr(kind, "storage_type")
 
 
 def meaning_of(kind: Any) -> Meaning:
-    """Return what the stored values of an extension type mean."""
+    """Return the functions that convert the stored values of an extension type."""
     match kind.extension_name:
         case "arrow.fixed_shape_tensor":
             return _tensors(tuple(kind.shape), kind.permutation, np.dtype(kind.value_type.to_pandas_dtype()))
@@ -57,8 +57,8 @@ def meaning_of(kind: Any) -> Meaning:
 
 
 def _tensors(shape: tuple[int, ...], permutation: list[int] | None, dtype: np.dtype[Any]) -> Meaning:
-    """Return the meaning of tensors that are stored as flat lists in the order of `shape`, whose axes are then taken in
-    the order of `permutation`."""
+    """Return the functions for tensors that are stored as flat lists in the order of `shape`. The tensors' axes are
+    then taken in the order of `permutation`."""
     axes = tuple(permutation or range(len(shape)))
 
     def value(stored: Any) -> Any:

@@ -31,13 +31,13 @@ KEPT_TYPES = 256
 
 
 class Column(Protocol):
-    """Column of a row group."""
+    """Values of one column of a decoded row group, by row."""
 
     def at(self, row: int) -> Any:
-        """Return the value in a row."""
+        """Return the value in a row, as samples have it."""
 
     def many(self, rows: Sequence[int]) -> list[Any]:
-        """Return the values in these rows."""
+        """Return the values in these rows, as samples have them."""
 
     def view(self, row: int) -> Any:
         """Return the value in a row, as `at` does; but an array may be a view of the column's memory, without a
@@ -121,7 +121,8 @@ class _Scalars:
 
 
 class _Extension:
-    """Column of an extension type: what the values of its storage mean."""
+    """Column of an extension type. Its stored values are read by another column, and converted
+    (extension_values.py)."""
 
     def __init__(self, array: Any, meaning: Meaning) -> None:
         self._stored, self._meaning = _column(array.storage), meaning

@@ -27,9 +27,9 @@ class Footer:
 
     groups: list[RowGroup]
     metadata: Any
-    """pyarrow's FileMetaData."""
+    """Sizes and types that the footer gives: pyarrow's FileMetaData."""
     schema: Any
-    """pyarrow's Schema."""
+    """Names and types of the columns: pyarrow's Schema."""
 
     @staticmethod
     def parse(tail: bytes) -> Footer:
@@ -48,7 +48,7 @@ class FileRange:
 
     footer: Footer
     group: int
-    """Number of the row group."""
+    """Number of the row group in the file, from 0."""
     begin: int
     """Offset of the row group's first byte in the whole file."""
     size: int

@@ -186,7 +186,7 @@ class ParquetReader:
         if missing:
             raise DatasetError(
                 f"{self.name} must have the columns {', '.join(missing)} that the argument columns names, got "
-                f"{', '.join(known)}"
+                f"{', '.join(known)}. Correct the argument columns"
             )
         paths = [self._footer.schema.column(leaf).path for leaf in range(len(self._footer.schema))]
         self._leaves = [

@@ -31,7 +31,7 @@ LONE_RETURN = "new-line character seen in unquoted field"
 
 
 class CSVRowsReader(RecordFile):
-    """Reader of a CSV file."""
+    """Reader of a CSV file, see formats.shards.ShardReader. A sample is a row: a dict from column name to text."""
 
     def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
         super().__init__(shard, data, offsets)

@@ -54,7 +54,7 @@ EVERY_SPLIT = "*"
 META_FILES = (*SPLITS, DATASET, *INFOS)
 """Names of the files in META from which an index is made."""
 MAX_BYTES = 64 << 20
-"""Largest size in bytes of a file in META."""
+"""Largest size in bytes of a file in META (the folder .nv-meta)."""
 MAX_NAMES = 1 << 20
 """Largest number of archives that one name with braces, such as `shard_{000..127}.tar`, may stand for."""
 
@@ -181,7 +181,8 @@ def select_split(
     if not chosen:
         known = sorted({name for _, splits in of_each for name in splits})
         raise InvalidArgumentError(
-            f"{where}: split must be one of {', '.join(known)}, got {split!r}; split={EVERY_SPLIT!r} takes all"
+            f"{where}: split must be one of {', '.join(known)}, got {split!r}. Pass one of these, or {EVERY_SPLIT!r} "
+            "for all"
         )
     return chosen
 

@@ -38,7 +38,7 @@ class TokenWeights(NamedTuple):
     order: SegmentedOrder
     position_of: PositionOf
     changes: bool
-    """True if the weights change with the position."""
+    """True if the mixture's weights change with the position."""
 
     def piece(self, index: int) -> Piece:
         """Return the piece of constant weights in which the shard's sample number `index` lies."""

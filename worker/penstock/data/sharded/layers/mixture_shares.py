@@ -94,13 +94,16 @@ def _fraction(number: int, weight: Any) -> Fraction:
         exponent = int(text.lower().partition("e")[2] or 0)
         exact = Fraction(text if abs(exponent) <= MAX_EXPONENT else 0)
     except (ValueError, ZeroDivisionError):
-        raise InvalidArgumentError(f"weights[{number}] must be a finite number, got {weight!r}") from None
+        raise InvalidArgumentError(
+            f"weights[{number}] must be a finite number, got {weight!r}. Correct the weight"
+        ) from None
     if abs(exponent) > MAX_EXPONENT:
         raise InvalidArgumentError(
-            f"weights[{number}] must have an exponent from -{MAX_EXPONENT} to {MAX_EXPONENT}, got {weight!r}"
+            f"weights[{number}] must have an exponent from -{MAX_EXPONENT} to {MAX_EXPONENT}, got {weight!r}. Divide "
+            "all weights by a common number"
         )
     if exact < 0:
-        raise InvalidArgumentError(f"weights[{number}] must be at least 0, got {weight}")
+        raise InvalidArgumentError(f"weights[{number}] must be at least 0, got {weight}. Use 0 to leave the source out")
     return exact
 
 
@@ -162,7 +165,7 @@ class _Line:
     """Samples of one source while a table of positions is filled. Positions in it are counted from 1."""
 
     source: int
-    """Number of the source."""
+    """Number of the source whose samples these are."""
     part: int
     """Number of samples that the source gives in each period of the weights."""
     due: list[int]
