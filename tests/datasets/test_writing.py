@@ -126,6 +126,17 @@ def test_shards_are_below_the_limit_and_not_empty(tmp_path: Path) -> None:
         assert shard.size <= 1000 or shard.samples == 1
 
 
+def test_shard_has_all_samples_that_fit(tmp_path: Path) -> None:
+    """Of 1 byte, each of which takes 9 bytes of a shard: at one of 9 limits in a row they fill it exactly."""
+    left = set()
+    for limit in range(1000, 1009):
+        with MDSWriter(tmp_path / str(limit), {"x": "bytes"}, size_limit=limit) as writer:
+            for _ in range(200):
+                writer.write({"x": b"1"})
+        left |= {limit - shard.size for shard in writer.close()[:-1]}
+    assert left == set(range(9))
+
+
 @pytest.mark.parametrize("writer", [MDSWriter, JSONWriter, CSVWriter])
 def test_no_shard_outgrows_its_offsets(writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "MAX_BYTES", 1000)  # in place of 4 GiB
