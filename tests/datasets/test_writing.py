@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -264,13 +263,6 @@ def write_numbers_and_a_bad_one(out: str) -> None:
         for number in range(100):
             writer.write({"n": number})
         writer.write({})
-
-
-@pytest.fixture
-def bucket() -> Iterator[str]:
-    """A folder in memory, which fsspec takes for a place far away."""
-    yield f"memory://{os.urandom(4).hex()}/train"
-    MemoryFileSystem.store.clear()
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
