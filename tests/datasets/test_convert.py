@@ -8,9 +8,8 @@ import io
 import json
 import os
 import signal
-import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from all_workers import AllWorkers, saved
+from archives import archive
 from forked import Child, join_all
 from forked_jobs import forked_jobs
 from format_folders import FOLDERS, plainly
@@ -120,11 +120,7 @@ def jpeg(value: int) -> bytes:
 def test_images_stay_their_files(tmp_path: Path) -> None:
     """Through a tar, MDS, Parquet and MDS again; an image of a reader at the end has the first one's pixels."""
     (tmp_path / "tar").mkdir()
-    with tarfile.open(tmp_path / "tar" / "a.tar", "w") as archive:
-        for number in range(5):
-            member = tarfile.TarInfo(f"{number}.jpg")
-            member.size = len(jpeg(number))
-            archive.addfile(member, io.BytesIO(jpeg(number)))
+    archive(tmp_path / "tar" / "a.tar", [(f"{number}.jpg", jpeg(number)) for number in range(5)])
     index_folder(tmp_path / "tar")
     assert to_mds(tmp_path / "tar", tmp_path / "mds").columns["jpg"] == "jpeg"
     to_parquet(tmp_path / "mds", tmp_path / "parquet")
@@ -171,20 +167,18 @@ def test_values_that_would_change_are_refused(tmp_path: Path) -> None:
             to_mds(tmp_path, tmp_path / "mds")
         with pytest.raises(DatasetError, match=r"its reader|does not hold all of its values.*types={'NAME': 'json'}"):
             to_parquet(tmp_path, tmp_path / "parquet")
-        to_mds(tmp_path, tmp_path / "mds2", types={"a": "json"})
+        to_mds(tmp_path, tmp_path / "mds2", types={"a": "json"}, columns=["b", "a"])  # MDS has them in another order
         to_parquet(tmp_path, tmp_path / "parquet2", types={"b": "json"})
     assert rows_in(tmp_path / "mds2") == rows
     assert rows_in(tmp_path / "parquet2")[77] == {"a": None, "b": json.dumps(rows[77]["b"])}
 
 
 def test_arrays_of_no_dimension_are_kept(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        for number in range(3):
-            data = io.BytesIO()
-            np.save(data, np.array(number + 0.5))
-            member = tarfile.TarInfo(f"{number}.npy")
-            member.size = data.tell()
-            archive.addfile(member, io.BytesIO(data.getvalue()))
+    members = []
+    for number in range(3):
+        np.save(data := io.BytesIO(), np.array(number + 0.5))
+        members.append((f"{number}.npy", data.getvalue()))
+    archive(tmp_path / "a.tar", members)
     index_folder(tmp_path)
     to_parquet(tmp_path, tmp_path / "to")
     assert [row["npy"] for row in rows_in(tmp_path / "to")] == [0.5, 1.5, 2.5]
@@ -548,12 +542,6 @@ def test_full_disk_loses_nothing(to: str, tmp_path: Path) -> None:
         done = convert_dataset(tmp_path / "from", disk / "to", to, processes=1)
         assert 0 < done.made < 10
         assert rows_in(disk / "to") == rows_in(tmp_path / "from")
-
-
-@pytest.fixture
-def bucket() -> Iterator[str]:
-    yield f"memory://{os.urandom(4).hex()}"
-    MemoryFileSystem.store.clear()
 
 
 @pytest.mark.parametrize("to", ["mds", "parquet"])
