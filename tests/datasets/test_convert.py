@@ -26,6 +26,7 @@ from forked import Child, join_all
 from forked_jobs import forked_jobs
 from format_folders import FOLDERS, plainly
 from fsspec.implementations.memory import MemoryFileSystem
+from offset_files import forget_fingerprints
 from shardsets import numbers
 from small_disk import small_disk_at
 
@@ -415,6 +416,7 @@ def test_parts_are_shared_by_processes(tmp_path: Path, monkeypatch: pytest.Monke
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"n": {n}, "name": "{name}"}}\n' for n in range(99)))
     index_folder(tmp_path)
+    forget_fingerprints(tmp_path)
     damaged = (tmp_path / "b.jsonl").read_bytes()
     stat = (tmp_path / "b.jsonl").stat()
     (tmp_path / "b.jsonl").write_bytes(damaged.replace(b'{"n": 70,', b'("n": 70,'))

@@ -29,8 +29,8 @@ GROUP_SHARDS = 4096
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a conversion: consecutive samples of one shard of the source, or of several small shards, which one process
-    converts."""
+    """Part of a conversion: consecutive samples of one shard of the source, or of several small shards, which one
+    process converts."""
 
     first: int
     past: int
