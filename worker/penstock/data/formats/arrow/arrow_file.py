@@ -442,7 +442,7 @@ def _runs(rows: Sequence[int], bounds: frozenset[int]) -> Iterator[tuple[int, in
 
 def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrowReader:
     """Return a reader of an Arrow shard (the function `Format.open` of this format)."""
-    del options  # there are no pickles, and images are as stored
+    del options  # no pickles here, and images stay as stored
     return ArrowReader(shard, paths[0])
 
 

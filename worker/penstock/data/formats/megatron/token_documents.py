@@ -55,7 +55,7 @@ class _TokenFile:
                     f"{self.index.name}: document {number} must end within the {self.size} bytes of {self.name}, got "
                     f"byte {end}. Write the files again"
                 )
-        else:  # checked when the index was opened
+        else:  # bounds in memory were checked when the index was opened
             begin, end = extents[number], extents[number + 1]
         file = self._file
         if file is None:
@@ -250,7 +250,7 @@ class MegatronReader:
 
 def open_megatron(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> MegatronReader:
     """Return a reader of a Megatron shard (the function `Format.open` of this format)."""
-    del options  # there are no pickles, and images are as stored
+    del options  # no pickles here, and images stay as stored
     return MegatronReader(shard, *paths)
 
 
