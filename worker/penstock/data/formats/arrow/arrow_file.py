@@ -469,7 +469,8 @@ def open_arrow_part(shard: Shard, part: int, path: Path, table: bytes, options: 
 
 
 def index_arrow(path: Path, name: str) -> Shard:
-    """Return the shard of an Arrow IPC file. `name`: path of the file in the dataset's folder. Raises DatasetError."""
+    """Return the shard of an Arrow IPC file. `name`: path of the file in the dataset's folder. Raises DatasetError if
+    two columns have the same name, or the file is damaged."""
     file = _ArrowFile(path, name)
     if len(set(file.names)) != len(file.names):
         raise DatasetError(

@@ -256,7 +256,7 @@ def open_megatron(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
 
 def index_megatron(path: Path, name: str) -> Shard:
     """Return the shard that a .bin file and its .idx file form. `path`: the .bin file; `name`: path of the .bin file,
-    relative to the dataset's folder. Raises ShardCorruptError."""
+    relative to the dataset's folder. Raises ShardCorruptError if a file is missing or damaged."""
     if path.suffix != ".bin":
         raise InvalidArgumentError(f"path must end in .bin, got {path}. Pass the .bin file of the pair")
     index_name = name.removesuffix(".bin") + ".idx"

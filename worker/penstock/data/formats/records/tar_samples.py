@@ -342,7 +342,8 @@ def _tarfile_found(file: BinaryIO, archive: tarfile.TarFile, name: str) -> Itera
 
 def _offsets(members: Iterable[Found], name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the offsets of an archive's samples and of the end of the last one. `members`: members that belong to
-    samples, in the order of the archive; `size`: size of the archive in bytes. Raises ShardCorruptError."""
+    samples, in the order of the archive; `size`: size of the archive in bytes. Raises ShardCorruptError if the archive
+    is truncated, or the members of a sample do not fit together."""
     begins = array("q")
     keys: set[str] = set()
     last, columns, end = "", set[str](), 0
