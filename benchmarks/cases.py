@@ -15,7 +15,7 @@ from typing import Any
 __all__ = ["BUSY_S", "PATH", "SLOW", "SNAPSHOTS", "Case", "Times", "calibrate", "spin"]
 
 BUSY_S = 0.002
-"""Seconds of pure Python that a slow source spends on each batch."""
+"""Seconds for which a slow source runs Python code for each batch."""
 LEAF_SHAPE = (8, 128)
 """Shape of each tensor in a batch that is a dict: int64, 8 KiB."""
 
@@ -37,9 +37,10 @@ class Case:
     """Number of rounds of `spin`, a fixed amount of work, that the source does for each batch, instead of `busy_s`.
     Such work takes longer if other programs use the processor, which `busy_s`, measured by the clock, would hide."""
     state_tensors: int | None = None
-    """Number of tensors of 1 KiB in the source's state; None: no state methods."""
+    """Number of tensors of 1 KiB in the source's state; None: the source has no state methods."""
     checkpoint_every: int | None = None
-    """Penstock's `checkpoint_steps`: N requests a snapshot at every N-th step."""
+    """Value of Penstock's `checkpoint_steps`: N lets the worker take a snapshot at every N-th step. None: no checkpoint
+    steps."""
     counter: str = ""
     """Path of a file of 8 bytes in which the source counts the calls of its state_dict; "": the calls are not
     counted."""
@@ -61,8 +62,8 @@ class Times:
     latency_s: float = 0.2
     """Seconds for which, after that, every `next()` is timed by itself."""
     at_least: int = 20
-    """Smallest number of batches in each of these measurements, which are longer if that many take longer, up to
-    `at_most_s` seconds."""
+    """Smallest number of batches in each of these measurements. A measurement that has fewer after its time goes on, up
+    to `at_most_s` seconds."""
     at_most_s: float = 6.0
 
 

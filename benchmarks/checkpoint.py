@@ -113,8 +113,9 @@ class Turn:
             return True
         if status == 0:
             return False
-        why = f"had no result after {DEADLINE_S:.0f} s" if status is None else f"exit status {status}"
-        raise RuntimeError(": ".join([why, *_lines(self._errors)[-1:]]))
+        why = f"no result after {DEADLINE_S:.0f} s" if status is None else f"exit status {status}"
+        last = _lines(self._errors)[-1:]
+        raise RuntimeError(": ".join([f"the process of this mode had {why}", *last]))
 
     def end(self) -> None:
         """Kill the process and all its descendants. torch's writer process may outlive its parent; it is then a child
@@ -155,7 +156,7 @@ def memory_of(first: int) -> Memory:
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended meanwhile
         sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
         pss += sizes.get("Pss", 0)
         files += sizes.get("Pss_File", 0)
@@ -204,7 +205,7 @@ def memory_turn(mode: str, amounts: Amounts, folder: Path) -> dict[str, int]:
 
 
 def filesystem(folder: Path) -> str:
-    """Return the type and device of a folder's file system."""
+    """Return a text with the type and the device of the file system that a folder is on."""
     found, longest = "unknown", -1
     for line in Path("/proc/mounts").read_text().splitlines():
         device, mount, kind, *_ = line.split()

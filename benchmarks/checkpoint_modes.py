@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from penstock.client.checkpoint import AsyncCheckpointer
 
 THREADS = 2
-"""Number of writing threads, in every mode."""
+"""Number of threads that write a checkpoint, the same in every mode."""
 CHUNK = 16 << 20
 """Number of bytes that one system call of the floor writes, the same as in Penstock's writer."""
 TENSORS = 192
@@ -46,7 +46,7 @@ large as the others."""
 
 
 class Mode(ABC):
-    """Method of saving a checkpoint."""
+    """Mode: one of the compared methods of saving a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

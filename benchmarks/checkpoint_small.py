@@ -54,7 +54,10 @@ def _round(folder: Path, entries: int, number: int) -> dict[str, float]:
             checkpointer.wait()
         found[RESTORE] = _timed(lambda: checkpointer.restore(into))
     if not all(map(_equal, into["entries"].values(), state["entries"].values())):
-        raise RuntimeError("the restored values differ from the saved ones")
+        raise RuntimeError(
+            "the restored values must equal the saved ones, got others: a fault of save or restore, look for it "
+            "before measuring"
+        )
     path = folder / "torch.pt"
     found["torch.save"] = _timed(lambda: torch.save(state, path))
     found["torch.load"] = _timed(lambda: torch.load(path))

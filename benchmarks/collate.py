@@ -38,7 +38,7 @@ WARM = 50
 
 
 class Ready(torch.utils.data.Dataset[torch.Tensor]):
-    """Dataset that repeats a few samples."""
+    """Map-style dataset that repeats a few samples, which are in memory already."""
 
     def __init__(self, size: int, batches: int) -> None:
         self.samples = [torch.full((size // 4,), float(number)) for number in range(4 * ROWS)]

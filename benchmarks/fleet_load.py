@@ -186,7 +186,7 @@ class Fleet:
             line = await asyncio.wait_for(asyncio.to_thread(pipe.readline), START_DEADLINE_S)
         self.address = line.strip()
         if not self.address:
-            raise RuntimeError("the coordinator did not start")
+            raise RuntimeError("the coordinator has ended before it listened: see its messages on standard error")
         return time.monotonic() - began
 
     @asynccontextmanager

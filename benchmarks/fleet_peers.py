@@ -26,7 +26,7 @@ STEPS_PER_S = 10.0
 """Speed of each fake box's training loop, in steps per second."""
 RETRY_S = 2.0
 """Mean pause before a call is retried, in seconds. A real daemon waits 0.3 s in a process of its own; thousands of fake
-workers that retry so often in one process would keep it from connecting at all."""
+workers in one process that retried so often would prevent this process from connecting at all."""
 JOB = "fleet"
 
 

@@ -86,7 +86,10 @@ class RawTcp(Way):
                 while got < case.nbytes:
                     more = receive(slot[got:])
                     if not more:
-                        raise ConnectionError("the sender has ended")
+                        raise ConnectionError(
+                            "the process that sends the batches has ended during the measurement: see its messages "
+                            "above"
+                        )
                     got += more
                 yield case.nbytes
 

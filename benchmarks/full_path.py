@@ -105,7 +105,8 @@ def run(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
 
 
 def _ours_s() -> float:
-    """Return the processor seconds of this process and all its descendants, including ended ones."""
+    """Return the processor seconds that this process and all its descendants, including ended ones, have used so
+    far."""
     return sum(map(cpu_s, tree(os.getpid())))
 
 

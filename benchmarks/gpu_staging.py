@@ -53,7 +53,7 @@ def measure_staging(
             checkpointer.save(number, state)
             stall_s = time.perf_counter() - began
             checkpointer.wait()
-            if number:  # the first save locks the memory's pages
+            if number:  # the first save, which page-locks the memory, is not counted
                 found.append((plain_s, stall_s))
     return {
         "gib": total / (1 << 30),

@@ -45,7 +45,7 @@ def in_child(work: Callable[[], None]) -> int:
     try:
         work()
     except (BrokenPipeError, ConnectionResetError):
-        pass  # the measurement is over
+        pass  # the measurement is over, and the other side has closed
     except BaseException:
         traceback.print_exc()
     finally:
@@ -106,11 +106,17 @@ def consume(consumer: Consumer, size: int, seconds: float, pids: list[int]) -> t
             released.clear()
             consumer.flush()
             if not poll.poll(10_000):
-                raise SystemExit(f"no batch for 10 s after {total}")
+                raise SystemExit(
+                    f"the lane brought no batch for 10 s after batch {total}: see the messages of runner and sender "
+                    "above"
+                )
             continue
         total += 1
         if frame.total != total:
-            raise SystemExit(f"batch {frame.total} instead of {total}")
+            raise SystemExit(
+                f"the lane must bring batch {total} next, got batch {frame.total}: a fault of the lane, look for it "
+                "before measuring"
+            )
         ring = consumer.rings[frame.ring]
         ring.view[frame.entry * ring.entry_bytes]
         released += (frame.ring, frame.entry)

@@ -23,7 +23,7 @@ __all__ = ["batch_bytes", "consume", "count_of", "latencies", "measure", "percen
 
 Clock = Callable[[], float]
 CHECK_S = 0.01
-"""Seconds between two checks of the time."""
+"""Seconds between two readings of the clock while throughput is measured."""
 
 
 def consume(
@@ -70,7 +70,7 @@ def batch_bytes(batch: Any) -> int:
     if isinstance(batch, dict):
         return sum(batch_bytes(leaf) for leaf in batch.values())
     if isinstance(batch, int):
-        return batch  # a floor returns the number of bytes that it moved
+        return batch  # a floor (plain copy) yields no batch but the number of bytes that it moved
     nbytes = getattr(batch, "nbytes", None)
     return int(nbytes if nbytes is not None else batch.numpy().nbytes)
 
@@ -91,7 +91,10 @@ def measure(batches: Iterator[Any], case: Case, times: Times, roles: Sequence[Ro
     root = os.getpid()
     first = next(batches)
     if batch_bytes(first) != case.nbytes:
-        raise ValueError(f"a batch of {batch_bytes(first)} bytes where {case.nbytes} were due")
+        raise ValueError(
+            f"a batch must have {case.nbytes} bytes, as its case says, got {batch_bytes(first)}: correct the source of "
+            "this mode"
+        )
     del first
     consume(batches, times.warm_s, 3, times.at_most_s)
     states = count_of(case.counter)

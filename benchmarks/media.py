@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Decoding of images and videos.")
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args(arguments).rounds
-    torch.set_num_threads(1)  # as in workers
+    torch.set_num_threads(1)  # one thread, as in workers
     _print(("image", "pixels", "us", "Pillow's time to ours"), decoding(rounds))
     heads = ("1 thread", "2 threads", "4 threads", "pool of 2")
     _print(("batches of 32", "pixels", "images/s, no thread", *heads), threads(rounds))

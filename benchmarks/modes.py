@@ -26,7 +26,7 @@ __all__ = ["ALONE", "DATALOADER", "MEMCPY", "MODES", "PENSTOCK", "RAW_TCP", "STA
 
 ROOT = Path(__file__).parent.parent
 START_S, MEASURE_S, STOP_S = 120.0, 90.0, 15.0
-"""Deadlines of a player's start, of one measurement, and of its end, in seconds."""
+"""Seconds within which a player must have started, must answer one request to measure, and must have ended."""
 
 PENSTOCK, TCP = "Penstock, same host", "Penstock, TCP lane"
 DATALOADER, STATEFUL = "torch DataLoader, 1 worker", "torchdata StatefulDataLoader, 1 worker"
@@ -95,7 +95,7 @@ class Player:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise PlayerGoneError(f"it has ended; see {self._log.name}") from error
+            raise PlayerGoneError(f"the player of {self.mode.name} has ended: see {self._log.name}") from error
 
     def receive(self, seconds: float) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -103,10 +103,12 @@ class Player:
         while b"\n" not in self._rest:
             if not select.select([out], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 self.kill()
-                raise PlayerGoneError(f"no answer within {seconds:.0f} s; see {self._log.name}")
+                raise PlayerGoneError(
+                    f"the player of {self.mode.name} did not answer within {seconds:.0f} s: see {self._log.name}"
+                )
             piece = os.read(out, 1 << 16)
             if not piece:
-                raise PlayerGoneError(f"it has ended; see {self._log.name}")
+                raise PlayerGoneError(f"the player of {self.mode.name} has ended: see {self._log.name}")
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
@@ -134,7 +136,7 @@ class Player:
                 try:
                     pipe.close()
                 except OSError:
-                    pass  # a request was still buffered
+                    pass  # a request was still in the buffer, and the player has ended
 
 
 class Stage:

@@ -48,7 +48,8 @@ samples."""
 
 
 def write(folder: Path, column: str, groups: int) -> Path:
-    """Write the file of a case in a folder of its own, and return its path."""
+    """Write the Parquet file of a case in a folder of its own, and return the file's path. `column`: name of the column
+    of values, "text" or "tokens"."""
     path = folder / column / "rows.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(1)

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 CONSUMER = "consumer"
-"""Role of the tree's root: the process with the training loop."""
+"""Role of the root of a tree of processes: the process with the training loop, which takes the batches."""
 TICKS = os.sysconf("SC_CLK_TCK")
 PR_SET_CHILD_SUBREAPER = 36
 RING_NAME = "memfd:penstock-ring"
@@ -79,7 +79,7 @@ def tree(root: int) -> dict[int, Process]:
                 parent = int(_stat(pid)[1])
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # the process has ended meanwhile
             found[pid] = Process(pid, parent, command)
     kept: dict[int, Process] = {}
     fresh = {root} & found.keys()

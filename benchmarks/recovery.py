@@ -111,7 +111,7 @@ class Fleet:
                 with contextlib.suppress(OSError):
                     if each.parent in fork_servers and "penstock-ring" in Path(f"/proc/{pid}/maps").read_text():
                         return name, pid
-        raise RuntimeError("no daemon has a runner")
+        raise RuntimeError("one of the worker daemons must have a runner for the slot, got none: see `penstock status`")
 
     def close(self) -> None:
         for process in [*self.daemons.values(), self._coordinator]:

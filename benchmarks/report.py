@@ -26,7 +26,10 @@ def between(document: str, text: str, first: str = BEGIN, last: str = END) -> st
     head, begin, rest = document.partition(first)
     _, end, tail = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"the document lacks {first!r} and {last!r}")
+        raise ValueError(
+            f"the document must contain the markers {first!r} and {last!r}, got one without them: add the two lines "
+            "where the report belongs"
+        )
     return f"{head}{first}\n\n{text.strip()}\n\n{last}{tail}"
 
 

@@ -108,7 +108,10 @@ def main() -> None:
                     taken[name].append(seconds)
         folder.close()
         if not data == ours.read_bytes() == theirs.read_bytes():
-            raise RuntimeError("both clients must read the bytes that were written")
+            raise RuntimeError(
+                "both clients must read the bytes that were written, got others: a fault of a client, look for it "
+                "before measuring"
+            )
     medians = {name: statistics.median(values) for name, values in taken.items()}
     print(f"{options.mib} MiB, {options.delay_ms:g} ms a request, median of {options.rounds} rounds (least to most):")
     for name, values in taken.items():

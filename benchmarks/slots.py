@@ -42,7 +42,10 @@ class Order:
     def check(self, batch: Any) -> None:
         slot, index = int(batch[0]), int(batch[1])
         if (slot, index) != (self.step % self.slots, self.step // self.slots):
-            raise SystemExit(f"batch {index} of slot {slot} came as step {self.step} of {self.slots} slots")
+            raise SystemExit(
+                f"step {self.step} must be batch {self.step // self.slots} of slot {self.step % self.slots}, got batch "
+                f"{index} of slot {slot}: a fault in the order of batches"
+            )
         self.step += 1
 
 

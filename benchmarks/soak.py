@@ -56,7 +56,7 @@ class Sample:
 def opened(pid: int) -> Iterator[os.stat_result]:
     """Yield the os.stat result of each file that a process has open."""
     for fd in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):  # the descriptor of this listing
+        with suppress(FileNotFoundError):  # the descriptor with which this listing was read
             yield os.stat(f"/proc/{pid}/fd/{fd}")
 
 

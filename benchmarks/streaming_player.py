@@ -67,7 +67,9 @@ class Reader(ABC):
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a request that only some readers support. Raises NotImplementedError in a reader that does not."""
-        raise NotImplementedError(request["do"])
+        raise NotImplementedError(
+            f"this reader does not answer requests of kind {request['do']!r}: leave it out of this measurement"
+        )
 
 
 def memory_mib(key: str) -> float:
@@ -75,7 +77,7 @@ def memory_mib(key: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) / 1024
-    raise ValueError(key)
+    raise ValueError(f"key must be a line of /proc/self/status, such as VmRSS, got {key!r}")
 
 
 def _size(batch: Any) -> int:
@@ -95,9 +97,11 @@ def _rate(items: Iterator[Any], total: int, size: int) -> dict[str, Any]:
         pass
     seconds, processor_s = time.perf_counter() - started, time.process_time() - before
     if size > 1 and _size(item) != (total - 1) % size + 1:
-        raise ValueError(f"the last batch has {_size(item)} samples")
+        raise ValueError(
+            f"the last batch must have {(total - 1) % size + 1} samples, got {_size(item)}: a fault of the reader"
+        )
     if next(items, None) is not None:
-        raise ValueError(f"more than {total} samples")
+        raise ValueError(f"an epoch must have {total} samples, got more: a fault of the reader")
     return {"samples": total - warm * size, "seconds": seconds, "processor_s": processor_s}
 
 
@@ -159,7 +163,7 @@ def answer_of(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
         batch = reader.first_batch(request["folder"], request["position"])
         seconds = time.perf_counter() - started
         if _size(batch) != BATCH:
-            raise ValueError(f"a first batch of {_size(batch)}")
+            raise ValueError(f"the first batch must have {BATCH} samples, got {_size(batch)}: a fault of the reader")
         return {"seconds": seconds, "mib": memory_mib("VmHWM") - before}
     return reader.answer(request)
 

@@ -49,7 +49,10 @@ def quality(order: npt.NDArray[np.int64], shards: int, per_shard: int) -> Qualit
     positions = np.full(samples, -1, np.int64)
     positions[order] = np.arange(samples)
     if len(order) != samples or (positions < 0).any():
-        raise ValueError(f"{len(order)} positions are no permutation of {samples} samples")
+        raise ValueError(
+            f"order must be a permutation of 0 to {samples - 1}, got {len(order)} positions that are not: a fault of "
+            "the reader"
+        )
     of_shard = positions.reshape(shards, per_shard)
     first, last = of_shard.min(axis=1), of_shard.max(axis=1)
     changes = np.zeros(samples + 1, np.int64)

@@ -55,7 +55,7 @@ class LitData(Reader):
 
     def batches(self, kind: str, folder: str, *, shuffle: bool, workers: int, remote: str = "") -> Iterable[Any]:
         if remote:
-            raise NotImplementedError("it reads no plain HTTP")
+            raise NotImplementedError("litdata cannot read from a plain HTTP server: leave this case out")
         dataset = litdata.StreamingDataset(folder, shuffle=shuffle)
         more: dict[str, Any] = {"collate_fn": _collate} if KINDS[kind].encoding == "bytes" else {}
         if workers:

@@ -35,7 +35,7 @@ STORE_BYTES = 2 << 30
 """Size of Ray's object store in bytes: 16 blocks. With a larger store, the blocks that were read ahead would last for
 the whole measurement."""
 PREFETCH = 4
-"""Number of prefetched batches; neither the default of 1 nor 16 was faster."""
+"""Number of batches that Ray fetches ahead. Neither its default of 1 nor 16 was faster."""
 
 
 def _ready_block(case: Case) -> Any:

@@ -48,7 +48,10 @@ def _child(*arguments: str) -> tuple[subprocess.Popen[str], str]:
     assert process.stdout is not None
     first_line = process.stdout.readline().strip()
     if not first_line:
-        raise RuntimeError(f"the tf.data service's {arguments[0]} did not start: status {process.wait(10)}")
+        raise RuntimeError(
+            f"the {arguments[0]} of the tf.data service did not start, and ended with status {process.wait(10)}: see "
+            "its messages above"
+        )
     return process, first_line
 
 

@@ -82,5 +82,5 @@ def test_order_is_checked_at_every_step() -> None:
     order = Order(2)
     for slot, index in ((0, 0), (1, 0), (0, 1)):
         order.check(torch.tensor([slot, index]))
-    with pytest.raises(SystemExit, match="batch 2 of slot 0 came as step 3 of 2 slots"):
+    with pytest.raises(SystemExit, match="step 3 must be batch 1 of slot 1, got batch 2 of slot 0"):
         order.check(torch.tensor([0, 2]))

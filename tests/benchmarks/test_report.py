@@ -172,7 +172,7 @@ def test_only_text_between_the_markers_changes() -> None:
 
 @pytest.mark.parametrize("document", ["", BEGIN, END, f"{END}{BEGIN}"])
 def test_a_document_without_markers_is_refused(document: str) -> None:
-    with pytest.raises(ValueError, match="lacks"):
+    with pytest.raises(ValueError, match="must contain the markers"):
         between(document, "new")
 
 

@@ -70,7 +70,7 @@ def test_a_sequence_has_the_quality_of_none() -> None:
 def test_an_order_that_misses_a_sample_is_refused() -> None:
     order = np.arange(1000)
     order[5] = 6
-    with pytest.raises(ValueError, match="no permutation"):
+    with pytest.raises(ValueError, match="must be a permutation"):
         quality(order, 10, 100)
 
 

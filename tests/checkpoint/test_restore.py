@@ -125,7 +125,7 @@ def test_a_flipped_bit_is_found(checkpointer: AsyncCheckpointer) -> None:
     file.write_bytes(data)
     with pytest.raises(
         CheckpointCorruptError,
-        match=r"__0_0.distcp: bytes 0 to [0-9,]+, with 'x', have checksum [0-9a-f]{16}, but .* checkpoint is of step 1",
+        match=r"bytes 0 to [0-9,]+ of the file __0_0.distcp, with 'x', must have .* got [0-9a-f]{16}. .* is of step 1",
     ):
         back(checkpointer)
     with pytest.raises(
@@ -293,7 +293,7 @@ def test_what_does_not_fit_is_named(checkpointer: AsyncCheckpointer) -> None:
         {"optimizer": torch.optim.Adam(network().parameters())},
         r"state for the parameters '0.bias', .* matched by name",
     )
-    fails([1], r"state must be a dict, got list", InvalidArgumentError)
+    fails([1], r"state must be a dict of names and values, .*, got list", InvalidArgumentError)
     good = network(3)
     checkpointer.restore({"model": good})
     assert equal(good.state_dict(), module.state_dict())

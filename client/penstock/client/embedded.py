@@ -84,7 +84,8 @@ class Embedded:
         self.address = f"unix:{self._socket}"
         self.token = secrets.token_urlsafe(24)
         self._command_token = secrets.token_urlsafe(24)
-        """Token of this user's commands, of the role admin, which cannot open a run or register a worker."""
+        """Credential token for this user's commands. It has the role admin, with which no run can be opened and no
+        worker registered."""
         self._pid = os.getpid()
         self._on_death = on_death
         self._closing = False
@@ -215,7 +216,7 @@ class Embedded:
             self.process.send(signal.SIGTERM)
 
     def close(self) -> None:
-        """Stop the daemons and wait for them."""
+        """Stop the daemons, and wait at most STOP_S for their end. They are killed after that."""
         if os.getpid() != self._pid:
             return
         with self._lock:

@@ -57,7 +57,8 @@ def serve(given: dict[str, Any], fork_server: StartedForkServer) -> int:
     from penstock.worker.daemon.worker_settings import DaemonSettings
 
     async def run() -> None:
-        """Run coordinator and worker until one of them ends, then stop the other."""
+        """Run coordinator and worker until one of them ends, then stop the other. Raises the error of a daemon that has
+        failed."""
         listening, stop = asyncio.Event(), asyncio.Event()
         limits = replace(Limits(), budget=bytes_of(given["budget"]) or MEMORY_BUDGET)
         coordinator = asyncio.create_task(

@@ -67,7 +67,8 @@ class HostGroup:
         self._group.allreduce(tensor, dist.ReduceOp.SUM).wait()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all ranks, in the group's order. All tensors must have the same shape and dtype."""
+        """Return the tensors that the ranks of the group pass, in the group's order. All must have the same shape and
+        dtype."""
         found = [torch.empty_like(tensor) for _ in self._ranks]
         self._group.allgather([found], [tensor]).wait()
         return found

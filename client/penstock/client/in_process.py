@@ -91,13 +91,13 @@ class _Box:
             self._at.popitem(last=False)
 
     def make(self, slot: int) -> MadeBatch | None:
-        """Make the next batch of a slot; return None at the end of the epoch."""
+        """Make the next batch of a slot, and return it; return None if the slot has no more batches in this epoch."""
         position = self.position
         return self.slots[slot].next(position.step + 1, position.epoch, position.total[slot])
 
     def exhaust(self, slot: int) -> bool:
-        """Record that the slot whose turn it is has no more batches in this epoch. Return True if that ended the
-        epoch."""
+        """Record that the slot whose turn it is has no more batches in this epoch. Return True if no other slot has one
+        either, so that the epoch has ended."""
         if by_own_methods(self.slots[slot].capabilities):
             self.position.carry()
         return self.position.exhaust()

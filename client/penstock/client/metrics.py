@@ -117,7 +117,7 @@ def _count_sources(found: MetricReadings, reader: Reader, of: dict[str, Any]) ->
 
 
 def _resident(pid: int) -> int:
-    """Return the resident memory of a process in bytes; 0 if the process has ended."""
+    """Return the resident memory (RSS) of the process with this id in bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

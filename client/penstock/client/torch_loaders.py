@@ -40,8 +40,8 @@ _AHEAD = {
     "prefetch_factor",
     "persistent_workers",
 }
-"""Arguments by which torch makes batches ahead, which are ignored: Penstock's workers make batches ahead, and
-Appliance(device=) pins memory."""
+"""Arguments that control how torch makes batches ahead. They are ignored, because Penstock's workers make batches
+ahead, and Appliance(device=) pins memory."""
 
 
 @dataclass(frozen=True)

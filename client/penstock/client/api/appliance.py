@@ -58,7 +58,7 @@ REACH_S = 20.0
 """Seconds for which an unreachable coordinator is called again while a run is opened. A restart of the coordinator
 takes a few seconds."""
 RETRY_S = 0.25
-"""Seconds between two attempts to reach the coordinator."""
+"""Seconds between two calls to a coordinator that could not be reached."""
 
 _open: weakref.WeakSet[Appliance] = weakref.WeakSet()
 
@@ -585,7 +585,8 @@ def current_appliance(loader: Any) -> Appliance:
 
 
 def current_settings() -> ApplianceSettings:
-    """Return the settings of the appliance that current_appliance() would return, without starting a process."""
+    """Return the settings of the appliance that current_appliance() would return. No appliance is made, and no process
+    is started."""
     appliance = _entered.innermost()
     if appliance is not None:
         return appliance.settings

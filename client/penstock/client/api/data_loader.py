@@ -115,8 +115,8 @@ class DataLoader(ResumableLoader):
         return self._local.config(self._seed_of_keys)
 
     def can_restore_sample(self) -> bool:
-        """Return True if restore_sample() works: input_fn's loader has a method restore_sample, and does not report
-        that it cannot restore samples."""
+        """Return True if restore_sample() works: input_fn's loader has a method restore_sample, and its method
+        can_restore_sample(), if it has one, does not return False."""
         return self._local.can_restore_sample(self._seed_of_keys)
 
     def restore_sample(self, key: Any) -> Any:
@@ -277,7 +277,7 @@ class DataExecutor:
 
     @property
     def is_initial_step(self) -> bool:
-        """True at this executor's first batch."""
+        """True while the loop has this executor's first batch."""
         return self.iteration == 0
 
     @property

@@ -38,13 +38,13 @@ LEAVE_S = 60.0
 """Longest time in seconds that local rank 0 waits for the other ranks to close their connections, before it stops the
 daemons anyway."""
 MAX_MESSAGE = 4096
-"""Largest size of the message with the daemons' addresses, in bytes."""
+"""Largest size in bytes of the message by which local rank 0 sends the coordinator's address."""
 SOCKETS = "/proc/net/unix"
 """File in which the kernel lists the Unix sockets of this network namespace. Names of abstract sockets begin with an
 @."""
 
 _shared_so_far = 0
-_pause = threading.Event()  # never set: a wait on it is a sleep
+_pause = threading.Event()  # never set: a wait on this event is a sleep
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class SampleLog:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a line; None if the line is damaged."""
+    """Return the step of a line of the log; None if the line is damaged."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):

@@ -98,8 +98,8 @@ class Session:
         position = self.reader.position
         which = "no batch at all" if position.step == 0 else f"no batch in epoch {max(position.epoch - 1, 0)}"
         return EmptyInputError(
-            f"{self.name} yielded {which} on any worker of box {self.run.box}: check its data paths and its sharding, "
-            "and that it returns a new iterator each time"
+            f"{self.name} yielded {which} on any worker of box {self.run.box}: check the data paths and the sharding "
+            "in this function, and that its loader returns a new iterator for each epoch"
         )
 
     def expected_last(self) -> int | None:

@@ -124,7 +124,10 @@ class AsyncCheckpointer:
             ("buffers", buffers, 1),
         ):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise InvalidArgumentError(f"AsyncCheckpointer: {name} must be an int >= {least}, got {value!r}")
+                raise InvalidArgumentError(
+                    f"AsyncCheckpointer: {name} must be an int >= {least}, got {value!r}: pass such an int, or leave "
+                    f"{name} out"
+                )
         if buffers > 2:
             raise InvalidArgumentError(f"AsyncCheckpointer: buffers must be 1 or 2, got {buffers}")
         if not 0 < timeout_s <= LONGEST_S:
@@ -148,7 +151,7 @@ class AsyncCheckpointer:
         self._pending: list[PendingSave] = []
         """Saves that are being written, and ended saves whose results were not read yet, oldest first."""
         self._unraised: list[CheckpointError] = []
-        """Errors of failed saves that have not been raised yet."""
+        """Errors of failed saves that no call has raised yet."""
         self._last: PendingSave | None = None
         self._closed = False
         self._calls = CallLock()

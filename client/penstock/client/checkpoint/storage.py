@@ -68,7 +68,10 @@ class AsyncFileSystemWriter(FileSystemWriter):
         transforms: Sequence[Any] | None = None,
     ) -> None:
         if not isinstance(thread_count, int) or thread_count < 1:
-            raise InvalidArgumentError(f"AsyncFileSystemWriter: thread_count must be an int >= 1, got {thread_count!r}")
+            raise InvalidArgumentError(
+                f"AsyncFileSystemWriter: thread_count must be an int >= 1, got {thread_count!r}: pass a number of "
+                "threads, or leave it out"
+            )
         super().__init__(
             path, sync_files=sync_files, thread_count=thread_count, overwrite=overwrite, _extensions=transforms
         )

@@ -78,7 +78,8 @@ class BatchMessages:
         memory = message.numpy()
         if memory.size < HEADER:
             raise ProtocolError(
-                f"the message with a batch from another rank must have {HEADER} bytes or more, got {memory.size}"
+                f"the message with a batch from another rank must have {HEADER} bytes or more, got {memory.size}: run "
+                "the same version of Penstock on all ranks"
             )
         structure_bytes, dims, nbytes = memory[: 8 * NUMBERS].view("<i8").tolist()
         fits = min(structure_bytes, dims, nbytes) >= 0 and max(structure_bytes, dims, nbytes) <= memory.size
@@ -87,7 +88,8 @@ class BatchMessages:
         if not fits or region_at + nbytes != memory.size:
             raise ProtocolError(
                 f"the parts of a batch must fill its message of {memory.size} bytes, got {structure_bytes} bytes of "
-                f"names and types, {dims} dimensions and {nbytes} bytes of values"
+                f"names and types, {dims} dimensions and {nbytes} bytes of values: run the same version of Penstock on "
+                "all ranks"
             )
         encoded = memory[HEADER : HEADER + structure_bytes].tobytes()
         known = self._assembler

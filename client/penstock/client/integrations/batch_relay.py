@@ -28,7 +28,7 @@ from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
 __all__ = ["MAX_MESSAGE_BYTES", "Kind", "Message", "Relay"]
 
 MAX_MESSAGE_BYTES: Final = 4 << 30
-"""Largest message in bytes for which a rank allocates memory."""
+"""Largest size in bytes of a message that a rank accepts, and allocates memory for."""
 
 
 class Kind(IntEnum):
@@ -206,6 +206,7 @@ def _content(header: torch.Tensor) -> torch.Tensor:
     if kind not in iter(Kind) or not 0 <= nbytes <= MAX_MESSAGE_BYTES:
         raise ProtocolError(
             f"a message from the rank that reads for this box must have a kind of {[*map(int, Kind)]} and at most "
-            f"{MAX_MESSAGE_BYTES} bytes, got kind {kind} and {nbytes} bytes"
+            f"{MAX_MESSAGE_BYTES} bytes, got kind {kind} and {nbytes} bytes: run the same version of Penstock on all "
+            "ranks"
         )
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

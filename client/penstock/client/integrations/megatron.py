@@ -159,7 +159,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         """
         if self.write_buckets is None:
             raise CheckpointError(
-                "retrieve_write_results() must be called after prepare_write_data(), which has not been called"
+                "retrieve_write_results() must be called after prepare_write_data(), got a call before it: call "
+                "prepare_write_data() first"
             )
         if self._buffer is not None:
             result = self.write_buckets.result()
@@ -230,7 +231,7 @@ class StagedFiles:
         write_file(path, region, size, durable=self._durable, passing=lambda _: None)
 
     def close(self) -> None:
-        """Close the memory's descriptor, in a process that has received it."""
+        """Close the descriptor of the shared memory in the process that has received it."""
         if self._received and self._image is not None:
             self._image.close()
 

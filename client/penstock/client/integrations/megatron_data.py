@@ -106,7 +106,9 @@ class DataIterator:
         if stages not in ("ends", "all"):
             raise InvalidArgumentError(f'stages must be "ends" or "all", got {stages!r}')
         if timeout_s <= 0:
-            raise InvalidArgumentError(f"timeout_s must be > 0, got {timeout_s}")
+            raise InvalidArgumentError(
+                f"timeout_s must be > 0, got {timeout_s}: pass the longest wait for another rank in seconds"
+            )
         self._ranks = ranks = ranks or RankGroups.of_megatron()
         self._loader, self._stages = loader, stages
         self._executor = DataExecutor(loader, num_steps, checkpoint_steps)
@@ -145,9 +147,13 @@ class DataIterator:
         return next(self._cursors[0])
 
     def chunks(self, count: int) -> list[Iterator[Any]]:
-        """Return one iterator over all microbatches for each model chunk of this rank, for a virtual pipeline."""
+        """Return, for a virtual pipeline, `count` iterators over all microbatches, one for each part of the model on
+        this rank (model chunk)."""
         if count < 1:
-            raise InvalidArgumentError(f"the number of model chunks passed to chunks() must be >= 1, got {count}")
+            raise InvalidArgumentError(
+                f"the number of model chunks passed to chunks() must be >= 1, got {count}: pass the number of parts of "
+                "the model on this rank"
+            )
         if self._cursors and len(self._cursors) != count:
             raise InvalidArgumentError(
                 f"the number of model chunks must stay {len(self._cursors)}, got {count}: call chunks() before next(), "
@@ -168,7 +174,7 @@ class DataIterator:
         return self._messages.unpack(self._batches[number - self._first])
 
     def _passed(self) -> None:
-        """Drop the microbatches that all model chunks have taken."""
+        """Drop the microbatches from `_batches` that all model chunks of this rank have taken."""
         least = min(one.taken for one in self._cursors if one.takes)
         while self._first < least:
             self._batches.popleft()

@@ -52,16 +52,19 @@ class RankGroups:
     def __post_init__(self) -> None:
         if self.rank not in self.peers or (self.leads and self.rank not in self.leaders):
             raise InvalidArgumentError(
-                f"peers and leaders of rank {self.rank} must contain rank {self.rank}, got peers={self.peers}, "
-                f"leaders={self.leaders}"
+                f"RankGroups: peers, and leaders if rank {self.rank} is the first of them, must contain rank "
+                f"{self.rank}, got peers={self.peers}, leaders={self.leaders}: list this rank too, or call "
+                "RankGroups.of_megatron()"
             )
         if self.leads and len(self.leaders) != self.num_stages:
             raise InvalidArgumentError(
-                f"leaders must be one rank for each of {self.num_stages} stages, got {self.leaders}"
+                f"RankGroups: leaders must have one rank for each of the {self.num_stages} stages of the pipeline, got "
+                f"{self.leaders}: list the first rank of each stage, or call RankGroups.of_megatron()"
             )
         if self.reads and len(self.readers) != self.num_boxes:
             raise InvalidArgumentError(
-                f"readers must be one rank for each of {self.num_boxes} boxes, got {self.readers}"
+                f"RankGroups: readers must have one rank for each of the {self.num_boxes} boxes (data-parallel ranks), "
+                f"got {self.readers}: list the first rank of each box, or call RankGroups.of_megatron()"
             )
 
     @property

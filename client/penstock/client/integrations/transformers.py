@@ -112,7 +112,7 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest complete checkpoint of a Trainer in `output_dir`; None if the folder has no
     complete checkpoint.
 
-    resume_from_checkpoint=True takes the newest folder, even if the job was killed while writing it.
+    The Trainer's own resume_from_checkpoint=True takes the newest folder, even if the job was killed while writing it.
     """
     folders = {
         int(found[1]): path

@@ -40,7 +40,8 @@ __all__ = [
 ]
 
 MAIN = "penstock_main"
-"""Module name under which runners load a main script, so that its main guard is false."""
+"""Module name under which runners load a training script that was run as a file, so that its `if __name__ ==
+"__main__"` is false."""
 BY_VALUE = "penstock_by_value"
 """Name that stands in place of a module's name in the reference to a callable that no other process can import."""
 RUNNER_VARIABLE = "PENSTOCK_RUNNER"

@@ -119,7 +119,8 @@ class LocalLoader:
         return callable(getattr(loader, "restore_sample", None)) and (bool(own()) if callable(own) else True)
 
     def restore_sample(self, seed: int, key: Any) -> Any:
-        """Return the sample with this restore key. Raises NotRestartableError if the loader cannot restore samples."""
+        """Return the sample with this restore key, made as in a run with this seed. Raises NotRestartableError if the
+        loader cannot restore samples."""
         if not self.can_restore_sample(seed):
             raise NotRestartableError(
                 f"the loader that {self._name} returned cannot restore samples: it has no method restore_sample(key), "

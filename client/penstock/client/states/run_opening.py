@@ -26,7 +26,7 @@ class Opening:
     start: BoxStart
     """Position and state from which this box starts."""
     start_of: Callable[[int], BoxStart]
-    """Function that returns the start of the box with a given number."""
+    """Function that returns the position and state from which the box with a given number starts."""
     seed: int | None
     """Seed of the run. None: the seed of the resumed run, or a random one."""
     key: str

@@ -37,7 +37,7 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["FORMAT", "KEY", "STATE", "BoxStart", "SavedState", "WorkerPart", "blank", "is_to_be_filled", "read"]
 
 KEY = "__penstock__"
-"""Reserved key of a saved state."""
+"""Key of a saved state under which it has Penstock's part."""
 STATE = "state"
 """Key under which a saved state has the result of aggregate_state_dict if that is not a dict."""
 FORMAT = 3
@@ -73,11 +73,11 @@ class WorkerPart:
         saved state."""
         counts = (self.box, self.slot, self.worker_step, self.samples, self.digest, self.next_digest)
         if any(type(count) is not int or not 0 <= count <= MASK for count in counts):
-            raise ValueError(f"the counts of a worker must be ints from 0 to {MASK}, got {counts!r:.200}")
+            raise ValueError(f"the counts of a worker in a state must be ints from 0 to {MASK}, got {counts!r:.200}")
         if type(self.next_epoch) is not bool or not isinstance(self.restart, dict):
             raise ValueError(
-                f"next_epoch of a worker must be a bool and restart must be a dict, got {self.next_epoch!r:.80} and a "
-                f"{type(self.restart).__name__}"
+                "next_epoch of a worker in a state must be a bool, and restart must be a dict, got "
+                f"{self.next_epoch!r:.80} and a {type(self.restart).__name__}"
             )
 
 
@@ -105,7 +105,8 @@ class SavedState:
     topology (numbers of boxes and workers)."""
     num_workers_per_box: int
     seed: int | None
-    """Seed of the run; None only in a state that an older release saved before its run was opened."""
+    """Seed of the run. None: unknown, because an older release saved the state before the run was opened, or Penstock
+    did not save it."""
     positions: list[Position] = field(default_factory=list)
     """Positions of the boxes, by box number; empty at step 0."""
     full_digest: bool = False
@@ -365,19 +366,21 @@ def _saved(record: dict[str, Any]) -> tuple[SavedState, bool]:
         wanted = saved.num_boxes * workers if places or saved.methods != 4 else 0
         if (len(saved.positions), len(places)) != (saved.num_boxes, wanted):
             raise ValueError(
-                f"it must have {saved.num_boxes} positions and {wanted} workers, got {len(saved.positions)} and "
-                f"{len(places)}"
+                f"its record must have {saved.num_boxes} positions (one a box) and {wanted} parts (one a worker), got "
+                f"{len(saved.positions)} and {len(places)}"
             )
         if places and places != [(box, slot) for box in range(saved.num_boxes) for slot in range(workers)]:
             raise ValueError(
-                f"its workers must be those of {saved.num_boxes} boxes with {workers} slots each, got (box, slot) "
-                f"{str(places)[:200]}"
+                f"its record must have the workers of {saved.num_boxes} boxes with {workers} slots each, in order, got "
+                f"(box, slot) {str(places)[:200]}"
             )
         if any(len(position.total) != workers for position in saved.positions):
-            raise ValueError(f"each of its positions must have {workers} workers, got another number")
+            raise ValueError(
+                f"each position in its record must have the counts of {workers} workers, got another number"
+            )
     if saved.methods not in (0, 2, 4) or not 0 <= saved.step <= MOST or (saved.step > 0 and not saved.positions):
         raise ValueError(
-            f"it must have 0, 2 or 4 state methods, a step from 0 to {MOST}, and positions unless the step is 0, got "
-            f"{saved.methods} state methods, step {saved.step} and {len(saved.positions)} positions"
+            f"its record must have 0, 2 or 4 state methods, a step from 0 to {MOST}, and positions unless the step is "
+            f"0, got {saved.methods} state methods, step {saved.step} and {len(saved.positions)} positions"
         )
     return saved, bool(record["wrapped"])

@@ -33,7 +33,7 @@ as long."""
 
 
 class DeviceLoad:
-    """Batch that is being copied to the device."""
+    """Batch whose tensors are being copied to the device, from their start to the release of the ring entry."""
 
     __slots__ = ("batch", "copies", "counts", "digest", "entry", "event", "lane", "ring", "token")
 
@@ -84,7 +84,8 @@ class DeviceLoad:
         self.batch, self.copies = None, []
 
     def wait(self, until: float) -> bool:
-        """Wait until the copies are done. Return False if they are not done by `until`, a time of time.monotonic()."""
+        """Wait until the copies are done, and return True. Return False if they are not done by `until`, a time of
+        time.monotonic()."""
         while not self.done:
             if time.monotonic() > until:
                 return False

@@ -217,7 +217,8 @@ class DeviceReader(OrderedReader):
 
 
 def backend_of(device: str) -> DeviceBackend:
-    """Return the backend for the name of a device that `check_device` returned."""
+    """Return the backend that copies batches to a device. `device`: name of the device, as `check_device` returned
+    it."""
     return CpuBackend() if device == "cpu" else CudaBackend(torch.device(device))
 
 

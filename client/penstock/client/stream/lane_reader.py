@@ -40,11 +40,11 @@ __all__ = ["CORRUPT_TRIES", "RingView", "SlotLane"]
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 CUT_OFF_S = 2.0
-"""Seconds for which a worker's host must be unreachable before the client requests another worker. If only the daemon
-is dead, the coordinator reports that within 1.5 s, with a better message."""
+"""Seconds for which a worker's host must be unreachable before the training process requests another worker. If only
+the daemon is dead, the coordinator reports that within 1.5 s, with a better message."""
 CHECK_S = 0.1
-"""Seconds between the first failed attempt to reach a worker's host and the second: time for the coordinator to reply,
-which shows whether this host's own network works."""
+"""Seconds between the first failed attempt to reach a worker's host and the second. Meanwhile the coordinator can reply
+to a report, which shows that this host's own network works."""
 CORRUPT_TRIES = 8
 """Number of times in a row that a batch must arrive damaged until the training loop gets an error. On a link that
 damages every second batch, this happens once in 256 batches, so the loop gets the error within a second."""
@@ -125,7 +125,7 @@ class SlotLane:
         """Entries whose views were freed, to be reported in the next ack, as a flat list: ring, entry, ring, entry
         ..."""
         self.unacked = 0
-        """Number of batches delivered since the last ack."""
+        """Number of batches of the slot that were delivered since the last ack."""
         self.group = 1
         self.abandons = 0
         """Number of epochs that the loop has left by `break` so far, over all generations of the slot."""
@@ -151,11 +151,11 @@ class SlotLane:
         self.last_failure = ""
         """Reason why the last connection was lost or could not be made; "" once connected."""
         self.cut_off_since = self.cut_off_at = 0.0
-        """Monotonic time since which the worker's host has been unreachable, and time at which this client noticed it;
-        both 0 if the host is reachable."""
+        """Time since which the worker's host has been unreachable, and time at which this process noticed that, as
+        times of time.monotonic(). Both 0 if the host can be reached."""
         self.network_works = False
-        """True if the coordinator replied between `cut_off_at` and the last attempt to open the lane. Such a reply
-        shows that this host's network works."""
+        """True if the coordinator has replied between `cut_off_at` and the last attempt to connect the lane. Such a
+        reply shows that this host's network works."""
         self.unreachable = ""
         """Reason why the coordinator must give the slot to another worker: the worker's host is unreachable. "" if no
         other worker is needed."""
@@ -163,7 +163,7 @@ class SlotLane:
         self.tried_failed = False
         self.copies = 0
         self.corrupt = 0
-        """Number of times in a row that the due batch arrived damaged."""
+        """Number of times in a row that the slot's next batch has arrived damaged."""
 
     def next_generation(self, generation: int, name: str) -> SlotLane:
         """Return a lane for the slot's next generation. The abandoned epochs, the announced checkpoint steps and the
@@ -175,7 +175,7 @@ class SlotLane:
         return after
 
     def _another(self, generation: int, name: str) -> SlotLane:
-        """Return a new lane of the same kind for this slot."""
+        """Return a new lane of the same class for this slot. `name`: worker, box and slot, for messages."""
         return SlotLane(self.slot, generation, name)
 
     # ---- connections
@@ -199,7 +199,8 @@ class SlotLane:
             hello.epoch = self.abandoned_epoch
 
     def attach(self, sock: socket.socket, wake_fd: int) -> None:
-        """Attach a connection to the lane. From now on `poll` waits for the connection and for `wake_fd`."""
+        """Give the lane the connection `sock`. From now on `poll` waits for frames on it, and for `wake_fd`, which the
+        watch thread makes readable when it has news."""
         consumer = self._consumer(sock)
         forks.keep(consumer)
         consumer.abandons = self.abandons
@@ -225,8 +226,8 @@ class SlotLane:
         self.unreachable = ""
 
     def begin_try(self, replied_at: float) -> None:
-        """Record the start of an attempt to open the lane. replied_at: monotonic time of the coordinator's last
-        reply."""
+        """Record the start of an attempt to connect the lane. `replied_at`: time of the coordinator's last reply, a
+        time of time.monotonic()."""
         self.network_works = replied_at > self.cut_off_at > 0.0
 
     def cut_off(self, now: float, silent_s: float, why: str) -> bool:
@@ -253,7 +254,7 @@ class SlotLane:
         self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
 
     def close(self) -> None:
-        """Close the lane at the end of the stream, or when the slot gets a new generation."""
+        """Close the lane and its connection, at the end of the stream or because the slot has a new generation."""
         if self.consumer is not None:
             self.consumer.close()
             self.consumer = None

@@ -90,7 +90,7 @@ class RunLink(Protocol):
     """Interface by which a run uses the Appliance that it was opened on."""
 
     host: str
-    """Id of this host; see penstock.proto.rpc.channel.host_id."""
+    """Id of this host, by which workers on the same host are recognised; see penstock.proto.rpc.channel.host_id."""
     force_tcp: bool
     compression: str | None
     """Name of the codec that compresses batches over TCP, see penstock.proto.lane.compression.NAMES; None: no
@@ -133,8 +133,8 @@ class OpenRun:
         """Number of the newest abandoned epoch that the coordinator has in its journal; -1: none. This epoch and
         earlier ones are not reported again."""
         self._commit_mark = b""
-        """Signed number of the last commit in the coordinator's journal, from its last reply. Each report returns it,
-        so that a coordinator with an older journal notices that."""
+        """Signed number of the last commit in the coordinator's journal, from its last reply. Each report returns it.
+        So a coordinator that was started with an older copy of its journal notices that."""
         self.ended_boxes: dict[int, int] = {}
         """Last step of the epoch, for each box of the run that has ended its epoch and not begun another, by the box's
         number."""
@@ -174,7 +174,7 @@ class OpenRun:
         penstock.runtime.process.forks)."""
         self.error = self._owner.error(f"run {self.name}, box {self.box}")
         self._closed = True
-        self.version += 1  # readers check `error` first
+        self.version += 1  # readers of the run check `error` first
         forks.silence(self.wake_fd)
 
     # ---- opening
@@ -400,7 +400,8 @@ class OpenRun:
         return self.link.force_tcp or view.host_id != self.link.host or not view.local_address
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """Return the state records of all workers of all boxes at a step."""
+        """Return the positions of all boxes, and the records of all workers (counts and loader state), at a step.
+        Raises an error if they are not available within `deadline_s` seconds."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, step=step, deadline_s=deadline_s)
         return self._fetched(request)
 

@@ -32,7 +32,7 @@ class _Watched(Generic[_Thing]):
             self._things.add(thing)
 
     def all(self) -> list[_Thing]:
-        """Return the objects that are alive."""
+        """Return the objects of the set that were not garbage-collected yet."""
         with self._lock:
             return list(self._things)
 
@@ -45,13 +45,13 @@ class SaveCounters:
     failed: int = 0
     in_flight: int = 0
     stalled_s: float = 0.0
-    """Total time that save() blocked the training loop, in seconds."""
+    """Seconds for which calls of save() have blocked the training loop in all."""
     last_stall_s: float = 0.0
     last_write_s: float = 0.0
     """Seconds from the return of save() until the checkpoint was complete, for the last complete checkpoint."""
     written_bytes: int = 0
     last_step: int = -1
-    """Step of the last complete checkpoint; -1: none."""
+    """Step of the last checkpoint that was completed; -1 before the first."""
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     """Reentrant lock, because a signal handler may call save() during a save."""
 

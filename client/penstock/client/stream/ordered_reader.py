@@ -62,8 +62,7 @@ OUTRUN = 2 * (MAX_ENTRIES + 8)
 """Number of a slot's next batches for which checkpoint steps are announced. A worker may be a whole ring ahead of the
 loop, and the next announcement is sent when the loop has taken half of these batches."""
 FAILED_GRACE_S = 2.0
-"""Seconds to wait, after the coordinator has reported a failed slot, for the slot's last batches and error on its
-lane."""
+"""Seconds to wait, after a slot was reported as failed, for its last batches and its error to arrive on its lane."""
 RETRY_FLUSH_S = 0.02
 LAZY_S = 0.002
 """Seconds of waiting after which the acks of incomplete groups are sent. If they were sent at once, a loop that is
@@ -84,7 +83,7 @@ class OrderedReader:
         self.first_step = position.step
         """Number of the last step before the first batch of this reader."""
         self.wait_s = 0.0
-        """Seconds that the loop waited for the last batch."""
+        """Seconds for which the loop waited for the last batch."""
         self.layout: tuple[Structure, list[int]] | None = None
         """Structure (nesting, keys, dtypes) and shapes of the last batch."""
         self.thread = threading.get_ident()
@@ -131,7 +130,7 @@ class OrderedReader:
         if self._version != run.version:
             self._refresh()
         self.wait_s = 0.0
-        self._waiting_since = 0.0  # a wait that ended with the epoch or with an error does not count for this batch
+        self._waiting_since = 0.0  # waits that ended with an epoch or an error do not count for this batch
         while True:
             slot = position.live[position.cursor]
             lane = self._lanes[slot]
@@ -204,20 +203,19 @@ class OrderedReader:
         _log.warning("%s: damaged data arrived and is fetched again: %s", self._label, what)
 
     def _other(self, lane: SlotLane, frame: Frame) -> bool:
-        """Handle a frame that is not the due batch, such as an error or the end of the slot's epoch. Return True if the
-        box's epoch has ended."""
+        """Handle a frame that is not the due batch, such as an error. Return True if the box's epoch has ended."""
         position, kind, slot = self.position, frame.kind, lane.slot
         if kind == ERROR:
             if frame.error.name == BatchCorruptError.__name__:
                 self._corrupt(lane, frame.error.message)
                 return False
             error = self._placed(error_of(frame.error), slot)
-            self._run.error = error  # no frame comes after it
+            self._run.error = error  # no frame comes after an ERROR
             raise error
         if kind == END:
             if frame.epoch < position.epoch:
                 self._pass_over(lane)
-                return False  # repeated after a reconnect: the slot had ended before
+                return False  # sent again after a reconnect; this END was handled before
             if frame.epoch != position.epoch or frame.total != position.total[slot]:
                 raise self._confused(lane, f"the end of epoch {frame.epoch} after batch {frame.total}")
             if by_own_methods(self._run.views[slot].capabilities):
@@ -263,8 +261,7 @@ class OrderedReader:
         ]
 
     def _pass_over(self, lane: SlotLane) -> None:
-        """Count a frame that is not needed. Raises ProtocolError after more than MAX_UNUSED in a row, because no
-        deadline is checked while they arrive."""
+        """Count a frame that is not needed. Raises ProtocolError after more than MAX_UNUSED such frames in a row."""
         lane.unused += 1
         if lane.unused > MAX_UNUSED:
             raise self._confused(lane, f"{lane.unused} batches and messages that are not needed")
@@ -287,7 +284,9 @@ class OrderedReader:
         if run.error is not None:
             raise run.error
         if run.closed:
-            raise PenstockError(f"{self._label}: its Appliance was closed in the loop: leave the loop before close()")
+            raise PenstockError(
+                f"{self._label}: its Appliance was closed inside the loop: close the Appliance after the loop"
+            )
         now = time.monotonic()
         if not self._waiting_since:
             self._waiting_since = now
@@ -559,7 +558,7 @@ class OrderedReader:
 
     @property
     def copies(self) -> int:
-        """Number of batches delivered as copies instead of views."""
+        """Number of batches delivered as copies and not as views of the ring."""
         return sum(lane.copies for lane in self._lanes)
 
     @property
@@ -579,8 +578,8 @@ class OrderedReader:
         return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
     def snapshot(self) -> records_pb2.BoxPosition | None:
-        """Return the position, for the watch thread. Return None if the training thread changes it during each attempt
-        to read it."""
+        """Return the position, for the watch thread; None if the training thread changes it during each attempt to read
+        it."""
         position = self.position
         for _ in range(1000):
             before = (position.step, position.epoch, len(position.live))

@@ -144,7 +144,7 @@ class ReceiverLane:
         loop.watch(self, self._consumer_fd, select.EPOLLIN)
 
     def on_event(self, fd: int, events: int) -> None:
-        """Handle events of the consumer's socket or of the TCP socket."""
+        """Handle events (bits of select.epoll) of the consumer's socket or the TCP socket."""
         try:
             if fd != self._consumer_fd:
                 if events & ~select.EPOLLOUT:
@@ -287,7 +287,7 @@ class ReceiverLane:
             self.fail(error)
 
     def _crowded(self) -> bool:
-        """Return True if the consumer does not read its frames. Then nothing more is received, so that TCP stops the
+        """Return True if the consumer does not read its frames. Then nothing more is received, and TCP stops the
         sender."""
         if self._producer.crowded:
             self._producer.flush()

@@ -107,6 +107,6 @@ class Receiver:
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()  # it has nothing to clean up
+            process.kill()  # the receiver has nothing to clean up
             process.wait()
             process.close()

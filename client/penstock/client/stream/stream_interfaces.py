@@ -112,7 +112,7 @@ class StepFence:
 
 @dataclass
 class StreamStats:
-    """Statistics of a run's stream since the loader was opened."""
+    """Statistics of a loader's stream since its first loop began or a state was loaded."""
 
     steps: int = 0
     """Number of batches delivered to the loop."""
@@ -126,9 +126,9 @@ class StreamStats:
     ahead: int = 0
     """Number of batches whose copy to the device was started before the loop requested them; 0 without a device."""
     recoveries: int = 0
-    """Number of times that a slot moved to another runner while the loop was reading."""
+    """Number of times that a slot has moved to another runner, after a fault or as planned."""
     corrupt: int = 0
-    """Number of times that data arrived damaged, over the network or in memory, and were fetched again."""
+    """Number of times that data arrived damaged, over the network or from memory, and were fetched again."""
     skipped: int = 0
     """Number of poison batches (batches that kill their runner) left out since the loader was opened
     (poison="skip")."""
@@ -137,7 +137,8 @@ class StreamStats:
     (penstock.data.Counts). Other boxes have counts of their own. After a resume on another number of boxes, box 0
     continues the counts of all boxes, so the sum over all boxes is always that of the run."""
     keys: dict[str, SampleCounts] = field(default_factory=dict)
-    """The same counts by key; empty unless the loader counts by a key."""
+    """Counts of the delivered samples as in `sources`, but by key; empty unless the loader counts by a key
+    (penstock.data.Counts(by=))."""
     imbalance: float | None = None
     """Imbalance of the boxes: cost of the most expensive box in a step, divided by the mean cost of all boxes, as the
     mean over this box's delivered steps. 1: all boxes cost the same. None unless the loader has `counts` and `balance`
@@ -158,7 +159,8 @@ class StreamRun(Protocol):
     views: list[pb.SlotView]
     progress: BoxProgress
     ended_boxes: dict[int, int]
-    """Number of each box that has ended its epoch -> last step of that epoch."""
+    """Last step of the epoch, for each box of the run that has ended its epoch and not begun another, by the box's
+    number."""
     abandoned: bool
     """True once the loader was garbage-collected. The loader's finalizer sets it."""
     away_since: float | None
@@ -167,16 +169,17 @@ class StreamRun(Protocol):
     def closed(self) -> bool: ...
 
     def wait_for(self, ready: Callable[[StreamRun], bool], timeout_s: float) -> bool:
-        """Wait until `ready` returns True for this run. Return False after `timeout_s`."""
+        """Wait until `ready(self)` is True, and return True. Return False after `timeout_s` seconds."""
 
     def report(self) -> None:
         """Report this box's progress to the coordinator now."""
 
     def fail(self, error: PenstockError) -> None:
-        """End the run with an error. May be called from any thread."""
+        """End the run with an error, which the training loop will get. May be called from any thread."""
 
     def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
-        """Return the state records of all workers of all boxes at a step."""
+        """Return the positions of all boxes, and the records of all workers (counts and loader state), at a step.
+        Raises an error if they are not available within `deadline_s` seconds."""
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
         """Run the loader's aggregate_state_dict. `states`: envelope (encoded bytes) with the list of the workers'
@@ -208,7 +211,8 @@ class Reader(Protocol):
         """Return the next batch of the box, or EPOCH_ENDED at the end of an epoch."""
 
     def flush(self) -> bool:
-        """Send acknowledgements of all delivered batches. Return False if some could not be sent yet."""
+        """Tell the workers which batches were delivered. Return False if some of these messages could not be sent
+        yet."""
 
     def open_epochs(self, limit: int) -> None:
         """Allow the workers to make batches of the epochs up to and including number `limit`."""

@@ -16,7 +16,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["STAGES", "WaitNotice"]
 
 FIRST_S = 2.0
-"""Seconds of waiting before the first line."""
+"""Seconds for which the job has waited when the first line is due."""
 LEAST_S, MOST_S = 10.0, 60.0
 """Smallest and largest number of seconds between two lines. Within these limits, the next line is due when the time
 waited so far has doubled."""

@@ -47,5 +47,9 @@ class LostWorker:
     def strike(self, reader: InProcessReader) -> None:
         why = "its worker was lost (injected by a test)"
         if self.for_good:
-            raise reader.failed(WorkerLostError(f"{reader.label}: {why}, and no other worker made the batch"))
+            raise reader.failed(
+                WorkerLostError(
+                    f"{reader.label}: {why}, and no other worker made the batch: load a state to open another run"
+                )
+            )
         reader.replace_worker(why)

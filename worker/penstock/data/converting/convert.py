@@ -1,9 +1,9 @@
 """Conversion of a dataset of any format that Penstock reads to MDS or Parquet.
 
-Each shard of the source is a part of its own, or several if it is large. A part is written into a folder of its own,
-read back and compared, and then gets its index; several processes convert parts at a time. When all parts are finished,
-their indexes are merged into the index of the result. So a run may be killed at any moment, and the next one makes only
-the parts that are not finished.
+Each shard of the source is a part, or several if it is large; consecutive small shards are one part. A part is written
+into a folder of its own, read back and compared, and then gets its index; several processes convert parts at a time.
+When all parts are finished, their indexes are merged into the index of the result. So a run may be killed at any
+moment, and the next one makes only the parts that are not finished.
 
 Samples keep their numbers. The index notes how the source's shards divided them (indexes/order_layout.py), so the
 result has the source's order, and a state taken over the source goes on over the result.

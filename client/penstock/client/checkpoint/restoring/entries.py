@@ -44,7 +44,7 @@ EXTRA = "_extra_state"
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Request to read one saved value."""
+    """Request to read one saved value of a checkpoint."""
 
     tensor: torch.Tensor | None
     """Tensor to read the value into; None if the value is an object."""
@@ -55,7 +55,7 @@ class ReadRequest:
 
 @dataclass(frozen=True)
 class SavedEntries:
-    """Values that a checkpoint contains, according to its index."""
+    """Values that a checkpoint contains, according to torch's index of the checkpoint."""
 
     path: Path
     metadata: Metadata

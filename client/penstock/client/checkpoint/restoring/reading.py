@@ -142,7 +142,10 @@ def read(
         for name, archives in by_file.items():
             file = files.get(name)
             if file is None:
-                raise CheckpointCorruptError(f"the checkpoint's manifest does not list the file {name}")
+                raise CheckpointCorruptError(
+                    f"the list of files in the checkpoint (its manifest) must have the file {name}, got a list without "
+                    "it"
+                )
             handles.append(_open(folder, file))
             if not file.parts:
                 _check_whole(handles[-1], file)
@@ -253,8 +256,8 @@ class _Reader:
         found = xxhash.xxh3_64_hexdigest(data)
         if found != written:
             raise CheckpointCorruptError(
-                f"{self._file.name}: bytes {archive.offset:,} to {archive.offset + len(data):,}, with "
-                f"{archive.name!r}, have checksum {found}, but {written} was written"
+                f"bytes {archive.offset:,} to {archive.offset + len(data):,} of the file {self._file.name}, with "
+                f"{archive.name!r}, must have the checksum {written}, as written, got {found}"
             )
 
     def _fill(self, name: str, piece: _Piece, values: torch.Tensor, *, keep: bool) -> None:
@@ -311,10 +314,12 @@ def _open(folder: int, file: CheckpointFile) -> int:
     try:
         handle = open_plain(file.name, folder=folder)
     except OSError as error:
-        raise CheckpointCorruptError(f"{file.name}: cannot be read: {error.strerror}") from error
+        raise CheckpointCorruptError(f"the file {file.name} cannot be read: {error.strerror}") from error
     if (nbytes := os.fstat(handle).st_size) < file.nbytes:  # compared before memory is allocated for the contents
         os.close(handle)
-        raise CheckpointCorruptError(f"{file.name} has {nbytes:,} bytes, but {file.nbytes:,} were written")
+        raise CheckpointCorruptError(
+            f"the file {file.name} must have {file.nbytes:,} bytes, as written, got {nbytes:,}"
+        )
     return handle
 
 
@@ -325,10 +330,10 @@ def _read(handle: int, begin: int, nbytes: int, name: str) -> torch.Tensor:
         try:
             count = os.preadv(handle, [view[done:]], begin + done)
         except OSError as error:
-            raise CheckpointCorruptError(f"{name}: cannot be read: {error.strerror}") from error
+            raise CheckpointCorruptError(f"the file {name} cannot be read: {error.strerror}") from error
         if not count:
             raise CheckpointCorruptError(
-                f"{name} ends after {begin + done:,} bytes, expected {begin + nbytes:,} or more"
+                f"the file {name} must have {begin + nbytes:,} bytes or more, got {begin + done:,}"
             )
         done += count
     return data
@@ -345,4 +350,6 @@ def _check_whole(handle: int, file: CheckpointFile) -> None:
     for begin in range(0, file.nbytes, RUN):
         hasher.update(_bytes_of(_read(handle, begin, min(RUN, file.nbytes - begin), file.name)))
     if hasher.hexdigest() != file.xxh3:
-        raise CheckpointCorruptError(f"{file.name} has checksum {hasher.hexdigest()}, but {file.xxh3} was written")
+        raise CheckpointCorruptError(
+            f"the file {file.name} must have the checksum {file.xxh3}, as written, got {hasher.hexdigest()}"
+        )

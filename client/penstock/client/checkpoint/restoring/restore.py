@@ -172,7 +172,9 @@ def load(
     """Read and check the values of the checkpoint at `path` that `state` needs. Return them without changing `state`.
     Return None if the checkpoint is gone, or was replaced: its save has another id than `save`."""
     if not isinstance(state, Mapping):
-        raise InvalidArgumentError(f"restore: state must be a dict, got {type(state).__name__}")
+        raise InvalidArgumentError(
+            f'restore: state must be a dict of names and values, such as {{"model": model}}, got {type(state).__name__}'
+        )
     try:
         with pinned(path) as folder:
             manifest = read_manifest(_through(folder))
@@ -196,11 +198,16 @@ def _load(
 ) -> LoadedCheckpoint:
     files = {file.name: file for file in manifest.files}
     if METADATA not in files:
-        raise CheckpointCorruptError(f"the manifest does not list {METADATA}, the checkpoint's index")
+        raise CheckpointCorruptError(
+            f"the list of files in the checkpoint (its manifest) must have {METADATA}, the checkpoint's index, got a "
+            "list without it"
+        )
     data = read_file(folder, files[METADATA])
     metadata = read_index(data, path / METADATA, {file.name: file.nbytes for file in manifest.files})
     if (digest := xxhash.xxh3_128_hexdigest(data)) != files[METADATA].xxh3:
-        raise CheckpointCorruptError(f"{METADATA} has checksum {digest}, but {files[METADATA].xxh3} was written")
+        raise CheckpointCorruptError(
+            f"the checkpoint's index {METADATA} must have the checksum {files[METADATA].xxh3}, as written, got {digest}"
+        )
     paths: dict[str, tuple[Any, ...]] = dict(metadata.planner_data)
     tables = [name for name, keys in paths.items() if keys[0] == OURS]
     saved = SavedEntries(path, metadata, {name: keys for name, keys in paths.items() if keys[0] != OURS})

@@ -55,7 +55,7 @@ def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
     try:
         metadata = _Index(io.BytesIO(bounded(data))).load()
         if not isinstance(metadata, Metadata):
-            raise TypeError(f"the pickle must hold torch's Metadata, got {type(metadata).__name__}")
+            raise TypeError(f"the index must be a pickle of torch's Metadata, got one of {type(metadata).__name__}")
         _check(metadata, files)
     except CheckpointCorruptError:
         raise
@@ -74,39 +74,47 @@ def _check(metadata: Metadata, files: Mapping[str, int]) -> None:
     written: Counter[str] = Counter()
     for index, info in metadata.storage_data.items():
         if type(info.relative_path) is not str or info.relative_path not in files:
-            raise ValueError(f"{index.fqn!r} is in a file that the checkpoint does not have")
+            raise ValueError(f"the index says that {index.fqn!r} is in a file that the checkpoint does not have")
         if not 0 <= info.offset <= info.offset + info.length <= files[info.relative_path]:
-            raise ValueError(f"{index.fqn!r} is at bytes beyond the end of {info.relative_path}")
+            raise ValueError(f"the index says that {index.fqn!r} is beyond the end of the file {info.relative_path}")
         written[index.fqn] += info.length
     for name, saved in metadata.state_dict_metadata.items():
         if name not in written or name not in metadata.planner_data:
-            raise ValueError(f"{name!r} has no position in a file, or no path in the state")
+            raise ValueError(f"the index does not say in which file {name!r} is, or which keys of the state lead to it")
         if isinstance(saved, TensorStorageMetadata):
             _check_tensor(name, saved, written[name])
     for name, path in metadata.planner_data.items():
         if name not in metadata.state_dict_metadata or not path or not isinstance(path, tuple):
-            raise ValueError(f"{name!r} has a path, but nothing was saved under that name")
+            raise ValueError(
+                f"the index says which keys of the state lead to {name!r}, but nothing was saved under that name"
+            )
         if not PATH_KEYS.issuperset(map(type, path)):
-            raise TypeError(f"the path of {name!r} must consist of str and int keys")
+            raise TypeError(
+                f"the keys of the state that lead to {name!r} must be str and int in the index, got other types"
+            )
 
 
 def _check_tensor(name: str, saved: TensorStorageMetadata, written: int) -> None:
     if not all(isinstance(size, torch.Size) for size in (saved.size, *_sizes(saved))):
-        raise TypeError(f"the sizes of {name!r} must be of type torch.Size")
+        raise TypeError(f"the index must have the sizes of {name!r} as torch.Size, got other types")
     count, dtype = math.prod(saved.size), saved.properties.dtype
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} must have a torch.dtype, got {type(dtype).__name__}")
+        raise TypeError(f"the index must have a torch.dtype for {name!r}, got a {type(dtype).__name__}")
     if count * dtype.itemsize > max(written, LARGE):
         least = count * dtype.itemsize
-        raise ValueError(f"{name!r} must have {least:,} bytes in the files ({count:,} of {dtype}), got {written:,}")
+        raise ValueError(
+            f"the files must have {least:,} bytes of {name!r} ({count:,} values of {dtype}), got {written:,}"
+        )
     parts = 0
     for chunk in saved.chunks:
         for begin, length, size in zip(chunk.offsets, chunk.sizes, saved.size, strict=True):
             if not 0 <= begin <= begin + length <= size:
-                raise ValueError(f"{name!r} has a part beyond its size {list(saved.size)}")
+                raise ValueError(
+                    f"each part of {name!r} must be within its shape {list(saved.size)}, got one that is not"
+                )
         parts += math.prod(chunk.sizes)
     if parts != count:
-        raise ValueError(f"the parts of {name!r} must have {count:,} values together, got {parts:,}")
+        raise ValueError(f"all parts of {name!r} together must have {count:,} values, got {parts:,}")
 
 
 def _sizes(saved: TensorStorageMetadata) -> Iterator[object]:

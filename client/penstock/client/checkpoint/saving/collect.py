@@ -44,7 +44,8 @@ __all__ = [
 ]
 
 OURS = "__penstock__"
-"""Top-level key of Penstock's own data in a checkpoint, by which a restored state gets exactly its original form."""
+"""Top-level key of Penstock's own data in a checkpoint. With this data a restore gives the state exactly its original
+form: types of dicts, keys, objects."""
 CONTAINERS, RECIPES, OPTIMIZERS = "containers", "recipes", "optimizers"
 """Names of three tables that each rank saves under OURS: types and keys of dicts, recipes of objects, and the parts of
 optimizers' states that torch's `load_state_dict` would change."""
@@ -266,7 +267,7 @@ def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
 
 
 def _is_plain(key: Any) -> bool:
-    """Return True if a key that is not a string is a plain value, or a tuple of plain values."""
+    """Return True if a dict's key that is not a string is a plain value such as an int, or a tuple of plain values."""
     if type(key) is tuple:
         return all(type(part) is str or _is_plain(part) for part in key)
     return type(key) in (int, float, bool, type(None))

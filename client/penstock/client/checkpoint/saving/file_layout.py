@@ -20,7 +20,7 @@ SUFFIX = ".distcp"
 
 
 class Item(NamedTuple):
-    """Item to save: a tensor, a part of a tensor, or an object."""
+    """Item, the unit of saving: a tensor, a part of a tensor, or an object."""
 
     name: str
     nbytes: int | None

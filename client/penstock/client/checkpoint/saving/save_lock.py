@@ -21,7 +21,7 @@ from penstock.proto.errors import CheckpointError, InvalidArgumentError
 __all__ = ["CallLock", "SignalWatch"]
 
 POLL_S = 0.002
-"""Seconds between two checks for the end of another thread's call."""
+"""Seconds between two checks of whether another thread's call of the checkpointer has ended."""
 
 Handler = Callable[[int, Any], Any]
 
@@ -137,8 +137,8 @@ class SignalWatch:
     second signal has the effect that it has without a recorder, so that a second Ctrl-C ends the job."""
 
     def __init__(self, numbers: int | Iterable[int]) -> None:
-        """Record these signals from now on. Raises InvalidArgumentError for a number that is no signal or cannot be
-        handled, and outside the main thread."""
+        """Record the signals with these numbers from now on. Raises InvalidArgumentError outside the main thread, and
+        for a number that is not a signal or whose signal cannot be handled."""
         wanted = [numbers] if isinstance(numbers, int) else [*numbers]
         self.received = 0
         """Number of the last signal that arrived; 0 before the first."""
@@ -146,7 +146,7 @@ class SignalWatch:
         if wanted and threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError(
                 "AsyncCheckpointer(on_signal=...) must be created on the main thread, because Python handles signals "
-                "only there"
+                "only there, got another thread: create it there, or leave on_signal out"
             )
         for number in wanted:
             try:

@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 def pages(nbytes: int) -> int:
-    """Return `nbytes` rounded up to whole pages."""
+    """Return `nbytes`, a number of bytes, rounded up to whole pages of memory."""
     return -(-nbytes // PAGE) * PAGE
 
 

@@ -51,7 +51,7 @@ LEAVE_S = 5.0
 
 
 class PendingSave:
-    """Save that was submitted to the writer process."""
+    """Save that this process has submitted to its writer process, or that waits to be submitted."""
 
     def __init__(self, request: dict[str, Any], buffer: StagingBuffer) -> None:
         self.request = request
@@ -59,7 +59,7 @@ class PendingSave:
         """Buffer with the data of the save. The data must not change until the save has ended."""
         self.step: int = request["step"]
         self.written = 0
-        """Bytes that this rank has written so far."""
+        """Number of bytes that this rank's writer has written so far."""
         self.error: CheckpointError | None = None
         self.ended = threading.Event()
         self.began = time.monotonic()
@@ -68,7 +68,7 @@ class PendingSave:
 
     @property
     def total(self) -> int:
-        """Bytes that this rank has to write."""
+        """Number of bytes that this rank's writer must write in all."""
         return sum(size for _, _, size, _ in self.request["files"])
 
     def end(self, causes: dict[int, str]) -> None:
@@ -89,7 +89,7 @@ class PendingSave:
 
 
 class WriterProcess:
-    """Writer process of one rank. `submit` starts a process if none runs."""
+    """Handle on the writer process of one rank. `submit` starts the process if none runs."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -167,7 +167,8 @@ class WriterProcess:
 
 
 class _Running:
-    """Writer process, from its start to its end. WriterProcess makes a new one after a writer has ended."""
+    """Handle on one writer process, from its start to its end. After a writer has ended, WriterProcess makes a new
+    handle."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -176,9 +177,9 @@ class _Running:
         """Submitted saves that have not ended, in the order in which the writer writes them."""
         self._ended = False
         self._why = ""
-        """Reason for which this process killed the writer; "" if it did not."""
+        """Reason why this process killed the writer; "" if it did not kill the writer."""
         self._mapped: set[int] = set()
-        """Numbers of the images that the writer has mapped."""
+        """Numbers of the images (shared memory with a save's files) that the writer has mapped."""
         try:
             self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
@@ -198,7 +199,7 @@ class _Running:
         threading.Thread(target=self._listen, args=(ready,), name="penstock-checkpoint", daemon=True).start()
         try:
             started = ready.wait(START_S) and self.alive
-        except BaseException:  # interrupted: no caller gets this writer
+        except BaseException:  # interrupted, so that no caller gets this writer: end it
             self.process.kill()
             raise
         if not started:
@@ -237,7 +238,7 @@ class _Running:
         with self._lock:
             self._why = why
         self.process.kill()
-        self.process.wait(LEAVE_S)  # limited: a process that hangs in the kernel ends later
+        self.process.wait(LEAVE_S)  # a limited wait, because a process that hangs in the kernel ends later
         self._fail_all()
 
     def leave(self) -> None:
@@ -349,8 +350,8 @@ def wait_all(writer: WriterProcess, pendings: list[PendingSave], timeout_s: floa
 
 
 def _ended(pending: PendingSave, timeout_s: float) -> bool:
-    """Wait for a save by polling, and return True if it has ended. The wait() of a threading.Event is not used, because
-    it holds a lock that a signal handler may need too."""
+    """Wait for the end of a save by polling, for at most `timeout_s` seconds. Return True if the save has ended. The
+    wait() of a threading.Event is not used, because it holds a lock that a signal handler may need too."""
     until, pause = time.monotonic() + timeout_s, 0.0005
     while not pending.ended.is_set():
         if time.monotonic() >= until:

@@ -25,8 +25,8 @@ SHARED = "all"
 """Key, below a loader's key, of a state that covers all boxes. The state of a single rank has the rank's number as this
 key."""
 UNIT = 4096
-"""Multiple of bytes to which states are padded, so that their lengths rarely change. When a length changes, torch's
-index must be made again, which takes as long as the rest of a save."""
+"""Number of bytes to a multiple of which states are padded, so that their lengths rarely change. When a length changes,
+torch's index must be made again, which takes as long as the rest of a save."""
 LENGTH = 8
 
 

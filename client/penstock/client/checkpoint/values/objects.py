@@ -23,7 +23,7 @@ from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 __all__ = ["load_object", "load_tensor", "plain_bytes"]
 
 PROTOCOL = 2
-"""Pickle protocol of torch.save."""
+"""Number of the pickle protocol that torch.save uses."""
 HEADER = 30
 """Number of bytes before a file's name in its header in a zip archive."""
 
@@ -67,22 +67,22 @@ def _pickle_at(data: bytes) -> int | None:
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickler that refuses all classes."""
+    """Unpickler of plain values: it raises UnpicklingError for any class except bytes, and for tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):
             return _encoded  # protocol 2 writes bytes with it
         if name == "bytes" and module in ("__builtin__", "builtins"):
             return _no_bytes  # protocol 2 writes b"" with it
-        raise pickle.UnpicklingError(f"{module}.{name}")
+        raise pickle.UnpicklingError(f"a plain value must contain no class, got {module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("a tensor")
+        raise pickle.UnpicklingError("a plain value must contain no tensor, got one")
 
 
 def _encoded(text: Any, encoding: Any) -> bytes:
     if type(text) is not str or encoding != "latin1":
-        raise pickle.UnpicklingError(f"encoding {encoding!r}")
+        raise pickle.UnpicklingError(f"bytes in a plain value must be encoded as latin1, got {encoding!r}")
     return text.encode("latin1")
 
 
@@ -131,7 +131,8 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
         is_tensor = isinstance(tensor, torch.Tensor)
         got = f"a {tensor.dtype} tensor of shape {list(tensor.shape)}" if is_tensor else type(tensor).__name__
         raise CheckpointCorruptError(
-            f"{name!r} must be a {dtype} tensor of shape {list(sizes)}, as in the checkpoint's index, got {got}"
+            f"{name!r} must be a {dtype} tensor of shape {list(sizes)}, as in the checkpoint's index, got {got}: "
+            "restore another checkpoint"
         )
     return tensor
 

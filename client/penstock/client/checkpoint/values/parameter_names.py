@@ -22,7 +22,8 @@ from penstock.proto.tracebacks import warn_user
 __all__ = ["clean_keys", "parameter_names", "unwrapped"]
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module"}
-"""Attributes in which torch.compile, activation checkpointing, Lightning Fabric and FSDP1 keep the wrapped module."""
+"""Names of the attributes in which wrappers keep the wrapped module: torch.compile, activation checkpointing, Lightning
+Fabric and FSDP1."""
 
 Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 """Place of a tensor's values in memory: address, dtype, shape and strides. Tensors that share memory have equal
@@ -41,8 +42,8 @@ def unwrapped(value: Any) -> Any:
 
 
 def clean_keys(module: nn.Module, keys: list[str]) -> dict[str, str]:
-    """Return, by the keys of a module's state_dict, the same keys without the names of wrappers (such as DDP) inside
-    the module."""
+    """Return a dict from each key of a module's state_dict to this key without the names of wrappers (such as DDP)
+    inside the module."""
     parallel = {
         f"{path}.module" if path else "module"
         for path, inner in module.named_modules(remove_duplicate=False)

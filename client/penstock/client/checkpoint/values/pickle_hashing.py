@@ -102,7 +102,7 @@ class _Play:
         return not self._stack and not self._marks
 
     def step(self, name: str, argument: object) -> None:
-        """Change stack and memo as the unpickler does for one opcode."""
+        """Replay one opcode: change stack and memo as the unpickler would. `name`, `argument`: those of the opcode."""
         stack = self._stack
         if name == "MARK":
             self._marks.append(len(stack))

@@ -80,7 +80,7 @@ def bounded(data: bytes) -> bytes:
             for _ in range(_LINES[code]):
                 place = data.find(b"\n", place) + 1
                 if not place:
-                    raise pickle.UnpicklingError("the pickle is damaged: a line does not end")
+                    raise pickle.UnpicklingError("the pickle is damaged: a line of text in it has no end")
         else:
             raise pickle.UnpicklingError(
                 f"the pickle is damaged: byte {found.end():,} of {len(data):,} is not a pickle opcode"

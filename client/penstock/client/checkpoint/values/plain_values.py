@@ -31,7 +31,7 @@ Mapping)` takes a microsecond, and a state has thousands of values."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 """Default factories with which a defaultdict can be restored, by name."""
 DEPTH = 60
-"""Largest number of levels of nested values that are encoded."""
+"""Largest number of levels of nesting in a value that is encoded. A deeper value counts as one without a recipe."""
 
 
 class EncodedValue(NamedTuple):
@@ -215,8 +215,8 @@ def decode(value: Any, recipe: Any) -> Any:
 
 
 def value_digest(value: Any) -> str:
-    """Return a digest of a value. It is the same for equal values of the same types. The order of keys in dicts does
-    not matter, nor does it whether equal parts are the same object."""
+    """Return a digest of a value. Equal values of the same types have equal digests. The order of keys in dicts makes
+    no difference."""
     hasher = xxhash.xxh3_64()
     _feed(hasher, value, 0)
     return hasher.hexdigest()

@@ -30,7 +30,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class TorchFrame:
-    """Bytes that torch.save writes around the values of a tensor."""
+    """Frame: the bytes that torch.save writes before and after the values of a tensor."""
 
     before: bytes
     nbytes: int
@@ -57,7 +57,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchFrame:
     """Return the frame (bytes before and after the values in torch.save's archive) of contiguous CPU tensors of this
     dtype and shape."""
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # the memory is never read
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # uninitialised memory, whose values are never read
     recorder = _Recorder(tensor)
     with without_crc32():
         torch.save(tensor, recorder)  # type: ignore[arg-type]
