@@ -190,7 +190,7 @@ def serve(child: Callable[[ControlChannel], None]) -> None:
     Return when the command closes its own socket."""
     control = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the command ends this process
     faulthandler.enable()
     control.send("up")
     with contextlib.suppress(LaneLostError):
@@ -214,7 +214,7 @@ def _in_child(child: Callable[[ControlChannel], None], control: ControlChannel, 
         with contextlib.suppress(LaneLostError):
             child(channel)
     finally:
-        channel.sock.detach()  # it is closed by the end of the process
+        channel.sock.detach()  # the socket is closed when the process ends
 
 
 def take_task(channel: ControlChannel) -> Task:

@@ -275,7 +275,7 @@ def check_lost(found: ClusterView) -> Iterator[Finding]:
     lost: dict[str | None, EventView] = {}
     for event in found.events:
         if event.kind == "worker lost" and event.age_s <= LATELY_S and event.worker not in there:
-            lost[event.worker] = event  # the last one: events come oldest first
+            lost[event.worker] = event  # the newest event wins: they come oldest first
     for name, event in lost.items():
         yield warning(
             f"worker {name}",

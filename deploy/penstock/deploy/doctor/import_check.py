@@ -49,7 +49,7 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
         try:
             in_time = child.wait(deadline_s)
         finally:
-            kill_group(child.pid)  # and its descendants
+            kill_group(child.pid)  # also ends its descendants
             status = child.result()
         if not in_time:
             raise DeadlineError(

@@ -91,7 +91,7 @@ class KubernetesEngine:
         for role, secret in secrets.items():
             try:
                 called([*kubectl, "get", "secret", secret, "--output", "name"])
-            except PenstockError:  # there is none; an old one is kept, because pods use it
+            except PenstockError:  # there is no Secret yet; an old one is kept, because pods use it
                 missing.append(_secret(plan, role, secret))
         for applied in (*missing, text):
             called([*kubectl, "apply", "--filename", "-"], stdin=applied)

@@ -284,7 +284,7 @@ def _worker_variables(fleet: FleetSettings) -> list[Manifest]:
         {
             "name": "POD_IP",
             "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
-        },  # before the variables that refer to it
+        },  # must come before the variables that refer to it
         {"name": "PENSTOCK_COORDINATOR", "value": fleet.coordinator or f"{fleet.name}-coordinator:{GRPC_PORT}"},
         {"name": "PENSTOCK_WORKER_LISTEN", "value": f"$(POD_IP):{LANES_PORT}"},
         {"name": "PENSTOCK_WORKER_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
@@ -341,7 +341,7 @@ def pod(fleet: FleetSettings, role: str, container: Manifest, grace_s: int) -> M
     secrets = {"tokens": fleet.token_secrets[role], **({"tls": fleet.tls_secrets[role]} if fleet.tls else {})}
     return {
         "automountServiceAccountToken": False,
-        "enableServiceLinks": False,  # its variables would look like our settings
+        "enableServiceLinks": False,  # variables for Services would look like settings
         "terminationGracePeriodSeconds": grace_s,
         "securityContext": {
             "runAsNonRoot": True,

@@ -180,7 +180,7 @@ def _start_coordinator(ray: Any, plan: FleetPlan, token: str) -> Any:
     options = {
         **_LASTING,
         "name": _coordinator_name(plan.name),
-        "num_cpus": 0,  # a head node is often configured with none
+        "num_cpus": 0,  # a head node is often configured without CPUs
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
     }
     return _remote(ray, options, asdict(plan), "", "", token)
@@ -282,6 +282,6 @@ def _stop(ray: Any, actors: Mapping[str, Any], timeout_s: float = STOP_S) -> lis
         if stops:
             ray.wait(list(stops.values()), num_returns=len(stops), timeout=timeout_s)
         for name, actor in group.items():
-            ray.kill(actor, no_restart=True)  # actors that have not ended, and their daemons
+            ray.kill(actor, no_restart=True)  # also ends the actor's daemon
             ended.append(f"actor {name}")
     return ended

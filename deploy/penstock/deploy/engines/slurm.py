@@ -138,7 +138,7 @@ class SlurmEngine:
 
 def _state(job: str) -> str:
     """Return Slurm's word for the state of a job, such as PENDING or RUNNING; "" if the job has ended."""
-    with contextlib.suppress(PenstockError):  # squeue does not list it any more
+    with contextlib.suppress(PenstockError):  # squeue no longer lists the job
         state = called(["squeue", "--noheader", "--jobs", job, "--format", "%T"]).strip()
         return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else ""
     return ""

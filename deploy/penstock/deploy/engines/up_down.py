@@ -129,7 +129,7 @@ def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
     if fleet is None or fleet.engine == "local":
         ended = LocalEngine().down(where.path, timeout_s)
     else:
-        if fleet.engine not in ENGINES:  # written by a newer release
+        if fleet.engine not in ENGINES:  # a newer release wrote the record
             raise CommandError(
                 f"the engine must be one of {', '.join(ENGINES)}, got {fleet.engine} for the fleet in {where.path}. "
                 "Run `penstock down` of the release that started it",

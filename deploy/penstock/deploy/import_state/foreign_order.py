@@ -56,7 +56,7 @@ def order_by(python: str, script: str, request: Mapping[str, Any]) -> Ints:
             ) from None
         if done.returncode:
             why = done.stderr.strip()[-2000:] or f"it {exit_words(done.returncode)}"
-            own = done.stderr and "Error" not in why  # a script's own message, with a remedy
+            own = done.stderr and "Error" not in why  # the script's own message has a remedy
             remedy = "" if own else f"\n{OTHER_PYTHON}"
             raise PenstockError(f"{python} could not list the rows of the epoch: {why}{remedy}")
         return np.asarray(np.load(out, allow_pickle=False), np.int64)

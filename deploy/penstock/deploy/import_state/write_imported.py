@@ -176,7 +176,7 @@ def _write(request: Request, epoch: ImportedEpoch) -> None:
         file = write_order(request.order_file, epoch.epoch, epoch.order)
         progress = OrderProgress(epoch.epoch, epoch.seen, 0, Topology(1, 1, 1))
         position = Position.start(1, step=epoch.step, epoch=epoch.epoch)
-        position.chain = None  # no digests of the other library's batches
+        position.chain = None  # digests of the other library's batches are unknown
         saved = SavedState(
             epoch.step,
             request.input_fn,

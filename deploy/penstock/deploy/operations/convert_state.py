@@ -88,7 +88,7 @@ def _global_batch(state: Any) -> int | None:
 
     try:
         topology = OrderProgress.parsed(state).topology
-    except (IndexError, KeyError, TypeError, ValueError):  # a user's own loader
+    except (IndexError, KeyError, TypeError, ValueError):  # the state of a user's own loader
         return None
     return topology.batch if topology.batch % topology.boxes else None
 

@@ -183,7 +183,7 @@ def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
     faulthandler.enable()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(always) if telemetry.log_format == "json" else TextLines())
-    logging.captureWarnings(telemetry.log_format == "json")  # otherwise they are not JSON objects
+    logging.captureWarnings(telemetry.log_format == "json")  # otherwise warnings are not JSON objects
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 

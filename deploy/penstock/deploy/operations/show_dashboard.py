@@ -20,7 +20,7 @@ def show_dashboard(peer: Peer, *, browser: bool, as_json: bool) -> None:
     with peer.client() as client:
         url = client.open_dashboard()
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https"):  # of a hostile coordinator, and a browser would follow it
+    if parts.scheme not in ("http", "https"):  # a hostile coordinator may name any URL
         raise PenstockError(
             f"the coordinator's dashboard must have an http or https URL, got {printable(url)}. Check which program "
             f"answers at {printable(peer.address)}"

@@ -52,7 +52,7 @@ def run_top(
     """Run `penstock top`. `count`: number of updates to show; None: no limit."""
     with peer.client() as client:
         watch = _Watch(client, peer.address)
-        with contextlib.suppress(KeyboardInterrupt):  # the usual end
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end
             if as_json:
                 _repeat(watch, interval_s, count, _print_json)
             elif count is None and (console := _terminal()) is not None:

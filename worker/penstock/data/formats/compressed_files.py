@@ -159,7 +159,7 @@ def _members(family: str, make: Callable[[], _Member], data: bytes, limit: int) 
             at += len(piece)
             size = min(2 * size, LARGEST_PIECE)
         after = _ZEROS.match(data, at - len(member.unused_data))
-        assert after is not None  # the pattern also matches an empty text
+        assert after is not None  # never None: the pattern also matches an empty text
         at = after.end()
         if at == len(data):
             return parts[0] if len(parts) == 1 else b"".join(parts)

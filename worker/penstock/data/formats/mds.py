@@ -102,7 +102,7 @@ class MDSReader(SampleFile):
                 values[column] = decode(sample, at, end)
                 at = end
             return values
-        except DatasetError:  # a package is missing
+        except DatasetError:  # a package for this type is missing
             raise
         except Exception as error:
             self._undecodable(index, column, error)

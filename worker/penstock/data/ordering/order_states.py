@@ -342,7 +342,7 @@ def deaggregated(
         other = others_of(state).get(str(number))
         return whole.of_worker(number % topology.workers) if other is None else progress_of(other)
     start = replanned(state, epochs, whole.done, strict=strict)
-    if same:  # also at the epoch's end, which the worker itself detects
+    if same:  # also at the epoch's end, which the worker notices by itself
         return OrderProgress(whole.epoch, start, 0, topology, (whole.first + whole.done) % topology.workers)
     remainder = epochs.remainder(whole.epoch, start, topology.batch, topology.boxes)
     return OrderProgress(*remainder.position_after(0), 0, topology)

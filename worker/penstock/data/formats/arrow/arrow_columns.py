@@ -27,7 +27,7 @@ __all__ = ["Batch", "Column", "column_plans"]
 
 
 KEPT_ROW_BYTES = 16
-"""Largest number of bytes for each row that a buffer may have to be kept in memory."""
+"""Largest size of a buffer, in bytes for each row of its record batch, at which the buffer is kept in memory."""
 KEPT_BUFFER_BYTES = 1 << 20
 """Largest size in bytes of a buffer that is kept in memory."""
 PART_COST_BYTES = 4096
@@ -146,7 +146,7 @@ class Column(ABC):
 
     def valid(self, batch: Batch, row: int) -> bool:
         """Return True if the value in a row is not null."""
-        if not batch.layout.nodes[2 * self.node + 1]:  # as in `nulls`, without a call for each row
+        if not batch.layout.nodes[2 * self.node + 1]:  # number of nulls, read without a call for each row
             return True
         return bool(batch.part(self.buffer, row // 8, 1)[0] >> row % 8 & 1)
 
@@ -391,7 +391,7 @@ def _buffers(column: Column) -> int:
 def _has_bits(kind: Any) -> bool:
     try:
         return int(kind.bit_width) > 0
-    except ValueError:  # texts of other layouts (views)
+    except ValueError:  # a type without a fixed width, such as a view
         return False
 
 

@@ -442,7 +442,7 @@ def _runs(rows: Sequence[int], bounds: frozenset[int]) -> Iterator[tuple[int, in
 
 def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrowReader:
     """Return a reader of an Arrow shard (the function `Format.open` of this format)."""
-    del options  # there are no pickles, and images are as stored
+    del options  # no pickles here, and images stay as stored
     return ArrowReader(shard, paths[0])
 
 
@@ -469,7 +469,8 @@ def open_arrow_part(shard: Shard, part: int, path: Path, table: bytes, options: 
 
 
 def index_arrow(path: Path, name: str) -> Shard:
-    """Return the shard of an Arrow IPC file. `name`: path of the file in the dataset's folder. Raises DatasetError."""
+    """Return the shard of an Arrow IPC file. `name`: path of the file in the dataset's folder. Raises DatasetError if
+    two columns have the same name, or the file is damaged."""
     file = _ArrowFile(path, name)
     if len(set(file.names)) != len(file.names):
         raise DatasetError(

@@ -112,14 +112,15 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     def __getitem__(self, index: Any) -> Any:
         """Return a row; for a slice, a list or an array of numbers, the list of these rows, read in one call of the
-        library. Raises IndexError, ShardCorruptError."""
+        library. Raises IndexError for a row that does not exist, ShardCorruptError for files that cannot be read."""
         several = many_numbers(index, self._rows, self.uri, "a row's number")
         if several is not None:
             return self._taken(several)
         return self._taken([one_number(index, self._rows, self.uri, "a row's number")])[0]
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[dict[str, Any]]:
-        """Return several rows, read in one call of the library. Raises IndexError, ShardCorruptError."""
+        """Return several rows, read in one call of the library. Raises IndexError for a row that does not exist,
+        ShardCorruptError for files that cannot be read."""
         rows: list[dict[str, Any]] = self[list(indices)]
         return rows
 

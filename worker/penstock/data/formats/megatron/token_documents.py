@@ -55,7 +55,7 @@ class _TokenFile:
                     f"{self.index.name}: document {number} must end within the {self.size} bytes of {self.name}, got "
                     f"byte {end}. Write the files again"
                 )
-        else:  # checked when the index was opened
+        else:  # bounds in memory were checked when the index was opened
             begin, end = extents[number], extents[number + 1]
         file = self._file
         if file is None:
@@ -250,13 +250,13 @@ class MegatronReader:
 
 def open_megatron(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> MegatronReader:
     """Return a reader of a Megatron shard (the function `Format.open` of this format)."""
-    del options  # there are no pickles, and images are as stored
+    del options  # no pickles here, and images stay as stored
     return MegatronReader(shard, *paths)
 
 
 def index_megatron(path: Path, name: str) -> Shard:
     """Return the shard that a .bin file and its .idx file form. `path`: the .bin file; `name`: path of the .bin file,
-    relative to the dataset's folder. Raises ShardCorruptError."""
+    relative to the dataset's folder. Raises ShardCorruptError if a file is missing or damaged."""
     if path.suffix != ".bin":
         raise InvalidArgumentError(f"path must end in .bin, got {path}. Pass the .bin file of the pair")
     index_name = name.removesuffix(".bin") + ".idx"

@@ -37,7 +37,7 @@ class Footer:
         an error of pyarrow."""
         if footer_length(tail[-8:], len(tail) + 4) != len(tail):
             raise ValueError("the footer must have the length that the dataset's index lists")
-        groups = row_groups(tail[:-8])  # before pyarrow reads it, see parquet_footer.py
+        groups = row_groups(tail[:-8])  # checked before pyarrow reads it (parquet_footer.py)
         metadata = pyarrow_parquet().read_metadata(io.BytesIO(tail))
         return Footer(groups, metadata, metadata.schema.to_arrow_schema())
 

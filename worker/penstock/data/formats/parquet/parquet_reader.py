@@ -218,7 +218,7 @@ class ParquetReader:
         if not rows:
             return []
         if min(rows) < 0 or max(rows) >= len(self):
-            self._group_of(min(rows)), self._group_of(max(rows))  # raises IndexError
+            self._group_of(min(rows)), self._group_of(max(rows))  # raise IndexError for wrong numbers
         begins = self._begins
         first = bisect.bisect_right(begins, rows[0]) - 1
         if begins[first] <= min(rows) and max(rows) < begins[first + 1]:
@@ -246,7 +246,7 @@ class ParquetReader:
         try:
             values = [column.many(inside) for _, column in columns]
         except (ValueError, OverflowError):
-            return [self[row] for row in rows]  # names the sample
+            return [self[row] for row in rows]  # the error then names the sample
         keys = [name for name, _ in columns]
         if len(keys) == 1:
             return [{keys[0]: value} for value in values[0]]

@@ -56,7 +56,7 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
     for name, tail_and_size in files:
         try:
             tail, size = tail_and_size()
-            groups = row_groups(tail[:-8])  # before pyarrow reads it, see parquet_footer.py
+            groups = row_groups(tail[:-8])  # checked before pyarrow reads it (parquet_footer.py)
             footer = library.read_metadata(io.BytesIO(tail))
             columns = list(footer.schema.to_arrow_schema().names)
             if sum(group.rows for group in groups) != footer.num_rows:

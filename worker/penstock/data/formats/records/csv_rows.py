@@ -79,7 +79,7 @@ def check_csv_rows(settings: dict[str, Any]) -> None:
 
 def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> CSVRowsReader:
     """Return a reader of a CSV shard (the function `Format.open` of this format)."""
-    del options  # there are neither pickles nor images
+    del options  # options are about pickles and images
     return CSVRowsReader(shard, *paths)
 
 

@@ -85,7 +85,7 @@ def prepared_files(folder: Path) -> list[Path] | None:
 
 def prepared_names(folder: Path) -> list[str]:
     """Return the paths of all splits' archives, relative to the dataset's folder. `folder`: local folder with a copy of
-    META; the archives need not be in it. Raises DatasetError."""
+    META; the archives need not be in it. Raises DatasetError for an invalid file in META."""
     return list(_splits(folder))
 
 
@@ -142,7 +142,8 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
     """Return the shards of a folder. If Energon has prepared the folder, each shard also gets the names of its splits
-    and the fields of its samples. Raises DatasetError."""
+    and the fields of its samples. Raises DatasetError if META is invalid, or lists another number of samples for an
+    archive."""
     if not is_prepared(folder):
         return shards
     splits, fields, counts = _splits(folder), _fields(folder), _counts(folder)

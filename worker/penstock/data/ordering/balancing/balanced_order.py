@@ -110,7 +110,7 @@ class BalancedOrder:
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
         at = np.asarray(positions, np.int64)
-        if self._window == self._batch:  # each step has the same rows as without balance
+        if self._window == self._batch:  # a window of one step has the same rows as without balance
             return self._own.ids(epoch, at)
         windows = at // self._window
         found = np.empty_like(at)

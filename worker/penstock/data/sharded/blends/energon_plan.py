@@ -160,7 +160,7 @@ class _Reader:
         own = entry.get("subflavors") or {}
         if not isinstance(own, dict):
             raise DatasetError(f"{path}: subflavors must be a mapping, got {own!r:.200}. Correct the file")
-        if entry.get("subflavor") is not None:  # of old files
+        if entry.get("subflavor") is not None:  # a field of old files
             own = {"__subflavor__": entry["subflavor"], **own}
         where, part, flavors = _beside(path, target), str(entry.get("split_part") or split), {**own, **outer}
         if where.endswith((".yaml", ".yml")):

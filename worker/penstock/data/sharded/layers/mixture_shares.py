@@ -199,7 +199,7 @@ def table_of(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray
     period = sum(parts)
     lines = [_Line.of(source, part, period, positions // period, number) for source, part in enumerate(parts) if part]
     left = [0] * (positions + 1)
-    """Number of samples without a position so far, by their deadline."""
+    """Number of samples without a position so far, by deadline (the last position that a sample may get)."""
     for line in lines:
         for deadline in line.deadline:
             left[deadline] += 1
