@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from penstock.data.formats.arrow.ipc_messages import BatchLayout
-from penstock.data.formats.parquet.extension_values import is_extension, meaning_of
 from penstock.data.formats.parquet.parquet_values import value_of
 
 __all__ = ["Batch", "Column", "column_plans"]
@@ -304,9 +303,6 @@ def column_plans(schema: Any) -> list[tuple[str, Column]] | None:
 
     def plan(kind: Any) -> Column | None:
         nonlocal node, buffer
-        if is_extension(kind):
-            stored = plan(kind.storage_type)
-            return stored and _Extension(kind, stored)
         made = _plan(kind, node, buffer)
         if made is None:
             return None
@@ -330,6 +326,8 @@ def column_plans(schema: Any) -> list[tuple[str, Column]] | None:
 
 def _plan(kind: Any, node: int, buffer: int) -> Column | None:
     types = importlib.import_module("pyarrow.types")
+    while hasattr(kind, "storage_type"):  # an extension, such as an array of datasets
+        kind = kind.storage_type
     if types.is_null(kind):
         return _Null(kind, node, buffer)
     if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
@@ -346,25 +344,6 @@ def _plan(kind: Any, node: int, buffer: int) -> Column | None:
     if types.is_dictionary(kind) or types.is_nested(kind):
         return None
     return _Fixed(kind, node, buffer) if _has_bits(kind) else None
-
-
-class _Extension(Column):
-    """Column of an extension type, such as a tensor of a fixed shape. Its stored values are read by the column
-    `stored`."""
-
-    def __init__(self, kind: Any, stored: Column) -> None:
-        super().__init__(kind, stored.node, stored.buffer)
-        self._stored, self._meaning = stored, meaning_of(kind)
-
-    def row(self, batch: Batch, row: int) -> Any:
-        return self._meaning.one(self._stored.row(batch, row))
-
-    def array(self, batch: Batch, begin: int, end: int) -> Any:
-        arrow = importlib.import_module("pyarrow")
-        return arrow.ExtensionArray.from_storage(self.kind, self._stored.array(batch, begin, end))
-
-    def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
-        return self._stored.buffers(batch, begin, end)
 
 
 class _Map(_List):

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data.batch_columns import Values, as_python_numbers, by_number, placed, stacked_slices
-from penstock.data.formats.parquet.extension_values import Meaning, is_extension, meaning_of
 from penstock.data.formats.parquet.parquet_values import Value, value_of
 from penstock.data.ordering.permutation import Ints
 
@@ -62,8 +61,6 @@ def _column(array: Any) -> Column:
 def _maker(kind: Any) -> Callable[[Any], Column]:
     """Return the function that makes a Column of a pyarrow array of type `kind`."""
     types = importlib.import_module("pyarrow.types")
-    if is_extension(kind):
-        return partial(_Extension, meaning=meaning_of(kind))
     number = _number(types, kind)
     if number is not None and kind.bit_width > 1:
         return partial(_Numbers, dtype=number)
@@ -118,27 +115,6 @@ class _Scalars:
 
     def batch(self, rows: Ints) -> Values:
         return self.many(rows.tolist())
-
-
-class _Extension:
-    """Column of an extension type. Its stored values are read by another column, and converted
-    (extension_values.py)."""
-
-    def __init__(self, array: Any, meaning: Meaning) -> None:
-        self._stored, self._meaning = _column(array.storage), meaning
-
-    def at(self, row: int) -> Any:
-        return self._meaning.one(self._stored.at(row))
-
-    def view(self, row: int) -> Any:
-        return self._meaning.one(self._stored.view(row))
-
-    def many(self, rows: Sequence[int]) -> list[Any]:
-        return [self._meaning.one(value) for value in self._stored.many(rows)]
-
-    def batch(self, rows: Ints) -> Values:
-        found: Values = self._meaning.many(self._stored.batch(rows))
-        return found
 
 
 class _Numbers:
