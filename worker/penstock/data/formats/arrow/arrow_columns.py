@@ -15,10 +15,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from penstock.data.formats.arrow.extension_types import conversion_of, storage_of
 from penstock.data.formats.arrow.ipc_messages import BatchLayout
 from penstock.data.formats.parquet.parquet_values import value_of
 
@@ -111,17 +113,30 @@ class Column(ABC):
 
     def __init__(self, kind: Any, node: int, buffer: int) -> None:
         self.kind, self.node, self.buffer = kind, node, buffer
+        self.name, self.declared = "", kind
+        """Name of the column, and its type in the file's schema: an extension, if `kind` only stores it."""
         self.children: list[Column] = []
         self._value = value_of(kind)
 
+    @cached_property
+    def convert(self) -> Callable[[Any], Any] | None:
+        """Conversion of the values of an extension, see extension_types.py."""
+        return conversion_of(self.name, self.declared)
+
+    def value(self, batch: Batch, row: int) -> Any:
+        """Return the value of a row. Raises as `row` does."""
+        value = self.row(batch, row)
+        return value if self.convert is None else self.convert(value)
+
     def row(self, batch: Batch, row: int) -> Any:
-        """Return the value of a row. Raises ValueError, IndexError, or an error of pyarrow if the bytes are damaged."""
+        """Return the value of a row, of the type that stores it. Raises ValueError, IndexError, or an error of pyarrow
+        if the bytes are damaged."""
         array = self.array(batch, row, row + 1)
         array.validate(full=True)
         return self._value(array[0])
 
     def array(self, batch: Batch, begin: int, end: int) -> Any:
-        """Return rows `begin` to `end` - 1 as a pyarrow array."""
+        """Return the rows from `begin` to `end` as a pyarrow array of `kind`."""
         arrow = importlib.import_module("pyarrow")
         # Validity bits are read by whole bytes, so the rows begin at a whole byte, too.
         first = begin - begin % 8 if batch.nulls(self.node) else begin
@@ -317,17 +332,16 @@ def column_plans(schema: Any) -> list[tuple[str, Column]] | None:
 
     plans = []
     for one in schema:
-        column = plan(one.type)
+        column = plan(storage_of(one.type))
         if column is None:
             return None
+        column.name, column.declared = one.name, one.type
         plans.append((one.name, column))
     return plans
 
 
 def _plan(kind: Any, node: int, buffer: int) -> Column | None:
     types = importlib.import_module("pyarrow.types")
-    while hasattr(kind, "storage_type"):  # an extension, such as an array of datasets
-        kind = kind.storage_type
     if types.is_null(kind):
         return _Null(kind, node, buffer)
     if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
