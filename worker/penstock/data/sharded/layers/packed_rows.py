@@ -131,8 +131,8 @@ class RowFields:
 
         Args:
             parts: parts of documents whose tokens the row has.
-            first: token before those of the parts; None: there is no such token.
-            last: token after those of the parts; None: there is no such token.
+            first: token that is put before the parts' tokens, such as BOS; None: no token.
+            last: token that is put after the parts' tokens, such as EOS; None: no token.
         """
         line = np.empty(self.length, self.dtype)
         at = 0
