@@ -195,9 +195,7 @@ class _Reader:
         Energon."""
         for field, why in _REFUSED.items():
             if entry.get(field) not in (None, _DEFAULTS.get(field)):
-                raise DatasetError(
-                    f"{path}: {field} must be left out, because {why}. Remove it, or use Energon for this blend"
-                )
+                raise DatasetError(f"{path}: {field} must be left out, because {why}")
         over = entry.get("shuffle_over_epochs_multiplier", 1)
         if type(over) is not int or over < 1:
             raise DatasetError(
