@@ -92,7 +92,7 @@ def _commented(lines: list[str], left: dict[str, str]) -> Iterator[str]:
 
 
 OPTIONAL = {"checksum/settings:"}
-"""Reasons for fields that only the chart has, as REASONS in kubernetes_manifests.py."""
+"""Keys of REASONS for fields that only the chart has. Other files may lack these fields."""
 
 
 # ---- kustomize
@@ -288,13 +288,13 @@ VALUES = {
     "coordinator_tls": ".Values.secrets.coordinatorTls",
     "worker_tls": ".Values.secrets.workerTls",
 }
-"""The chart's value for a setting, by the setting's placeholder in a manifest."""
+"""Helm's notation for a setting's value in the chart, by the name of the setting's placeholder in the manifests."""
 CONDITIONS: dict[str, tuple[str, Any]] = {
     "tls": (".Values.tls", False),
     "storage_class": (".Values.coordinator.storageClass", ""),
 }
-"""By setting: the chart's condition under which the setting has its default value in the chart, and its value
-otherwise."""
+"""By setting: the condition in the chart under which the setting has a value of the user, and the setting's value if
+the condition is false."""
 
 
 def chart() -> dict[str, str]:

@@ -161,8 +161,7 @@ def _disk(path: Path) -> Finding:
 
 
 def _port(section: type[Section], question: MachineQuestion, state_dir: Path | None) -> Iterator[Finding]:
-    """Check the port of a daemon. A port that is in use is a problem only if another daemon of this kind is to run
-    here."""
+    """Check the port of a daemon. A port that is in use is a problem only if a daemon of this kind is to run here."""
     name = section.table
     given = question.flags.get("listen") if section is CoordinatorSettings else None
     listen = given or _value(section, "listen", MachineQuestion({}))

@@ -71,7 +71,7 @@ def check_packages(requires: Iterable[str], installed: Mapping[str, str]) -> lis
     """Check the versions of the installed packages.
 
     Args:
-        requires: requirements as in a package's metadata. Those of extras are ignored.
+        requires: requirements as in a package's metadata. Requirements of optional parts (extras) are ignored.
         installed: version of each installed package, by name.
     """
     found = []
@@ -91,7 +91,7 @@ def check_packages(requires: Iterable[str], installed: Mapping[str, str]) -> lis
 
 
 def check_torch_build(cuda_packages: int, gpus: int) -> Finding:
-    """Check whether torch's build fits this machine: with CUDA only where there are GPUs.
+    """Check whether torch's build fits this machine: a build for CUDA is of no use without a GPU.
 
     Args:
         cuda_packages: number of installed CUDA packages, which torch's default build on Linux requires.
@@ -300,8 +300,8 @@ def check_tls(
         what: words for the certificate, for the finding.
         until: end of its validity.
         now: the present time.
-        name: name that it is for.
-        roles: roles that it names; None: roles are not taken from certificates.
+        name: value of the setting tls_name.
+        roles: roles that the certificate names; None: roles are not taken from certificates.
     """
     left = until - now
     found = f"{what} is valid until {until:%Y-%m-%d %H:%M} UTC, {max(0, left.days)} days"

@@ -171,7 +171,7 @@ def cgroup_left(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """Yield the folder of this process's control group, then those of the groups above it."""
+    """Yield the folder of this process's control group, then the folders of the groups above it."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

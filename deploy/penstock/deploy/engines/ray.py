@@ -71,7 +71,7 @@ _LASTING: dict[str, Any] = {
 
 
 class RayEngine:
-    """Engine that starts a fleet on a Ray cluster and ends it."""
+    """Engine that starts and ends a fleet (a coordinator and workers) on a Ray cluster."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
         """Start the fleet and return when all daemons are ready. If the fleet runs already, start or end workers until

@@ -12,8 +12,8 @@ from grain import samplers, sharding
 
 
 def main() -> None:
-    """Write the record keys of an epoch: those of shard 0 in the order of its indexes, then those of shard 1, and so
-    on."""
+    """Write the record keys of an epoch: the keys of shard 0 in the order of its indexes, then the keys of shard 1, and
+    so on."""
     request = json.load(sys.stdin)
     shards, epoch = request["shards"], request["epoch"]
     found = []

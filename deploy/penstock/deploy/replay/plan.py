@@ -25,8 +25,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "plan"]
 
 FURTHER = 1000
-"""Largest number of steps that are replayed after the requested batch to reach a recorded stream digest. It is higher
-if more steps were replayed before the batch."""
+"""Largest number of steps that are replayed after the requested batch to reach a position whose stream digest was
+recorded. If more steps were replayed before the batch, as many may follow."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
 
 def numbers_of(ranges: Sequence[Sequence[int]] | None) -> str:
-    """Return the numbers of samples as a text, such as "3-7, 12". `ranges`: pairs (first, end)."""
+    """Return the numbers of samples as a text, such as "3 to 7, 12 to 12". `ranges`: pairs (first, end)."""
     return ", ".join(f"{first} to {end - 1}" for first, end in ranges or ())
 
 

@@ -155,8 +155,8 @@ def file_notes(file: Descriptor) -> dict[str, Any]:
 
 
 def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:
-    """Return the shards of several folders as those of one dataset in their common parent folder. `parts`: for each
-    folder, (path relative to the parent folder, its shards)."""
+    """Return the shards of several folders as the shards of one dataset in their common parent folder. `parts`: for
+    each folder, (path relative to the parent folder, its shards)."""
     return [shard_below(folder, shard) for folder, shards in parts for shard in shards]
 
 
@@ -186,8 +186,7 @@ def _entries(data: bytes) -> list[Any]:
 
 
 def check_version(version: object) -> None:
-    """Raise InvalidField unless the version of an index, or of a shard's entry in it, is the one that this module
-    reads."""
+    """Raise InvalidField unless this module can read the version of an index, or of a shard's entry in it."""
     if type(version) is not int or version != VERSION:
         raise InvalidField("version", f"must be {VERSION}, got {version!r}")
 

@@ -133,7 +133,7 @@ class EpochRemainder:
     def near(self, box: int | None, begin: int, count: int, *, run: int, runs: int) -> Ints:
         """Return a spread-out choice of positions among the `count` samples that follow position `begin` of this epoch.
         The positions come from at most `runs` evenly spread groups of `run` neighbouring samples. `box`: number of the
-        box whose rows they are; None: those of all boxes."""
+        box whose rows are chosen; None: rows of all boxes."""
         partition = self._partition
         first = max(self.kept.rank(begin), self.kept.rank(0))
         end = min(partition.length, first + count)

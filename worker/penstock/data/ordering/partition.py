@@ -74,8 +74,8 @@ class Partition:
         return self.start + min(batches, self.batches) * self.batch
 
     def rows(self, number: int, box: int = 0, boxes: int | None = None) -> Ints:
-        """Return the positions, in the epoch's order, of a box's rows in global batch `number`; with boxes=1, those of
-        all rows. With tail="emit" only box 0 is sure to have a row in the last batch."""
+        """Return the positions, in the epoch's order, of a box's rows in global batch `number`; with boxes=1, the
+        positions of all rows. With tail="emit" only box 0 is sure to have a row in the last batch."""
         begin = self.start + number * self.batch
         size = self.batch
         if number == self.batches - 1 and self.tail in ("emit", APART):

@@ -134,8 +134,8 @@ class ShardedOrder:
 
     def shards(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return the numbers of all shards that must be read for the samples at these positions, in the order in which
-        the positions need them. All shards of the positions' blocks are included, also those of other samples of a
-        block."""
+        the positions need them. Samples are shuffled within blocks, so all shards of the positions' blocks are
+        included."""
         at = np.asarray(positions, np.int64)
         blocks = [
             (int(chosen[index]), shards)

@@ -71,13 +71,12 @@ class EndlessOrder:
         return position_of
 
     def own(self, start: int, batch: int, workers: int, box: int, boxes: int) -> Ints:
-        """Return the numbers of the shards from which a worker takes rows: those of box number `box` in every
-        `workers`-th batch.
+        """Return the numbers of the shards from which one worker takes the rows of its batches.
 
         Args:
             start: position at which the worker's first batch begins.
             batch: number of samples in a global batch.
-            workers: number of workers of each box.
+            workers: number of workers of each box; the worker makes every `workers`-th batch.
             box, boxes: number of the worker's box, and number of all boxes.
         """
         period = self.columns * self.block * (self.partitions // math.gcd(self.partitions, self.block))

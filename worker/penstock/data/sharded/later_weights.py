@@ -23,7 +23,7 @@ def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
 
     Args:
         was, now: descriptions of two sources, as `described()` returns them.
-        position: first position that was not reached, for a mixture whose samples are those of the loader.
+        position: first position that was not reached, for a mixture that yields the loader's samples itself.
         inner: first position that was not reached, for a mixture inside another one.
     """
     if not isinstance(was, Mapping) or not isinstance(now, Mapping) or was.get("kind") != now.get("kind"):

@@ -175,8 +175,8 @@ def refuse_to_import(name: str) -> Any:
 
 
 def mixture_of(source: ShardedSource) -> Mixture:
-    """Return the mixture whose weights can change: the uppermost source, or the one below layers that yield one sample
-    for each sample of theirs. Raises InvalidArgumentError if there is no such mixture."""
+    """Return the mixture whose weights can change: the uppermost source, or the mixture below layers that yield one
+    sample for each sample. Raises InvalidArgumentError if there is no such mixture."""
     inner: Any = source
     while isinstance(inner, Mapped) and inner.one_to_one:
         inner = inner.source

@@ -51,8 +51,8 @@ only its states have."""
 
 
 TurnOf = Callable[[int], WorkerTurn]
-"""Function from the number of the worker that makes the box's first batch to the turn of the worker in question: which
-of the box's batches it makes."""
+"""Function that returns which of a box's batches one certain worker makes (its turn). The argument is the number of the
+worker that makes the box's first batch."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ShardedPosition:
 
 @dataclass(frozen=True)
 class FixedOrder:
-    """Settings that decide the order and stay the same in a whole run, with conversions between states and
+    """Settings that decide the order and stay the same in a whole run. The methods convert between states and
     positions."""
 
     source: ShardedSource

@@ -84,7 +84,7 @@ def state_show(
 ) -> None:
     """Show the state of a run at a step: one DataLoaderCheckpoint for each worker of every box.
 
-    Does not disturb the run. A step outside the retention window is an error that names the available steps
+    Does not disturb the run. A step whose state is no longer kept is an error that names the available steps
     (exit code 20). A FILE that encode_state or torch.save wrote is read without a coordinator.
 
     \b

@@ -85,8 +85,8 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._ahead: _Table | None = None
         """Rows that were read ahead; None before the first read in order."""
         self._next, self._row_bytes = -1, AHEAD_BYTES
-        """Number of the row behind those of the last call, if calls go through the rows in order; and the mean size of
-        a row in bytes."""
+        """Number of the row after the rows of the last call, if calls go through the rows in order; and the mean size
+        of a row in bytes."""
         self._version = version
         dataset = self._dataset()
         self.version = self._version = int(dataset.version)
@@ -148,8 +148,8 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     def _in_order(self, first: int, count: int) -> tuple[_Table, int]:
         """Return a table that contains `count` consecutive rows from row `first` on, and the index in the table of the
-        first of them. If the rows follow those of the call before, more of the next rows are read with them. Threads
-        may call this at the same time, because each uses the table that it has read or found."""
+        first of them. If these rows follow the rows of the last call, some of the next rows are read ahead. Threads may
+        call this at the same time, because each uses the table that it has read or found."""
         ahead, follows, self._next = self._ahead, self._next == first, first + count
         if ahead is not None and ahead.first <= first and first + count <= ahead.first + ahead.rows:
             return ahead, first - ahead.first

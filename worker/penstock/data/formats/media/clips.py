@@ -110,9 +110,9 @@ class AudioClip:
     name of a column with these two numbers, or a function (sample, number of samples in the sound) that returns them;
     to count the samples, all of the sound is decoded."""
     sample_rate: int | None = None
-    """Samples per second of the clip; None: those of the file."""
+    """Samples per second of the clip; None: as many as the file has."""
     channels: int | None = None
-    """Number of channels of the clip; None: those of the file."""
+    """Number of channels of the clip; None: as many as the file has."""
 
     def __post_init__(self) -> None:
         for name in ("sample_rate", "channels"):

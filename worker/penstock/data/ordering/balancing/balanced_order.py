@@ -38,7 +38,7 @@ WINDOW_LIMIT = 1 << 20
 STEPS_LIMIT = 1 << 16
 """Largest number of steps in a window (the consecutive steps whose rows are assigned together)."""
 WINDOWS_KEPT = 4
-"""Number of windows whose assigned rows are kept in memory: those of the batches that are planned now, and those of
+"""Number of windows whose assigned rows are kept in memory: the windows of the batches that are planned now, and of the
 samples that a resume restores."""
 
 

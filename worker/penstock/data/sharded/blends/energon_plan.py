@@ -97,8 +97,9 @@ class _Reader:
         self._read = read
 
     def split(self, path: str, split: str, outer: Mapping[str, Any], depth: int) -> tuple[Kind, list[BlendMember]]:
-        """Return the kind and the members of a split of the metadataset file at `path`. `outer`: subflavors that a file
-        naming this one gives to its members; `depth`: number of files that name each other up to here."""
+        """Return the kind and the members of split `split` in the metadataset file at `path`. `outer`: subflavors that
+        a file which names this file gives to its members; `depth`: number of files that name each other up to this
+        file."""
         if depth > DEEPEST:
             raise DatasetError(f"{path}: at most {DEEPEST} files may name each other. Remove the cycle")
         splits = self._splits(path)
@@ -194,9 +195,7 @@ class _Reader:
         Energon."""
         for field, why in _REFUSED.items():
             if entry.get(field) not in (None, _DEFAULTS.get(field)):
-                raise DatasetError(
-                    f"{path}: {field} must be left out, because {why}. Remove it, or use Energon for this blend"
-                )
+                raise DatasetError(f"{path}: {field} must be left out, because {why}")
         over = entry.get("shuffle_over_epochs_multiplier", 1)
         if type(over) is not int or over < 1:
             raise DatasetError(

@@ -23,8 +23,8 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["Document", "Part", "RowFields", "collate_packed", "row_origin"]
 
 _ROWS, _SEGMENTS = "_rows", "_segments"
-"""Endings of the names of two fields that a batch has for each field of items (such as images): number of each item's
-row, and number of each item's segment."""
+"""Endings of the names of two fields about attached items (such as images): number of each item's row in a batch, and
+number of each item's segment in its row."""
 
 
 class Document(NamedTuple):
@@ -37,7 +37,7 @@ class Document(NamedTuple):
     attached: Mapping[str, npt.NDArray[Any]] = {}
     """Arrays with any number of items for each document, such as images; shape (items, ...), by name."""
     continues: bool = False
-    """True if this is a piece of a longer document, and not the first one."""
+    """True if this is a later piece of a longer document; False for a whole document, and for its first piece."""
     where: str = ""
     """Words that name the document in errors, such as its shard and index."""
     origin: Origin = NOWHERE
@@ -131,8 +131,8 @@ class RowFields:
 
         Args:
             parts: parts of documents whose tokens the row has.
-            first: token before those of the parts; None: there is no such token.
-            last: token after those of the parts; None: there is no such token.
+            first: token that is put before the parts' tokens, such as BOS; None: no token.
+            last: token that is put after the parts' tokens, such as EOS; None: no token.
         """
         line = np.empty(self.length, self.dtype)
         at = 0

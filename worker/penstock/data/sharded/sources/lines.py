@@ -1,7 +1,7 @@
 """Files of lines, cut into ranges of bytes, so that one large file can become as many pieces as there are shards.
 
-A range contains the lines that begin in it, so each line is in exactly one range for any cut. The first line of a range
-is found by reading to the next newline, without counting or indexing lines first.
+A range contains the lines that begin in it, so each line is in exactly one range, wherever the file is cut. The first
+line of a range is found by reading to the next newline, without counting or indexing lines first.
 """
 
 from __future__ import annotations
