@@ -32,7 +32,7 @@ STALLED_S = (
 TELL_S = 5.0  # time between two lines about a training that goes on
 
 Step = dict[str, Any]
-"""Line of a box's log."""
+"""One line of a box's log, as parsed JSON."""
 
 
 class DemoError(Exception):
@@ -40,7 +40,8 @@ class DemoError(Exception):
 
 
 class Cluster:
-    """Processes of a demo; their output goes to `out`."""
+    """Processes of a demo: a coordinator, worker daemons and training processes. Their output goes to files in
+    `out`."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -52,7 +53,8 @@ class Cluster:
 
     @contextlib.contextmanager
     def daemons(self, allow: str, slots: int) -> Iterator[None]:
-        """Run a coordinator on a free port, and two worker daemons with so many slots each that may run `allow`."""
+        """Run a coordinator on a free port, and two worker daemons. `allow`: prefix of the modules that the workers may
+        run; `slots`: number of slots of each worker."""
         with contextlib.ExitStack() as stack:
             parent_watch = ["--parent-pid", str(os.getpid())]
             books = ["--listen", "127.0.0.1:0", "--state-dir", str(self.out / "coordinator")]
@@ -64,7 +66,8 @@ class Cluster:
             yield
 
     def _daemon(self, stack: contextlib.ExitStack, name: str, *command: str) -> str:
-        """Start a daemon that the stack stops; return the line that it prints when it is ready."""
+        """Start a daemon, which ends when `stack` is closed. Return the line that the daemon prints when it is
+        ready."""
         read, write = os.pipe()
         self._daemons.append(name)
         process = self._start(name, *command, "--ready-fd", str(write), pass_fds=(write,))
@@ -80,7 +83,7 @@ class Cluster:
     def _start(
         self, name: str, *command: str, pass_fds: tuple[int, ...] = (), env: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a Python module; its output goes to a file."""
+        """Start a Python module as a process whose output goes to a file."""
         with open(self.out / f"{name}.log", "wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", *command],
@@ -102,7 +105,7 @@ class Cluster:
         kill_when: Callable[[], bool] | None = None,
         env: dict[str, str],
     ) -> None:
-        """Run a training module on all boxes, as torchrun does, to its end or until `kill_when`."""
+        """Run a training module on all boxes, as torchrun does, to its end or until `kill_when` returns True."""
         print(f"running {title}", flush=True)
         shared = {
             "PENSTOCK_NUM_WORKERS_PER_BOX": str(workers),
@@ -149,11 +152,11 @@ class Cluster:
             raise DemoError(f"{title}: the boxes ended with {statuses}, not {expected}:\n{self._last_words(*names)}")
 
     def _logged(self) -> int:
-        """Return the bytes in the logs of all boxes, to which each step adds a line."""
+        """Return the size in bytes of the logs of all boxes together. Each step adds a line to a log."""
         return sum(log.stat().st_size for log in self.out.glob("*/box*.jsonl"))  # below, checkpoints come and go
 
     def _last_words(self, *names: str) -> str:
-        """Return the last output of these processes, and of the daemons."""
+        """Return the last lines of output of these processes, and of the daemons."""
         return "\n".join(
             f"--- {name}\n" + "\n".join((self.out / f"{name}.log").read_text(errors="replace").splitlines()[-25:])
             for name in (*names, *self._daemons)
@@ -161,19 +164,20 @@ class Cluster:
 
 
 def read_log(path: Path) -> list[Step]:
-    """Return the complete lines of a box's log; a box may be killed while it writes one."""
+    """Return the complete lines of a box's log. The last line may be incomplete, because a box may be killed while it
+    writes."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def saved(folder: Path, step: int) -> Path:
-    """Wait for the complete checkpoint of a step and return it. The job was killed meanwhile: its writers finish their
-    work."""
+    """Return the checkpoint of a step, once it is complete. The job was killed meanwhile, but its checkpoint writers
+    finish their work."""
     with locked(folder, timeout_s=30):
         found = newest(folder)
     if found is None or found.step != step:
-        raise DemoError(f"{folder} has no whole checkpoint of step {step}")
+        raise DemoError(f"{folder} must have a complete checkpoint of step {step}, but has none")
     return found.path
 
 

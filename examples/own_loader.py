@@ -54,7 +54,7 @@ class WindowLoader:
         self.taken = 0  # batches of its share that this worker has yielded
 
     def share(self) -> range:
-        """Return the numbers of the batches in the epoch's list of this worker."""
+        """Return the range of this worker's batches: their numbers in the epoch's list."""
         end = len(self.windows) // self.batch_size
         end -= (
             end - self.start
@@ -78,25 +78,29 @@ class WindowLoader:
     # The four methods make the loader restartable on any number of workers and boxes.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the worker's position. Penstock calls this on each worker."""
+        """Return this worker's position. Penstock calls this on each worker."""
         shape = {"num_boxes": self.me.num_boxes, "num_workers": self.me.total_num_workers}
         return {**shape, "epoch": self.epoch, "start": self.start, "taken": self.taken}
 
     def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Make, in the training job, one state from those of all workers, in order of their global_worker_id."""
+        """Return one state made from those of all workers, which are in order of global_worker_id. Called in the
+        training job."""
         first, *others = [{**state, "taken": 0} for state in worker_states]
         if any(other != first for other in others):
-            raise ValueError(f"all worker states must be of the same epoch and batches, got {worker_states}")
+            raise ValueError(
+                f"all worker states must be of the same epoch and batches, got {worker_states}. Pass states that were "
+                "saved at one step"
+            )
         return {**first, "taken": [state["taken"] for state in worker_states]}
 
     def deaggregate_state_dict(self, aggregated: dict[str, Any]) -> dict[str, Any]:
-        """Return a worker's own state when a run is resumed. Called on each worker; there may be more or fewer than
-        before."""
+        """Return this worker's own state from an aggregated one, when a run is resumed. Called on each worker; there
+        may be more or fewer workers than before."""
         taken = aggregated["taken"]
         if (aggregated["num_boxes"], aggregated["num_workers"]) == (self.me.num_boxes, self.me.total_num_workers):
             return {**aggregated, "taken": taken[self.me.global_worker_id]}  # the same division continues
         return {**aggregated, "start": aggregated["start"] + sum(taken), "taken": 0}  # the rest is divided again
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the worker's position. Called on each worker."""
+        """Go to this worker's position in `state`. Called on each worker."""
         self.epoch, self.start, self.taken = state["epoch"], state["start"], state["taken"]

@@ -87,22 +87,33 @@ SLOW_SUITES = {
 at many moments. Each protects a whole that the other tests prove in parts."""
 
 
+def _is_slow(path: Path) -> bool:
+    """Return True for a file or a folder of the slow suites."""
+    inside = path.relative_to(HERE)
+    return not SLOW_SUITES.isdisjoint((inside.with_suffix("").as_posix(), *inside.parts[:1]))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files whose tests the option -m deselects anyway: importing them takes each process seconds."""
+    chosen, path = config.getoption("markexpr"), collection_path
+    if chosen not in ("slow", "not slow") or not path.is_relative_to(HERE) or not path.name.startswith("test_"):
+        return None
+    return True if _is_slow(path) != (chosen == "slow") else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the slow suites, and sort the files: long ones first, and then folders that start processes. A file that
     takes a minute and comes last keeps one process busy and the others idle. What is left at the end is short."""
 
-    def names(item: pytest.Item) -> tuple[str, str]:
-        path = item.path.relative_to(HERE)
-        return path.with_suffix("").as_posix(), path.parts[0]
-
     def rank(item: pytest.Item) -> int:
-        name, folder = names(item)
+        path = item.path.relative_to(HERE)
+        name, folder = path.with_suffix("").as_posix(), path.parts[0]
         if name in LONGEST:
             return LONGEST.index(name)
         return len(LONGEST) + (STARTING.index(folder) if folder in STARTING else len(STARTING))
 
     for item in items:
-        if not SLOW_SUITES.isdisjoint(names(item)):
+        if _is_slow(item.path):
             item.add_marker("slow")
     items.sort(key=rank)
 

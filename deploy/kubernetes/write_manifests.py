@@ -64,7 +64,8 @@ _Dumper.add_representer(list, _list)
 
 
 def text(documents: list[Manifest], reasons: Mapping[str, Mapping[str, str]] = source.REASONS) -> str:
-    """Return documents as YAML, with the comments of `reasons`. Raises ValueError if one of them has no field there."""
+    """Return documents as YAML, with the comments of `reasons`. Raises ValueError if a field that has a reason does not
+    occur in the documents."""
     kinds = {document["kind"] for document in documents}
     left = {kind: dict(fields) for kind, fields in reasons.items() if kind in kinds}
     parts = []
@@ -81,7 +82,8 @@ def text(documents: list[Manifest], reasons: Mapping[str, Mapping[str, str]] = s
 
 
 def _commented(lines: list[str], left: dict[str, str]) -> Iterator[str]:
-    """Yield the lines, with each comment at its field's first occurrence, and take it out of `left`."""
+    """Yield the lines, with each comment of `left` before the first occurrence of its field. Comments that were written
+    are removed from `left`."""
     for line in lines:
         for beginning in [one for one in left if line.lstrip(" -").startswith(one)]:
             indent = line[: len(line) - len(line.lstrip())] + "# "
@@ -90,7 +92,7 @@ def _commented(lines: list[str], left: dict[str, str]) -> Iterator[str]:
 
 
 OPTIONAL = {"checksum/settings:"}
-"""Fields with comments that the chart alone has."""
+"""Reasons for fields that only the chart has, as REASONS in kubernetes_manifests.py."""
 
 
 # ---- kustomize
@@ -121,7 +123,8 @@ COMMON_REASONS = {
 
 
 def pod_monitors(fleet: FleetSettings) -> list[Manifest]:
-    """Return the monitors of the component `monitored` for the Prometheus operator."""
+    """Return the PodMonitors (kustomize component `monitored`), by which the Prometheus operator finds the daemons'
+    metrics."""
     return [
         {
             "apiVersion": "monitoring.coreos.com/v1",
@@ -152,7 +155,7 @@ def pod_monitors(fleet: FleetSettings) -> list[Manifest]:
 
 
 def certificates() -> list[Manifest]:
-    """Return a CA of the namespace's own, and a certificate for each role."""
+    """Return a certificate authority for the namespace alone, and a certificate for each role."""
 
     def issuer(name: str, spec: Manifest) -> Manifest:
         return {"apiVersion": "cert-manager.io/v1", "kind": "Issuer", "metadata": {"name": name}, "spec": spec}
@@ -190,7 +193,7 @@ CERTIFICATE_REASONS = {
 
 
 def jobset() -> Manifest:
-    """Return coordinator, workers and boxes that live and end with one training job."""
+    """Return a JobSet: coordinator, workers and boxes that start and end with one training job."""
     name = "penstock-job"
     fleet = FleetSettings(coordinator=f"{name}-coordinator-0-0.{name}:{source.GRPC_PORT}")
     coordinator = source.daemon_pod(fleet, "coordinator")
@@ -285,16 +288,18 @@ VALUES = {
     "coordinator_tls": ".Values.secrets.coordinatorTls",
     "worker_tls": ".Values.secrets.workerTls",
 }
-"""Placeholder of a setting -> the chart's value for it."""
+"""The chart's value for a setting, by the setting's placeholder in a manifest."""
 CONDITIONS: dict[str, tuple[str, Any]] = {
     "tls": (".Values.tls", False),
     "storage_class": (".Values.coordinator.storageClass", ""),
 }
-"""Setting -> the chart's condition under which it has the value below, and its value otherwise."""
+"""By setting: the chart's condition under which the setting has its default value in the chart, and its value
+otherwise."""
 
 
 def chart() -> dict[str, str]:
-    """Return the templates: the manifests, with Helm's notation in place of each value."""
+    """Return the Helm chart's templates by file name: the manifests, with Helm's notation in place of each setting's
+    value."""
     marks: dict[str, Any] = {name: f"HELM-{name}-" for name in VALUES}
     for setting, kind in (("token_secrets", "tokens"), ("tls_secrets", "tls")):
         marks[setting] = {role: marks.pop(f"{role}_{kind}") for role in ("coordinator", "worker")}
@@ -312,7 +317,7 @@ def chart() -> dict[str, str]:
 
 
 def _either(make: Callable[[FleetSettings], list[Manifest]], fleet: FleetSettings, conditions: list[str]) -> list[str]:
-    """Return the lines of the manifests, with those below {{if}} that a condition adds or removes.
+    """Return the lines of the manifests, where lines that depend on a condition are between {{if}} and {{end}}.
 
     For all values of the conditions, Helm's output is line by line the text of the manifests with those settings.
     """
@@ -343,7 +348,7 @@ def _spliced(line: str) -> str:
 
 
 def main() -> None:
-    """Write the generated files."""
+    """Write all generated files below deploy/kubernetes."""
     for name, made in files().items():
         (HERE / name).write_text(made)
 

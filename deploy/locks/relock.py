@@ -18,12 +18,13 @@ LOCKS = {
     "worker-plain": ("3.12", (), ("torch",)),
     "worker": ("3.12", ("compression", "http", "metrics", "otel", "s3", "streaming"), ("torch",)),
 }
-"""Lock -> Python, extras, and excluded packages. All but the first are of the images: ../docker/Dockerfile."""
+"""By the name of a lock file: version of Python, extras, and packages that are left out. All but the first are for the
+images (../docker/Dockerfile)."""
 HEADER = "# {name}: what pip may install on Python {python} and Linux, by hash. Written by `make lock`; not by hand.\n"
 
 
 def relock(uv: str, name: str) -> None:
-    """Write one lock with the newest versions that pyproject.toml admits."""
+    """Write one lock file with the newest versions that pyproject.toml admits. `uv`: path of the program uv."""
     python, extras, without = LOCKS[name]
     project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *(d for extra in extras for d in project["optional-dependencies"][extra])]

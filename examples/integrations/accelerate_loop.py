@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def save(accelerator: Accelerator, out: Path, step: int) -> None:
-    """Save a checkpoint atomically."""
+    """Save a checkpoint so that it appears as a whole or not at all."""
     unfinished = out / "unfinished"
     accelerator.save_state(str(unfinished))
     accelerator.wait_for_everyone()

@@ -74,7 +74,7 @@ class Recipe(BaseRecipe):  # type: ignore[misc]
         self.checkpointer.close()
 
     def train_step(self, batches: list[dict[str, Any]]) -> float:
-        """Make one step of the optimizer; return the mean loss of this rank's microbatches."""
+        """Make one step of the optimizer. Return the mean loss over this rank's microbatches."""
         self.optimizer[0].zero_grad()
         total = 0.0
         for batch in batches:

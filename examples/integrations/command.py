@@ -17,7 +17,7 @@ __all__ = ["StepLog", "options"]
 
 
 def options(description: str) -> argparse.ArgumentParser:
-    """Return a parser of --steps, --checkpoint-every and --out."""
+    """Return a parser of the options --steps, --checkpoint-every and --out."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=200, help="last step of the training (200)")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
@@ -26,15 +26,15 @@ def options(description: str) -> argparse.ArgumentParser:
 
 
 class StepLog:
-    """Log of one line of JSON a step: its batches and its loss. Equal lines mean bitwise equal values."""
+    """Log with one line of JSON for each step: its batches and its loss. Equal lines mean bitwise equal values."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file for appending."""
+        """Open the log file at `path` for appending."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", buffering=1)
 
     def write(self, step: int, loss: float, *batches: Mapping[str, torch.Tensor | np.ndarray[Any, Any]]) -> None:
-        """Write a step's line. `batches`: those of this step, on this rank."""
+        """Write the line of a step. `batches`: the batches of this step on this rank."""
         content = hashlib.blake2b(digest_size=16)
         for batch in batches:
             for name, tensor in sorted(batch.items()):

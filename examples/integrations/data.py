@@ -15,7 +15,7 @@ __all__ = ["CONTEXT", "PIECES", "Pieces", "input_fn"]
 CONTEXT = 8
 """Number of bytes from which the next one is predicted."""
 PIECES = 1024
-"""Number of rows of an epoch."""
+"""Number of rows in an epoch."""
 
 
 def input_fn(global_batch_size: int) -> MapLoader:

@@ -24,7 +24,7 @@ from penstock.client.checkpoint import AsyncCheckpointer
 
 
 def train(steps: int, checkpoint_every: int, out: Path) -> None:
-    """Train up to step `steps`, from the newest checkpoint if there is one."""
+    """Train up to step `steps`, from the newest checkpoint in `out` if there is one."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = ByteModel()

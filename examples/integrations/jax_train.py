@@ -33,7 +33,7 @@ from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.integrations.jax import numpy_batches, state_from_json, state_to_json
 
 WIDTH = 16
-"""Width of the embedding of each byte of the context."""
+"""Size of the embedding of each byte of the context."""
 RATE, MOMENTUM = 0.1, 0.9
 
 Arrays = dict[str, jax.Array]
@@ -51,7 +51,7 @@ def initial_parameters() -> Arrays:
 
 
 def loss_of(parameters: Arrays, batch: Arrays) -> jax.Array:
-    """Return the loss, nats a byte, mean of the rows of all processes."""
+    """Return the loss: nats per byte, mean over the rows of all processes."""
     hidden = parameters["embedding"][batch["context"]].reshape(-1, CONTEXT * WIDTH)
     hidden = hidden + jax.nn.gelu(hidden @ parameters["up"])
     scores = jax.nn.log_softmax(hidden @ parameters["head"])
@@ -60,7 +60,7 @@ def loss_of(parameters: Arrays, batch: Arrays) -> jax.Array:
 
 @jax.jit
 def train_step(training: dict[str, Arrays], batch: Arrays) -> tuple[dict[str, Arrays], jax.Array]:
-    """Return what is trained after one step of SGD with momentum, and the loss before it."""
+    """Return the parameters and momentum after one step of SGD with momentum, and the loss before the step."""
     loss, gradients = jax.value_and_grad(loss_of)(training["parameters"], batch)
     momentum = jax.tree.map(lambda old, new: MOMENTUM * old + new, training["momentum"], gradients)
     parameters = jax.tree.map(lambda old, step: old - RATE * step, training["parameters"], momentum)
@@ -68,7 +68,7 @@ def train_step(training: dict[str, Arrays], batch: Arrays) -> tuple[dict[str, Ar
 
 
 def train(steps: int, checkpoint_every: int, out: Path, workers: int) -> None:
-    """Train up to step `steps`, from the newest checkpoint if there is one."""
+    """Train up to step `steps`, from the newest checkpoint in `out` if there is one."""
     box, num_boxes = jax.process_index(), jax.process_count()
     mesh = Mesh(jax.devices(), ("data",))
     by_rows, replicated = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())

@@ -33,12 +33,13 @@ from penstock.client.integrations.megatron_data import DataIterator, box_applian
 
 MICRO_BATCH = 2
 GLOBAL_BATCH = 16
-"""Number of samples of an iteration, over all ranks and microbatches."""
+"""Number of samples in an iteration, over all ranks and microbatches."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Numbers of ranks in each parallel dimension, and number of model chunks of each rank."""
+    """How the ranks share the work: number of ranks in each parallel dimension, and number of model chunks of each
+    rank."""
 
     tp: int
     pp: int
@@ -92,7 +93,7 @@ class Trainer:
         self.optimizer = torch.optim.SGD(parameters, lr=0.5)
         self.parameters = parameters
         self.taken: list[dict[str, torch.Tensor]] = []
-        """Microbatches of this iteration that this rank has taken, for the log."""
+        """Microbatches that this rank has taken in this iteration, for the log."""
 
     def forward_step(self, data_iterator: Iterator[Any], model: GPTModel) -> tuple[torch.Tensor, Any]:
         batch: dict[str, Any] = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"))
@@ -110,7 +111,8 @@ class Trainer:
         return loss, {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
 
     def iterate(self, data_iterator: Any, num_microbatches: int) -> float:
-        """Make one iteration; return the mean loss of this rank's microbatches, 0.0 where the loss is not computed."""
+        """Make one iteration. Return the mean loss over this rank's microbatches; 0.0 on ranks that do not compute the
+        loss."""
         self.taken.clear()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
@@ -136,7 +138,7 @@ class Trainer:
         return {f"model{chunk}": model.sharded_state_dict() for chunk, model in enumerate(self.models)}
 
     def save(self, iteration: int, data: DataIterator) -> None:
-        """Save the model by its shards. The rest is the same on all ranks, and is saved once."""
+        """Save the model in shards, one from each rank. The rest is the same on all ranks, and is saved once."""
         folder = self.out / "checkpoints" / f"iter_{iteration:07}"
         state = {**self.sharded(), "data": data.state_dict(), "iteration": iteration}
         if dist.get_rank() == 0:
@@ -148,7 +150,7 @@ class Trainer:
         dist.barrier()
 
     def restore(self, data: DataIterator) -> int:
-        """Load the newest checkpoint; return its iteration, 0 without one."""
+        """Load the newest checkpoint. Return its iteration; 0 if there is no checkpoint."""
         folders = sorted(path.parent for path in (self.out / "checkpoints").glob("iter_*/complete"))
         dist.barrier()  # all ranks have listed the folder, so that none sees another rank's next save
         if not folders:
@@ -161,7 +163,7 @@ class Trainer:
 
 
 def train(split: Split, steps: int, checkpoint_every: int, out: Path) -> None:
-    """Train up to iteration `steps`, from the newest checkpoint if there is one."""
+    """Train up to iteration `steps`, from the newest checkpoint in `out` if there is one."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     trainer = Trainer(split, out, device)
     dp = parallel_state.get_data_parallel_world_size()

@@ -9,7 +9,7 @@ from torch import nn
 __all__ = ["Block", "ByteModel", "WithLoss"]
 
 WIDTH = 16
-"""Width of the embedding of each byte of the context."""
+"""Size of the embedding of each byte of the context."""
 
 
 class ByteModel(nn.Module):
@@ -22,7 +22,8 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(CONTEXT * WIDTH, 256)
 
     def forward(self, context: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss, nats a byte, mean of the rows. context: int64, [rows, CONTEXT]; target: int64, [rows]."""
+        """Return the loss: nats per byte, mean over the rows. context: int64, [rows, CONTEXT]; target: int64,
+        [rows]."""
         hidden = self.embedding(context).flatten(1)
         for block in self.blocks:
             hidden = block(hidden)
@@ -38,13 +39,14 @@ class Block(nn.Module):
         self.down = nn.Linear(width, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32, [rows, width], for hidden of the same shape."""
+        """Return the block's output, float32, [rows, width]. hidden: its input, of the same shape."""
         added: torch.Tensor = self.down(nn.functional.gelu(self.up(hidden)))
         return hidden + added
 
 
 class WithLoss(nn.Module):
-    """Model for Hugging Face's Trainer: called with all values of a batch, it returns its loss."""
+    """Model for Hugging Face's Trainer: it is called with all values of a batch as keyword arguments, and returns its
+    loss."""
 
     def __init__(self) -> None:
         super().__init__()

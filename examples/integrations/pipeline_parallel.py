@@ -30,7 +30,7 @@ MICROBATCHES = 4
 
 
 class Stage(nn.Module):
-    """Half of the model."""
+    """Half of the model, as one stage of a pipeline."""
 
     def __init__(self, model: ByteModel, number: int) -> None:
         super().__init__()
@@ -39,7 +39,8 @@ class Stage(nn.Module):
         self.head = model.head if number == STAGES - 1 else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the stage: the first takes bytes, the last returns logits; between them are float32, [rows, width]."""
+        """Run the stage. The first stage takes bytes, the last returns logits; between them are float32 values, [rows,
+        width]."""
         if self.embedding is not None:
             hidden = self.embedding(hidden).flatten(1)
         hidden = self.block(hidden)
@@ -47,7 +48,7 @@ class Stage(nn.Module):
 
 
 def train(steps: int, checkpoint_every: int, out: Path) -> None:
-    """Train up to step `steps`, from the newest checkpoint if there is one."""
+    """Train up to step `steps`, from the newest checkpoint in `out` if there is one."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // STAGES, STAGES), mesh_dim_names=("dp", "pp"))
     number, pipeline = mesh.get_local_rank("pp"), mesh.get_group("pp")
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from penstock.client.checkpoint import AsyncCheckpointer
 
 
 def train(steps: int, checkpoint_every: int, out: Path) -> None:
-    """Train up to step `steps`, from the newest checkpoint if there is one."""
+    """Train up to step `steps`, from the newest checkpoint in `out` if there is one."""
     torch.manual_seed(0)
     model = ByteModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -16,9 +16,9 @@ from penstock.data import MapLoader
 __all__ = ["PIECES", "SEQUENCE", "Sequences", "input_fn", "sft_input_fn"]
 
 SEQUENCE = 16
-"""Number of tokens of a sample."""
+"""Number of tokens in a sample."""
 PIECES = 512
-"""Number of samples of an epoch."""
+"""Number of samples in an epoch."""
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, Any]]):
@@ -52,7 +52,7 @@ def input_fn(global_batch_size: int) -> MapLoader:
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Any]]):
-    """Pieces with the inputs of Hugging Face's models, which shift the labels themselves."""
+    """Pieces of text with the inputs of Hugging Face's models, which shift the labels themselves."""
 
     def __init__(self) -> None:
         self.sequences = Sequences()

@@ -54,7 +54,7 @@ def small_model() -> LlamaForCausalLM:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer, which the trainer requires. It tokenizes nothing here."""
+    """Return a tokenizer, because the trainer requires one. It tokenizes nothing here."""
     words = {chr(byte): byte for byte in range(256)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="\0"))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="\0", pad_token="\0")

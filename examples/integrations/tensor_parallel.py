@@ -34,11 +34,11 @@ from penstock.client.checkpoint import AsyncCheckpointer
 Batch = dict[str, torch.Tensor]
 
 HEADER = 1024
-"""Size of the message with the names, dtypes and shapes of a batch, in bytes."""
+"""Size in bytes of the message with the names, dtypes and shapes of a batch."""
 
 
 def from_first(batches: Iterable[Batch] | None, group: dist.ProcessGroup) -> Iterator[Batch]:
-    """Yield the batches of a group's first rank, on all of its ranks, one at a time. The other ranks pass None."""
+    """Yield the batches of a group's first rank on all ranks of the group, one at a time. The other ranks pass None."""
     source = None if batches is None else iter(batches)
     while True:
         batch = None if source is None else next(source, None)
@@ -76,7 +76,8 @@ def parallelized(model: ByteModel, mesh: DeviceMesh) -> ByteModel:
 
 
 def train(steps: int, checkpoint_every: int, out: Path, tp: int) -> None:
-    """Train up to step `steps`, from the newest checkpoint if there is one."""
+    """Train up to step `steps`, from the newest checkpoint in `out` if there is one. `tp`: number of ranks that split
+    the model."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = parallelized(ByteModel(), mesh)

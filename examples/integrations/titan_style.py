@@ -39,7 +39,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Arrangement of the ranks: replicas, and within each of them shards."""
+    """Arrangement of the ranks: a number of replicas of the model, each divided into shards."""
 
     dp_replicate: int
     dp_shard: int
@@ -49,7 +49,7 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Number of ranks that take different batches: the boxes."""
+        """Number of ranks that take different batches, which are the boxes."""
         return self.dp_replicate * self.dp_shard
 
     def dp_rank(self, mesh: DeviceMesh) -> int:
@@ -63,7 +63,7 @@ class Config:
     dims: ParallelDims
     steps: int
     checkpoint_interval: int
-    """Steps."""
+    """Number of steps between two checkpoints."""
     folder: Path
     local_batch_size: int = 8
     """Number of rows of a microbatch of one rank."""
@@ -99,13 +99,13 @@ class OptimizerState(Stateful):
 
 
 class Checkpoints:
-    """Folders step-N; a complete one has torch's index, which is written last."""
+    """Checkpoints of the job: folders step-N. A complete one has torch's index, which is written last."""
 
     def __init__(self, folder: Path, interval: int, states: dict[str, Stateful]) -> None:
         self.folder, self.interval, self.states = folder, interval, states
 
     def save(self, step: int, *, last: bool) -> None:
-        """Save if a checkpoint is due; all ranks call this after each step."""
+        """Save a checkpoint if one is due. All ranks call this after each step."""
         if last or step % self.interval == 0:
             save(self.states, checkpoint_id=self.folder / f"step-{step}")
 
@@ -118,7 +118,7 @@ class Checkpoints:
 
 
 class Trainer(Stateful):
-    """Training job. Its own state as a Stateful is the number of steps made."""
+    """Training job. Its own state (it is a Stateful, too) is the number of steps made."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.step = config, 0
@@ -126,7 +126,8 @@ class Trainer(Stateful):
         per_microbatch = config.local_batch_size * dims.dp
         if config.global_batch_size % per_microbatch:
             raise ValueError(
-                f"a global batch of {config.global_batch_size} rows must be a multiple of {per_microbatch}"
+                f"global_batch_size must be a multiple of {per_microbatch}, got {config.global_batch_size}. Change "
+                "global_batch_size or local_batch_size"
             )
         self.microbatches = config.global_batch_size // per_microbatch
 
@@ -179,7 +180,7 @@ class Trainer(Stateful):
                 self.checkpoints.save(self.step, last=self.step == config.steps)
 
     def train_step(self, batches: list[Batch]) -> float:
-        """Make one step of the optimizer; return the mean loss of this rank's microbatches."""
+        """Make one step of the optimizer. Return the mean loss over this rank's microbatches."""
         assert isinstance(self.model, FSDPModule)
         self.optimizer.zero_grad()
         total = 0.0

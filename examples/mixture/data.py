@@ -21,7 +21,7 @@ from penstock.data import Counts, LogicalShards, Mapped, Mixture, Packed, Schedu
 __all__ = ["LENGTH", "PAD", "SOURCES", "VOCABULARY", "WEIGHTS", "Weights", "digests", "input_fn"]
 
 Weights = dict[int, dict[str, float]]
-"""Step -> weights of the sources from then on."""
+"""Weights of the sources by step: those given for a step apply from it on."""
 WEIGHTS: Weights = {0: {"code": 0.7, "help": 0.2, "licences": 0.1}}
 LENGTH = 256
 """Number of tokens in a line."""
@@ -52,13 +52,14 @@ def _named(parts: dict[str, float]) -> dict[str, float]:
 
 
 def lines(documents: LogicalShards) -> Packed:
-    """Return documents packed into lines by best fit, with what attention and the loss want beside the tokens."""
+    """Return documents packed into lines by best fit, with the fields that attention and the loss need beside the
+    tokens."""
     as_bytes = Mapped(documents, to_tokens, name="bytes")
     return Packed(as_bytes, length=LENGTH, pad=PAD, split=False, window=200, labels=True, positions=True, segments=True)
 
 
 def to_tokens(text: str) -> np.ndarray:
-    """Return the bytes of a text as token ids, int64, [bytes]."""
+    """Return the bytes of a text as token ids: int64, shape (bytes,)."""
     return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
 

@@ -27,16 +27,17 @@ from penstock.proto.state.checkpoint_files import locked, newest
 
 STEPS, CHANGE_AT, SAVE_EVERY = 120, 90, 10
 CHANGED = {"code": 0.2, "help": 0.4, "licences": 0.4}
-"""Weights after step CHANGE_AT."""
+"""Weights of the sources after step CHANGE_AT."""
 CHANGED_TEXT = ",".join(f"{source}={weight}" for source, weight in CHANGED.items())
 WINDOW = 10
-"""Steps of a point of the picture's shares."""
+"""Number of steps for which each point of the picture shows the sources' shares."""
 APART = 1e-2
-"""Largest difference of two losses in nats: with another number of boxes sums have another order."""
+"""Largest difference of two losses, in nats, that count as equal: with another number of boxes, sums have another
+order."""
 
 
 class Demo(Cluster):
-    """Cluster with the runs that are compared."""
+    """Cluster (coordinator and workers) with the training runs that are compared."""
 
     def run(self, name: str, title: str, boxes: int, workers: int, *more: str, change: bool = False) -> None:
         """Run train.py to the end. With `change`, change the weights by command meanwhile, and kill the training later:
@@ -56,7 +57,8 @@ class Demo(Cluster):
                 print(said.result())
 
     def _change(self, name: str, boxes: int, changed_at: list[int]) -> str:
-        """Change the weights as an operator does, once the first step is done. Return the command and its output."""
+        """Change the weights as an operator does (`penstock mix`), once the first step is done. Return the command and
+        its output."""
         deadline = time.monotonic() + START_S
         while not self._step(name, boxes):
             if time.monotonic() > deadline:
@@ -76,23 +78,23 @@ class Demo(Cluster):
         return "\n".join(f"    {line}" for line in ("$ penstock " + " ".join(arguments), *done.stdout.splitlines()))
 
     def _step(self, name: str, boxes: int) -> int:
-        """Return the last step that all boxes have logged, 0 if there is none."""
+        """Return the last step that all boxes have logged; 0 if there is none."""
         logs = [read_log(self.out / name / f"box{box}.jsonl") for box in range(boxes)]
         return min(log[-1]["step"] if log else 0 for log in logs)
 
 
 def saved(folder: Path) -> tuple[Path, int]:
-    """Wait for the newest complete checkpoint, and return it and its step. The job was killed meanwhile: its writers
-    finish their work."""
+    """Return the newest checkpoint, once it is complete, and its step. The job was killed meanwhile, but its checkpoint
+    writers finish their work."""
     with locked(folder, timeout_s=30):
         found = newest(folder)
     if found is None:
-        raise DemoError(f"{folder} has no whole checkpoint")
+        raise DemoError(f"{folder} must have a complete checkpoint, but has none")
     return found.path, found.step
 
 
 class Run:
-    """Log of a run, all boxes together."""
+    """Results of a training run: the logs of all boxes together."""
 
     def __init__(self, folder: Path, boxes: int, until: int = STEPS) -> None:
         logs = [read_log(folder / f"box{box}.jsonl")[:until] for box in range(boxes)]
@@ -100,7 +102,7 @@ class Run:
 
     @property
     def rows(self) -> list[Counter[str]]:
-        """Rows of each step. Their order depends on the number of boxes."""
+        """Rows of the global batch of each step. Their order depends on the number of boxes."""
         return [Counter(row for line in lines for row in line["rows"]) for lines in self._steps]
 
     @property
@@ -109,13 +111,13 @@ class Run:
         return [lines[0]["loss"] for lines in self._steps]
 
     def counts(self, source: str) -> list[list[int]]:
-        """[samples, tokens] of a source up to each step."""
+        """Return [samples, tokens] that a source has given up to each step."""
         found = [[line["counts"].get(source, [0, 0]) for line in lines] for lines in self._steps]
         return [[sum(counts) for counts in zip(*boxes, strict=True)] for boxes in found]
 
 
 def check(a: Run, b: Run, c: Run) -> list[tuple[str, bool]]:
-    """Return claims, and whether each holds."""
+    """Return what the demo claims, and whether each claim holds."""
     losses = b.losses + c.losses
     apart = max(abs(one - other) for one, other in zip(a.losses, losses, strict=False))
     counts = all(b.counts(source) + c.counts(source) == a.counts(source) for source in SOURCES)
@@ -132,7 +134,7 @@ def check(a: Run, b: Run, c: Run) -> list[tuple[str, bool]]:
 
 
 def shares_table(a: Run) -> str:
-    """Return the shares wanted and delivered, before and after the change."""
+    """Return a table of the sources' shares, wanted and delivered, before and after the change."""
     rows = [f"{'steps':10}" + "".join(f"{source:>22}" for source in SOURCES)]
     for first, last, weights in ((0, CHANGE_AT, WEIGHTS[0]), (CHANGE_AT, STEPS, CHANGED)):
         row = f"{f'{first + 1}-{last}':10}"
@@ -145,7 +147,7 @@ def shares_table(a: Run) -> str:
 
 
 def plot(a: Run, c: Run, step: int, path: Path) -> str:
-    """Draw the shares and the losses as PNG; return a line about it."""
+    """Draw the shares and the losses as a PNG file; return a line about it."""
     try:
         import matplotlib
     except ImportError:

@@ -24,7 +24,7 @@ WIDTH, HEADS, LAYERS = 64, 4, 2
 
 
 class Block(nn.Module):
-    """Transformer block whose attention stays in a segment."""
+    """Transformer block whose attention stays within a segment (a document or part of one in a packed line)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,8 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return float32, [rows, LENGTH, WIDTH], as `hidden`. mask: bool, [rows, 1, LENGTH, LENGTH]."""
+        """Return the block's output, float32, [rows, LENGTH, WIDTH]. hidden: its input, of the same shape. mask: bool,
+        [rows, 1, LENGTH, LENGTH]."""
         parts = self.heads(self.norms[0](hidden)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = parts.unbind()
         seen = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -53,7 +54,7 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return logits, float32, [rows, LENGTH, VOCABULARY]."""
+        """Return the logits of the next byte at each position: float32, [rows, LENGTH, VOCABULARY]."""
         segments = batch["segments"]
         same = (segments[:, :, None] == segments[:, None, :]) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
         hidden = self.bytes(batch["tokens"]) + self.places(batch["positions"])
@@ -108,7 +109,8 @@ def backward(model: ByteModel, batch: dict[str, torch.Tensor]) -> float:
 
 
 def note(log: TextIO, executor: DataExecutor, batch: dict[str, Any], loss: float) -> None:
-    """Log one line a step for demo.py, which compares runs: the rows, the loss, and the counts so far."""
+    """Write one line for a step to the log, for demo.py, which compares runs: the rows, the loss, and the counts so
+    far."""
     rows = digests(batch)
     counts = {name: [found.samples, found.tokens] for name, found in executor.stats.sources.items()}
     log.write(json.dumps({"step": executor.step, "rows": rows, "loss": loss, "counts": counts}) + "\n")

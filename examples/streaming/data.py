@@ -15,13 +15,13 @@ SIDE = 12
 
 
 def input_fn(url: str, cache: str, global_batch_size: int) -> StreamingLoader:
-    """Return the loader; Penstock calls this in each worker. All processes of a host share the folder `cache`."""
+    """Return the loader; Penstock calls this in each worker. All processes of a host share the cache folder `cache`."""
     dataset = StreamingDataset(url, cache, validate_hash="sha1", cache_limit=1 << 30)
     return StreamingLoader(dataset, global_batch_size=global_batch_size, shuffle=True, shuffle_block=1000)
 
 
 def write(folder: Path, samples: int) -> None:
-    """Write a dataset that mosaicml-streaming can read as well."""
+    """Write a dataset of `samples` pictures to a folder, in a format that mosaicml-streaming can read as well."""
     random = np.random.default_rng(0)
     kinds = random.random((10, SIDE, SIDE), np.float32)
     columns = {"number": "int", "kind": "int", "picture": f"ndarray:float32:{SIDE},{SIDE}"}

@@ -27,7 +27,7 @@ from streaming.data import write
 
 SAMPLES = 5000
 STEPS, SAVE_AT = 130, 40
-"""Number of steps; an epoch has 105."""
+"""Number of steps of the runs, and step at which the state is saved; an epoch has 105 steps."""
 
 
 class _Files(SimpleHTTPRequestHandler):
@@ -39,7 +39,7 @@ class _Files(SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Serve a folder; yield the URL of its files."""
+    """Serve a folder over HTTP on this machine, and yield the URL of its files."""
     with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Files, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -47,7 +47,8 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def rows_of(folder: Path, boxes: int) -> list[list[list[int]]]:
-    """Return, for each step, the rows of the global batch in their order: box b has rows b, b + boxes, ..."""
+    """Return, for each step, the rows of the global batch in their order (box b has rows b, b + boxes, ...), each as
+    the logs have it: number and checksum."""
     logs = [read_log(folder / f"box{box}.jsonl") for box in range(boxes)]
     found = []
     for lines in zip(*logs, strict=True):

@@ -24,7 +24,8 @@ GLOBAL_BATCH = 48
 
 
 def train(data: str, cache: str, steps: int, out: Path) -> None:
-    """Train up to step `steps`, from the newest checkpoint if there is one, and save another at the end."""
+    """Train up to step `steps`, from the newest checkpoint in `out` if there is one, and save a checkpoint at the
+    end."""
     torch.manual_seed(0)
     model = DistributedDataParallel(
         nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 64), nn.ReLU(), nn.Linear(64, 10))

@@ -26,7 +26,7 @@ def input_fn(batch_size: int, num_windows: int) -> MapLoader:
 
 
 class Windows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Windows of the text."""
+    """Dataset of windows (pieces of equal length) of the text."""
 
     def __init__(self, count: int) -> None:
         self.windows = torch.frombuffer(corpus(count * WINDOW + 1), dtype=torch.uint8).unfold(0, WINDOW + 1, WINDOW)
@@ -45,4 +45,4 @@ def corpus(size: int) -> bytearray:
         text += path.read_bytes()
         if len(text) >= size:
             return text[:size]
-    raise ValueError(f"the standard library's modules have {len(text)} bytes of source text, {size} are asked for")
+    raise ValueError(f"size must be at most {len(text)}, the bytes of the text, got {size}. Pass fewer num_windows")

@@ -31,16 +31,16 @@ BOXES = 2
 
 @dataclass
 class Run:
-    """Results of one start of the training."""
+    """Results of running train.py once."""
 
     name: str
     title: str
     logs: list[list[Step]]
-    """Log lines of each box."""
+    """Lines of each box's log, by box."""
 
     @property
     def rows(self) -> dict[tuple[int, int], Step]:
-        """Return (step, box) -> the line of the log."""
+        """Return the log's line for each (step, box)."""
         return {(row["step"], box): row for box, log in enumerate(self.logs) for row in log}
 
     @property
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def waited(self) -> float:
-        """Return the share of time in which box 0 waited for data, from its first batch to its last."""
+        """Return the share of time in which box 0 waited for data, between its first batch and its last."""
         return float(sum(row["waited_s"] for row in self.logs[0][1:])) / self._seconds
 
     @property
@@ -58,7 +58,7 @@ class Run:
 
 
 class Demo(Cluster):
-    """Cluster with the runs that are compared."""
+    """Cluster (coordinator and workers) with the training runs that are compared."""
 
     def __init__(self, out: Path, steps: int, save_at: int) -> None:
         super().__init__(out)
@@ -70,7 +70,7 @@ class Demo(Cluster):
     ) -> Run:
         """Run train.py on all boxes, to the end or until every box has logged step `kill_at`.
 
-        resume: checkpoint to start from.
+        resume: checkpoint to start from; None: the beginning.
         """
         folder = self.out / name
         folder.mkdir()
@@ -93,7 +93,7 @@ class Demo(Cluster):
 
 
 def differences(run: Run, reference: Run) -> list[str]:
-    """Return the bitwise differences of a run's batches and losses from the reference."""
+    """Return the differences of a run's batches and losses from the reference, which must be equal bit for bit."""
     return [
         f"{run.title}, step {step}, box {box}: {key} is {row[key]}, not {reference.rows[step, box][key]}"
         for (step, box), row in run.rows.items()
@@ -103,7 +103,7 @@ def differences(run: Run, reference: Run) -> list[str]:
 
 
 def check(a: Run, before: Run, after: Run, other: Run, steps: int, save_at: int) -> list[tuple[str, list[str]]]:
-    """Return pairs of a claim and the findings against it."""
+    """Return what the demo claims, each with a list of the findings that contradict it."""
     whole = {(step, box) for step in range(1, steps + 1) for box in range(BOXES)}
     rest = {place for place in whole if place[0] > save_at}
     gaps = [
@@ -144,7 +144,7 @@ def table(runs: list[Run], checkpoint: Path) -> str:
 
 
 def plot(runs: list[Run], save_at: int, path: Path) -> str:
-    """Draw the loss curves as PNG; return a line about it."""
+    """Draw the loss curves as a PNG file; return a line about it."""
     try:
         import matplotlib
     except ImportError:

@@ -41,14 +41,15 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(128, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits, float32, [batch, time, 256]. tokens: int64, [batch, time]."""
+        """Return the logits of the next byte at each position: float32, [batch, time, 256]. tokens: int64, [batch,
+        time]."""
         hidden, _ = self.gru(self.embedding(tokens))
         logits: torch.Tensor = self.head(hidden)
         return logits
 
 
 def train(steps: int, checkpoint_every: int, out: Path) -> None:
-    """Train up to step `steps`, from the newest checkpoint if there is one."""
+    """Train up to step `steps`, from the newest checkpoint in `out` if there is one."""
     torch.manual_seed(0)
     model = DistributedDataParallel(ByteModel())
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -75,7 +76,8 @@ def train(steps: int, checkpoint_every: int, out: Path) -> None:
 
 
 def note(log: TextIO, executor: DataExecutor, batch: dict[str, Any], loss: float) -> None:
-    """Log one line a step for demo.py, which compares runs: the batch, the loss, and the time waited for the batch."""
+    """Write one line for a step to the log, for demo.py, which compares runs: the batch, the loss, and the time that
+    the loop waited for the batch."""
     digest = hashlib.blake2b(batch["tokens"].numpy().tobytes(), digest_size=16).hexdigest()
     epoch = (executor.step - 1) // (NUM_WINDOWS // (BATCH_SIZE * dist.get_world_size()))
     line = {"step": executor.step, "epoch": epoch, "windows": batch["window"].tolist(), "digest": digest}

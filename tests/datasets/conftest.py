@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from plain_values import plain
 from shard_server import ShardServer
 from shardsets import numbers
@@ -63,6 +65,13 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardSer
     (tmp_path / "served").mkdir()
     with ShardServer(tmp_path / "served") as server:
         yield server
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    """Address of an empty folder in memory, which fsspec takes for a place far away."""
+    yield f"memory://{os.urandom(4).hex()}/train"
+    MemoryFileSystem.store.clear()
 
 
 @pytest.fixture

@@ -204,6 +204,15 @@ def test_in_torch_s_loaders(make: Make, workers: int) -> None:
     assert got + list(again) == whole[0]
 
 
+@finite
+def test_slots_in_torchs_worker_processes(make: Make) -> None:
+    """Each slot's batches come in its own order, whichever process makes them."""
+    for slot in range(2):
+        with assigned(Assignment(0, 1, slot, 2, 0, 1)):
+            got = list(torch.utils.data.DataLoader(make(), batch_size=None, num_workers=2))
+            assert got == list(make())
+
+
 def test_state_resumes_in_worker_processes(make: Make) -> None:
     loader, other = make(), make()
     stream = iter(loader)

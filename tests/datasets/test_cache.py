@@ -138,6 +138,15 @@ def test_validating_needs_hashes(server: ShardServer, make: Make) -> None:
         make(validate="crc")
 
 
+def test_shard_cached_unverified_is_verified(server: ShardServer, make: Make) -> None:
+    """Of a job that validates nothing, by one that takes what the index has."""
+    (shard,) = make_shards(server.folder, 1, SIZE)
+    server.faults[shard.name] = [Fault(flip=True)]
+    assert held_bytes(make(validate=False), shard) != raw_bytes(0, SIZE)
+    assert held_bytes(make(), shard) == raw_bytes(0, SIZE)
+    assert server.requests[shard.name] == 2
+
+
 def test_a_missing_shard_hurts_no_other(server: ShardServer, make: Make) -> None:
     shards = make_shards(server.folder, 2, SIZE)
     (server.folder / shards[0].name).unlink()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import sys
-import tarfile
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -15,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from archives import archive
 
 from penstock.data import (
     AudioClip,
@@ -174,10 +173,7 @@ def test_threads_and_random_clips_are_refused(tmp_path: Path) -> None:
 
 
 def in_tar(folder: Path) -> str:
-    with tarfile.open(folder / "a.tar", "w") as archive:
-        member = tarfile.TarInfo("one.mp4")
-        member.size = len(video())
-        archive.addfile(member, io.BytesIO(video()))
+    archive(folder / "a.tar", [("one.mp4", video())])
     index_folder(folder)
     return "mp4"
 

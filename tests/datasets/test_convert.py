@@ -8,9 +8,8 @@ import io
 import json
 import os
 import signal
-import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -22,10 +21,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from all_workers import AllWorkers, saved
+from archives import archive
 from forked import Child, join_all
 from forked_jobs import forked_jobs
 from format_folders import FOLDERS, plainly
 from fsspec.implementations.memory import MemoryFileSystem
+from offset_files import forget_fingerprints
 from shardsets import numbers
 from small_disk import small_disk_at
 
@@ -43,6 +44,7 @@ from penstock.data import (
 from penstock.data.converting import conversion_plan, convert, convert_part, part_process, target_columns
 from penstock.data.converting.argument_names import ARGUMENTS
 from penstock.data.formats.index import INDEX, read_index, write_index
+from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import (
     DatasetError,
@@ -120,11 +122,7 @@ def jpeg(value: int) -> bytes:
 def test_images_stay_their_files(tmp_path: Path) -> None:
     """Through a tar, MDS, Parquet and MDS again; an image of a reader at the end has the first one's pixels."""
     (tmp_path / "tar").mkdir()
-    with tarfile.open(tmp_path / "tar" / "a.tar", "w") as archive:
-        for number in range(5):
-            member = tarfile.TarInfo(f"{number}.jpg")
-            member.size = len(jpeg(number))
-            archive.addfile(member, io.BytesIO(jpeg(number)))
+    archive(tmp_path / "tar" / "a.tar", [(f"{number}.jpg", jpeg(number)) for number in range(5)])
     index_folder(tmp_path / "tar")
     assert to_mds(tmp_path / "tar", tmp_path / "mds").columns["jpg"] == "jpeg"
     to_parquet(tmp_path / "mds", tmp_path / "parquet")
@@ -171,20 +169,18 @@ def test_values_that_would_change_are_refused(tmp_path: Path) -> None:
             to_mds(tmp_path, tmp_path / "mds")
         with pytest.raises(DatasetError, match=r"its reader|does not hold all of its values.*types={'NAME': 'json'}"):
             to_parquet(tmp_path, tmp_path / "parquet")
-        to_mds(tmp_path, tmp_path / "mds2", types={"a": "json"})
+        to_mds(tmp_path, tmp_path / "mds2", types={"a": "json"}, columns=["b", "a"])  # MDS has them in another order
         to_parquet(tmp_path, tmp_path / "parquet2", types={"b": "json"})
     assert rows_in(tmp_path / "mds2") == rows
     assert rows_in(tmp_path / "parquet2")[77] == {"a": None, "b": json.dumps(rows[77]["b"])}
 
 
 def test_arrays_of_no_dimension_are_kept(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        for number in range(3):
-            data = io.BytesIO()
-            np.save(data, np.array(number + 0.5))
-            member = tarfile.TarInfo(f"{number}.npy")
-            member.size = data.tell()
-            archive.addfile(member, io.BytesIO(data.getvalue()))
+    members = []
+    for number in range(3):
+        np.save(data := io.BytesIO(), np.array(number + 0.5))
+        members.append((f"{number}.npy", data.getvalue()))
+    archive(tmp_path / "a.tar", members)
     index_folder(tmp_path)
     to_parquet(tmp_path, tmp_path / "to")
     assert [row["npy"] for row in rows_in(tmp_path / "to")] == [0.5, 1.5, 2.5]
@@ -315,6 +311,12 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_processes, "spawn", forked_jobs(part_process.converted))
 
 
+@pytest.fixture
+def part_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each shard a part of its own, however small."""
+    monkeypatch.setattr(conversion_plan, "GROUP_BYTES", 0)
+
+
 def run_until(fsyncs: int, work: Callable[[], object]) -> None:
     """Do the work, and kill this process at one of its fsyncs."""
     plain, left = os.fsync, fsyncs
@@ -336,10 +338,13 @@ def finished(folder: Path) -> dict[str, int]:
     return {path.parent.name: next(path.parent.glob("shard.*")).stat().st_ino for path in folder.glob(f"*/{INDEX}")}
 
 
+@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("to", ["mds", "parquet"])
-def test_killed_run_is_continued(to: str, tmp_path: Path) -> None:
-    """Kill every run after some writes, more from time to time, until one comes to its end."""
-    numbers(tmp_path / "from", 50)
+def test_killed_run_is_continued(to: str, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill every run after some writes, more from time to time, until one comes to its end. `shards`: those in a
+    part."""
+    monkeypatch.setattr(conversion_plan, "GROUP_SHARDS", shards)
+    numbers(tmp_path / "from", 50 * shards)
 
     def work(folder: str = "to") -> Any:
         return convert_dataset(tmp_path / "from", tmp_path / folder, to, processes=1)
@@ -362,7 +367,48 @@ def test_killed_run_is_continued(to: str, tmp_path: Path) -> None:
     assert files_in(tmp_path / "to") == files_in(tmp_path / "whole")
 
 
-@pytest.mark.usefixtures("forked_processes")
+def sized(size: int, samples: int, blocks: tuple[int, ...] = ()) -> Shard:
+    return Shard("mds", samples, (ShardFile(StoredFile("shard", size)),), blocks=blocks)
+
+
+def test_parts_have_every_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, within the limits, of shards that are large, small and empty."""
+    monkeypatch.setattr(conversion_plan, "PART_BYTES", 1000)
+    monkeypatch.setattr(conversion_plan, "GROUP_BYTES", 100)
+    monkeypatch.setattr(conversion_plan, "GROUP_SHARDS", 5)
+    for seed in range(50):
+        draw = np.random.default_rng(seed)
+        shards = [sized(int(draw.choice([0, 5, 40, 101, 3000])), int(draw.choice([0, 1, 7, 30]))) for _ in range(40)]
+        parts = conversion_plan.parts_of(shards)
+        pieces = [list(part.pieces(shards)) for part in parts]
+        taken = [(id(shard), number) for piece in pieces for shard, *bounds in piece for number in range(*bounds)]
+        assert taken == [(id(shard), number) for shard in shards for number in range(shard.samples)]
+        for part in parts:
+            assert part.past - part.first <= 5
+            assert part.past - part.first == 1 or sum(each.size for each in shards[part.first : part.past]) <= 100
+    assert conversion_plan.parts_of([]) == []
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_small_shards_are_one_part(remote: bool, bucket: str, tmp_path: Path) -> None:
+    source = f"{bucket}/from" if remote else str(tmp_path / "from")
+    numbers(source, 300)  # type: ignore[arg-type]
+    done = to_mds(source, tmp_path / "to")
+    assert (done.parts, done.samples, len(done.shards)) == (1, 300, 1)
+    assert [row["number"] for row in rows_in(tmp_path / "to")] == list(range(300))
+
+
+def test_error_in_a_part_names_the_shard(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(99)))
+    with (tmp_path / "b.jsonl").open("a") as file:
+        file.write('{"n": "text"}\n' * 2)
+    index_folder(tmp_path)
+    with pytest.raises(DatasetError, match=r"b.jsonl, samples 0 to 100: .*column 'n'"):
+        to_mds(tmp_path, tmp_path / "to", types={"n": "int"})
+
+
+@pytest.mark.usefixtures("forked_processes", "part_each")
 def test_parts_are_shared_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that fails ends the run; the others are kept, and the next run makes only the rest."""
     monkeypatch.setattr(conversion_plan, "PART_BYTES", 500)
@@ -370,11 +416,12 @@ def test_parts_are_shared_by_processes(tmp_path: Path, monkeypatch: pytest.Monke
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"n": {n}, "name": "{name}"}}\n' for n in range(99)))
     index_folder(tmp_path)
+    forget_fingerprints(tmp_path)
     damaged = (tmp_path / "b.jsonl").read_bytes()
     stat = (tmp_path / "b.jsonl").stat()
     (tmp_path / "b.jsonl").write_bytes(damaged.replace(b'{"n": 70,', b'("n": 70,'))
     os.utime(tmp_path / "b.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(ShardCorruptError, match=r"part of samples \d+ to \d+: .*sample 70 must be a line"):
+    with pytest.raises(ShardCorruptError, match=r"b.jsonl, samples \d+ to \d+: .*sample 70 must be a line"):
         to_mds(tmp_path, tmp_path / "to", processes=3)
     assert not (tmp_path / "to" / INDEX).exists()
     before = finished(tmp_path / "to")
@@ -403,7 +450,7 @@ def test_each_part_is_taken_once() -> None:
     assert sorted(number for (number,) in job_processes.JOB.iter_unpack(found)) == list(records)
 
 
-@pytest.mark.usefixtures("forked_processes")
+@pytest.mark.usefixtures("forked_processes", "part_each")
 def test_killed_process_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers(tmp_path / "from", 40)
     monkeypatch.setattr(convert_part.PartConverter, "convert", lambda self, number: os.kill(os.getpid(), 9))
@@ -413,6 +460,7 @@ def test_killed_process_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         to_mds(tmp_path / "from", tmp_path / "to", processes=2)
 
 
+@pytest.mark.usefixtures("part_each")
 def test_other_files_are_never_touched(tmp_path: Path) -> None:
     numbers(tmp_path / "from", 30)
     (tmp_path / "to").mkdir()
@@ -438,6 +486,7 @@ def test_other_files_are_never_touched(tmp_path: Path) -> None:
         to_mds(tmp_path / "from", tmp_path / "begun")
 
 
+@pytest.mark.usefixtures("part_each")
 def test_run_beside_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one begins or ends after this one looked into the folder and before it locks it."""
     numbers(tmp_path / "from", 30)
@@ -535,6 +584,7 @@ def test_types_of_parquet_are_kept(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("part_each")
 @pytest.mark.parametrize("to", ["mds", "parquet"])
 def test_full_disk_loses_nothing(to: str, tmp_path: Path) -> None:
     with MDSWriter(tmp_path / "from", {"data": "bytes"}, size_limit="100kb") as writer:
@@ -550,12 +600,7 @@ def test_full_disk_loses_nothing(to: str, tmp_path: Path) -> None:
         assert rows_in(disk / "to") == rows_in(tmp_path / "from")
 
 
-@pytest.fixture
-def bucket() -> Iterator[str]:
-    yield f"memory://{os.urandom(4).hex()}"
-    MemoryFileSystem.store.clear()
-
-
+@pytest.mark.usefixtures("part_each")
 @pytest.mark.parametrize("to", ["mds", "parquet"])
 def test_remote_to_remote(to: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upload that fails ends the run; the next one makes the rest."""
@@ -580,6 +625,7 @@ def test_remote_to_remote(to: str, bucket: str, tmp_path: Path, monkeypatch: pyt
     assert len([name for name in names if not name.startswith("part-")]) == 1, names
 
 
+@pytest.mark.usefixtures("part_each")
 def test_written_parts_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that the disk changed is noticed before it counts."""
     numbers(tmp_path / "from", 30)

@@ -220,6 +220,22 @@ def test_counts_of_packed_lines_are_a_recount(packing: str, traced: bool) -> Non
     assert {name: own.skipped for name, own in found.items() if own.skipped} == expected
 
 
+@pytest.mark.parametrize(("boxes", "counted"), [(2, [1, 1]), (3, [1, 0, 0])])
+def test_counts_of_an_only_worker_go_to_one_box(boxes: int, counted: list[int]) -> None:
+    """A box without others beside it knows only its own counts; as many boxes as before have one state each."""
+
+    def made(rank: tuple[int, int]) -> MapLoader:
+        return MapLoader(Words(), global_batch_size=6, rank=rank, counts=Counts(), collate_fn=list)
+
+    first = made((0, 2))
+    rows = len(next(iter(first)))
+    loaders = [made((box, boxes)) for box in range(boxes)]
+    for loader in loaders:
+        loader.load_state_dict(saved(first.state_dict()))
+    found = [sum(row[SAMPLES] for row in loader.tally.rows.values()) for loader in loaders if loader.tally]
+    assert found == [rows * count for count in counted]
+
+
 def test_documents_left_out_before_a_resume_are_counted() -> None:
     """A line may end before a document, and begin with it after the resume. What was left out between them counts."""
 

@@ -93,9 +93,10 @@ def test_numbers_out_of_range_are_refused(made: Made) -> None:
         for index in (-1, shard.samples, 10**20):
             with pytest.raises(IndexError, match=f"below {shard.samples}, got {index}"):
                 reader[index]
+        several: Any = reader
         for wrong in (-1, shard.samples) if hasattr(reader, "get_many") else ():
             with pytest.raises(IndexError, match=f"below {shard.samples}"):
-                reader.get_many([0, wrong])
+                several.get_many([0, wrong])
         reader.close()
 
 

@@ -14,11 +14,8 @@ import pytest
 import torch
 import torch.utils.data
 from all_workers import AllWorkers, Shape
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from penstock.data.loading.streaming_loader import StreamingLoader
-from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.permutation import Ints
 from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import (
@@ -27,8 +24,6 @@ from penstock.proto.errors import (
     StateMismatchError,
 )
 from penstock.proto.state.generators import capture_rng
-
-SHAPES: list[Shape] = [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (4, 1), (5, 4)]
 
 
 def collated(samples: list[dict[str, Any]]) -> list[int]:
@@ -91,36 +86,6 @@ def test_state_of_other_augmentation_is_refused(dataset: StreamingDataset) -> No
         loader_of(dataset, collate_fn=drawn, seed=2, **options).load_state_dict(state)
     plain = StreamingLoader(dataset, batch_size=9, seed=1)
     StreamingLoader(dataset, batch_size=9, seed=2).load_state_dict(plain.state_dict())
-
-
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(st.tuples(st.sampled_from(SHAPES), st.integers(0, 23)), min_size=1, max_size=4),
-    st.integers(1, 4),
-    st.sampled_from(["emit", "pad", "drop"]),
-)
-def test_it_goes_on_in_any_shape_from_any_step(
-    dataset: StreamingDataset, legs: list[tuple[Shape, int]], partitions: int, tail: Tail
-) -> None:
-    options: dict[str, Any] = {"global_batch_size": 10, "partitions": partitions, "tail": tail}
-    whole = Cluster(dataset, (1, 1), **options).take(sum(steps for _, steps in legs) + 15)
-    got: list[list[int]] = []
-    cluster = None
-    for shape, steps in [*legs, ((1, 2), 15)]:
-        cluster = Cluster(dataset, shape, cluster, **options)
-        got += cluster.take(steps)
-    assert got == whole
-
-
-@pytest.mark.parametrize(("shape", "steps"), [((1, 2), 15), ((2, 3), 3), ((2, 3), 16), ((2, 3), 30)])
-def test_other_batch_size_keeps_the_workers_turn(dataset: StreamingDataset, shape: Shape, steps: int) -> None:
-    cluster = Cluster(dataset, shape, global_batch_size=7)
-    rows = [row for batch in cluster.take(steps) for row in batch]
-    for batch in (4, 11, 4, 7):
-        cluster = Cluster(dataset, shape, cluster, global_batch_size=batch)
-        rows += [row for batch in cluster.take(5) for row in batch]
-    whole = [row for batch in Cluster(dataset, (1, 1), batch_size=1).take(len(rows)) for row in batch]
-    assert rows == whole
 
 
 def test_replicas_go_on_where_they_were(dataset: StreamingDataset) -> None:

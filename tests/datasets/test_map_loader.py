@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from penstock.data import MapLoader
 from penstock.data.ordering.partition import Tail
-from penstock.data.ordering.skips import KeptPositions, ranges_of
 from penstock.data.ordering.unsharded_order import UnshardedOrder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.proto.state.assignment import Assignment, assigned
@@ -304,21 +303,6 @@ def test_one_of_several_states_is_not_that_of_all() -> None:
         cluster_of(40, (1, 2), batch_size=4, skip=[range(30, 31)]).workers[0].load_state_dict(
             cluster.workers[0].state_dict()
         )
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=4),
-    st.integers(0, 70),
-)
-def test_ranks_are_those_of_what_is_kept(out: list[tuple[int, int]], begin: int) -> None:
-    ranges = ranges_of([range(first, first + many) for first, many in out])
-    kept = KeptPositions(ranges, begin)
-    numbers = [at - begin for at in range(120) if not any(first <= at < end for first, end in ranges)]
-    zero = sum(at < 0 for at in numbers)
-    ranks = np.arange(len(numbers)) - zero
-    assert kept.positions(ranks).tolist() == numbers
-    for at in range(-begin, 120 - begin):
-        assert kept.rank(at) == sum(number < at for number in numbers) - zero
 
 
 # ---- the loader

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.data import MapLoader, MDSWriter, StreamingDataset, StreamingLoader
+from penstock.data.ordering import order_file
 from penstock.data.ordering.order_file import FiledOrder, OrderFile, write_order
 from penstock.data.ordering.order_states import ORDER_FILE, OrderProgress, Topology, state_of
 from penstock.data.ordering.unsharded_order import UnshardedOrder
@@ -172,6 +173,18 @@ def test_missing_or_cut_file_is_an_error(tmp_path: Path, file: OrderFile) -> Non
     (tmp_path / "cut").write_bytes(file.path.read_bytes()[:-1])
     with pytest.raises(DatasetError, match="the file must have 101 samples"):
         OrderFile.read(tmp_path / "cut")
+
+
+def test_large_file_is_checked_in_parts(tmp_path: Path, file: OrderFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may come from elsewhere: a number beyond the samples is refused though the digest is right."""
+    monkeypatch.setattr(order_file, "CHUNK", 20)  # of 101 numbers, the last part has one
+    assert OrderFile.read(file.path).digest == file.digest
+    numbers = file.numbers.copy()
+    numbers[-1] = ROWS
+    header = order_file._HEADER.pack(b"PENORDER", 1, 4, EPOCH, ROWS, order_file._digest(EPOCH, numbers))
+    (tmp_path / "beyond").write_bytes(header + numbers.tobytes())
+    with pytest.raises(DatasetError, match="it has sample numbers above 100"):
+        OrderFile.read(tmp_path / "beyond")
 
 
 def test_copies_map_the_file_too(file: OrderFile) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from archives import Members, archive
 from offset_files import forget_fingerprints
 from PIL import Image
 
@@ -19,15 +20,6 @@ from penstock.data.formats.records import tar_samples
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 DATA = Path(__file__).parents[1] / "data" / "webdataset"
-Members = list[tuple[str, bytes]]
-
-
-def archive(path: Path, members: Members, form: int = tarfile.USTAR_FORMAT) -> None:
-    with tarfile.open(path, "w", format=form) as written:
-        for name, data in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            written.addfile(member, io.BytesIO(data))
 
 
 def samples(folder: Path, **options: Any) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def options(endpoint: str) -> dict[str, Any]:
     return {
         "key": "AKIAIOSFODNN7EXAMPLE",
@@ -61,17 +61,24 @@ def options(endpoint: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def bucket(options: dict[str, Any], tmp_path: Path) -> Any:
-    """A bucket of the test's own with the folder `served` in it."""
+@pytest.fixture(scope="module")
+def filesystem(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A bucket with shards in the folder `data`."""
     fs = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False, **options)
-    name = f"penstock-{os.getpid()}-{time.monotonic_ns()}"
-    fs.mkdir(name)
-    make_shards(tmp_path / "served", 2, SIZE, compression="zstd", first=1)
-    make_shards(tmp_path / "served", 1, SIZE)
-    fs.put(f"{tmp_path}/served/", f"{name}/data/", recursive=True)
-    fs.bucket = name
+    fs.bucket = f"penstock-{os.getpid()}-{time.monotonic_ns()}"
+    fs.mkdir(fs.bucket)
+    folder = tmp_path_factory.mktemp("served")
+    make_shards(folder, 2, SIZE, compression="zstd", first=1)
+    make_shards(folder, 1, SIZE)
+    fs.put(f"{folder}/", f"{fs.bucket}/data/", recursive=True)
     return fs
+
+
+@pytest.fixture
+def bucket(filesystem: Any) -> Iterator[Any]:
+    """The bucket, whose first shard a test may replace."""
+    yield filesystem
+    filesystem.pipe_file(f"{filesystem.bucket}/data/{NAME}", raw_bytes(0, SIZE))
 
 
 def test_a_dataset_is_written_into_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:
@@ -219,8 +226,8 @@ def test_what_is_not_there(bucket: Any, options: dict[str, Any]) -> None:
 def test_a_server_that_is_gone(options: dict[str, Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    options["client_kwargs"]["endpoint_url"] = f"http://127.0.0.1:{port}"
-    place = RemoteFolder("s3://bucket/data", options, tries=2)
+    gone = {**options, "client_kwargs": {"endpoint_url": f"http://127.0.0.1:{port}"}}
+    place = RemoteFolder("s3://bucket/data", gone, tries=2)
     # On a machine that is busy, the client may take all of the time to open.
     with pytest.raises(
         ShardUnavailableError,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from all_workers import AllWorkers, Shape
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.data import LogicalShards, MapLoader, ShardLoader
@@ -65,6 +65,7 @@ LEGS = st.lists(
 
 @pytest.mark.parametrize("kind", LOADERS)
 @settings(max_examples=20)
+@example(count=10, legs=[((1, 1), 3, 3), ((3, 1), 3, 1)], tail="emit", last=False)  # a case that failed once
 @given(
     count=st.integers(1, MOST), legs=LEGS, tail=st.sampled_from(["emit", "pad", "drop", "carry"]), last=st.booleans()
 )
@@ -94,13 +95,6 @@ def test_every_sample_counted(
         assert len(rows) == len(set(rows)) or tail == "pad", "a sample came twice"
         if epoch != newest and tail in ("emit", "pad"):
             assert set(rows) == set(range(count))
-
-
-def test_more_boxes_than_are_left() -> None:
-    """Resume ten samples, after three steps of three on one box, on three boxes: a case that failed once."""
-    for kind, made in LOADERS.items():
-        by_epoch, _ = delivered(made(10), [((1, 1), 3, 3), ((3, 1), 3, 1)], "emit")
-        assert sorted(by_epoch[0]) == list(range(10)), kind
 
 
 @pytest.mark.parametrize("ahead", [{}, {"fetch_threads": 2}, {"fetch_processes": 1}])

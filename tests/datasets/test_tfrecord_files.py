@@ -17,6 +17,7 @@ from offset_files import forget_fingerprints
 
 from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.index import INDEX, read_index
+from penstock.data.formats.readers import open_shard
 from penstock.data.formats.tfrecord import tfrecord_file
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
@@ -88,18 +89,19 @@ def test_records_larger_than_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_flipped_bit_is_found(folder: Path) -> None:
-    """In a record's length, data and checksums: a bit of every third byte."""
-    index_folder(folder)
-    path = folder / "a.tfrecord"
+    """In a record's length, data and checksums."""
+    (shard,) = index_folder(folder)
+    path, *others = [folder / file.raw.name for file in shard.files]
     data = path.read_bytes()
     offsets = np.fromfile(folder / "a.tfrecord.penstock-index", "<i8")[6:]
     forget_fingerprints(folder)
     for at in range(int(offsets[2]), int(offsets[3])):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
-        dataset = StreamingDataset(local=folder)
-        assert dataset[1]
+        reader = open_shard(shard, [path, *others])
+        assert reader[1]
         with pytest.raises(ShardCorruptError, match=r"a.tfrecord: sample 2 (is damaged|must have \d+ bytes)"):
-            dataset[2]
+            reader[2]
+        reader.close()
 
 
 @pytest.mark.parametrize(

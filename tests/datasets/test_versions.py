@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ import pytest
 import torch
 from all_workers import AllWorkers, saved
 from forked import join_all
-from fsspec.implementations.memory import MemoryFileSystem
 from shard_server import Fault, ShardServer
 from shardsets import numbers
 
@@ -30,10 +29,9 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnava
 
 
 @pytest.fixture(params=["local", "remote"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def place(request: pytest.FixtureRequest, tmp_path: Path, bucket: str) -> str:
     """Address of an empty folder."""
-    yield str(tmp_path / "data") if request.param == "local" else f"memory://{os.urandom(4).hex()}"
-    MemoryFileSystem.store.clear()
+    return str(tmp_path / "data") if request.param == "local" else bucket
 
 
 def append(place: Any, first: int, count: int = 20, **settings: Any) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -124,6 +123,17 @@ def test_shards_are_below_the_limit_and_not_empty(tmp_path: Path) -> None:
     for shard in shards:
         assert (tmp_path / shard.name).stat().st_size == shard.size
         assert shard.size <= 1000 or shard.samples == 1
+
+
+def test_shard_has_all_samples_that_fit(tmp_path: Path) -> None:
+    """Of 1 byte, each of which takes 9 bytes of a shard: at one of 9 limits in a row they fill it exactly."""
+    left = set()
+    for limit in range(1000, 1009):
+        with MDSWriter(tmp_path / str(limit), {"x": "bytes"}, size_limit=limit) as writer:
+            for _ in range(200):
+                writer.write({"x": b"1"})
+        left |= {limit - shard.size for shard in writer.close()[:-1]}
+    assert left == set(range(9))
 
 
 @pytest.mark.parametrize("writer", [MDSWriter, JSONWriter, CSVWriter])
@@ -253,13 +263,6 @@ def write_numbers_and_a_bad_one(out: str) -> None:
         for number in range(100):
             writer.write({"n": number})
         writer.write({})
-
-
-@pytest.fixture
-def bucket() -> Iterator[str]:
-    """A folder in memory, which fsspec takes for a place far away."""
-    yield f"memory://{os.urandom(4).hex()}/train"
-    MemoryFileSystem.store.clear()
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

@@ -101,7 +101,7 @@ def test_folder_is_converted_once(lines: Path, tmp_path: Path) -> None:
         "1",
     )
     code, found = asked(*arguments)
-    assert (code, found["samples"], found["parts_made_now"], found["columns"]) == (0, 10, 2, {"n": "int32"})
+    assert (code, found["samples"], found["parts_made_now"], found["columns"]) == (0, 10, 1, {"n": "int32"})
     again = asked(*arguments)[1]
     assert (again["rows_digest"], again["parts_made_now"]) == (found["rows_digest"], 0)
     assert [sample["n"] for sample in asked("inspect", tmp_path / "made")[1]["first_samples"]] == ["0", "1", "2"]

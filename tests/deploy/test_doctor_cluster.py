@@ -20,6 +20,7 @@ from penstock.deploy.doctor.cluster_check import (
     check_cluster,
     check_lost,
     check_skew,
+    check_slots,
     check_version,
     check_worker,
 )
@@ -166,6 +167,17 @@ def test_tls_at_one_end_only(cluster: Any, tmp_path: Any) -> None:
     assert "does not use TLS" in found["TLS"]["found"]
 
 
+def test_draining_workers_have_no_free_slots() -> None:
+    workers = [
+        worker_view(pb.WorkerStatus(worker="w", live=True, slots=4, slots_used=1)),
+        worker_view(pb.WorkerStatus(worker="leaves", live=True, draining=True, slots=8)),
+        worker_view(pb.WorkerStatus(worker="lost", slots=8)),
+    ]
+    assert check_slots(workers, JobQuestion()).found == "3 free on 1 of 1 workers"
+    assert check_slots(workers, JobQuestion(boxes=3)).level == "ok"
+    assert check_slots(workers, JobQuestion(workers=4)).level == "problem"
+
+
 def of_worker(reached: str = "", here: bool = False, **status: Any) -> Finding:
     return check_worker(worker_view(pb.WorkerStatus(worker="w", **status)), reached, here, "0.1.0")
 
@@ -179,6 +191,7 @@ def of_worker(reached: str = "", here: bool = False, **status: Any) -> Finding:
         (check_skew(0.1, 0.3), "ok"),
         (check_skew(-0.5, 0.3), "ok"),
         (check_skew(5.0, 0.3), "warning"),
+        (check_skew(2.2, 0.3), "ok"),  # the call took as long
         (check_skew(-5.0, 0.3), "warning"),
         (check_skew(-4000.0, 0.3), "problem"),
         (check_skew(-1.8e9, 0.3), "warning"),  # it does not tell

@@ -17,7 +17,7 @@ from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.deploy.console.coordinator_options import Peer
 from penstock.deploy.engines.engine import Fleet
 from penstock.deploy.engines.fleet_folder import FleetFolder
-from penstock.proto.errors import InvalidArgumentError, NotPermittedError, SupersededError
+from penstock.proto.errors import InvalidArgumentError, NotPermittedError, SupersededError, TlsError
 from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.runtime.process.announcements import Announcement, announce, announced, withdraw
@@ -144,6 +144,16 @@ def test_token_is_that_of_the_coordinator(tmp_path: Path, monkeypatch: pytest.Mo
     assert Peer().token() == "announced"
     assert Peer(coordinator="unix:/x/lm").token() == "announced"
     assert Peer(coordinator="head:1").token() == "mine"
+
+
+@pytest.mark.usefixtures("_no_settings")
+def test_given_tls_files_take_precedence() -> None:
+    """A coordinator that is named by its address gets no file of the announcement."""
+    announce(one(tls={"tls_ca": "/announced.pem"}))
+    for peer, says in ((Peer(), "/announced.pem"), (Peer(tls_ca="/mine.pem"), "/mine.pem")):
+        with pytest.raises(TlsError, match=f"^tls_ca={says} cannot be read"):
+            peer.tls()
+    assert Peer(coordinator="unix:/x/lm").tls() is None
 
 
 @pytest.mark.usefixtures("_no_settings")

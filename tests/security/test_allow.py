@@ -3,9 +3,12 @@ them."""
 
 from __future__ import annotations
 
+import functools
+import os
 from dataclasses import replace
 
 import pytest
+import streams
 
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.testing import FakeCluster, FakeWorker
@@ -135,6 +138,14 @@ def test_what_is_defined_where_it_may_be_is_found() -> None:
     assert callable(load_input_fn(spec("streams:DataLoader")))  # in the training process and in the doctor
     with pytest.raises(InputFnNotAllowedError, match=r"is defined in module 'torch\.utils\.data\.dataloader'"):
         load_input_fn(spec("streams:DataLoader", "streams"))
+
+
+def test_partial_is_defined_where_its_function_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "own", functools.partial(streams.counter, 3), raising=False)
+    monkeypatch.setattr(streams, "shell", functools.partial(os.system, "true"), raising=False)
+    assert callable(load_input_fn(spec("streams:own", "streams")))
+    with pytest.raises(InputFnNotAllowedError, match="is defined in module 'posix'"):
+        load_input_fn(spec("streams:shell", "streams", "functools"))
 
 
 def test_search_path_or_script_of_peer_is_refused() -> None:

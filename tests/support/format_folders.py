@@ -104,18 +104,21 @@ def saved_rows(name: str) -> Samples:
     ]
 
 
+VALUES: dict[str, Callable[[int], Any]] = {
+    "int": lambda n: n - 20,
+    "float": lambda n: n / 3,
+    "str": lambda n: "ä" * (n % 5),
+    "bytes": lambda n: bytes([n]) * (n % 4),
+    "uint8": np.uint8,
+    "ndarray": lambda n: np.arange(n % 4 + 1, dtype=np.int16),
+    "json": lambda n: {"n": [n, None]},
+}
+"""Value of sample n, by encoding."""
+
+
 def written(folder: Path, writer: Any, columns: dict[str, str]) -> Samples:
     """Samples that a writer of ours wrote: mosaicml-streaming writes the same files, see test_mosaicml_files.py."""
-    values: dict[str, Callable[[int], Any]] = {
-        "int": lambda n: n - 20,
-        "float": lambda n: n / 3,
-        "str": lambda n: "ä" * (n % 5),
-        "bytes": lambda n: bytes([n]) * (n % 4),
-        "uint8": np.uint8,
-        "ndarray": lambda n: np.arange(n % 4 + 1, dtype=np.int16),
-        "json": lambda n: {"n": [n, None]},
-    }
-    samples = [{name: values[kind](n) for name, kind in columns.items()} for n in range(40)]
+    samples = [{name: VALUES[kind](n) for name, kind in columns.items()} for n in range(40)]
     with writer(folder, columns, size_limit=1000) as out:
         for sample in samples:
             out.write(sample)
@@ -140,10 +143,10 @@ def table() -> tuple[Samples, pyarrow.Table]:
     return rows, pyarrow.Table.from_pylist(rows).set_column(0, "tokens", tokens)
 
 
-def parquet(folder: Path, compression: str) -> Samples:
-    """Two files of pyarrow, in row groups of 7 rows."""
+def parquet(folder: Path) -> Samples:
+    """Two files of pyarrow, one of them compressed, in row groups of 7 rows."""
     rows, whole = table()
-    for name, part in (("a", whole[:33]), ("b", whole[33:])):
+    for name, part, compression in (("a", whole[:33], "none"), ("b", whole[33:], "zstd")):
         pyarrow.parquet.write_table(part, folder / f"{name}.parquet", row_group_size=7, compression=compression)
     index_folder(folder)
     return rows
@@ -258,17 +261,13 @@ def array_record(folder: Path) -> Samples:
     return samples
 
 
-TEXTS = {"number": "int", "half": "float", "text": "str"}
+TEXTS = {kind: kind for kind in ("int", "float", "str")}
 FOLDERS: dict[str, Callable[[Path], Samples]] = {
-    "mds": partial(
-        written, writer=MDSWriter, columns={kind: kind for kind in ("str", "bytes", "int", "ndarray", "json")}
-    ),
-    "mds, fixed": partial(written, writer=MDSWriter, columns={"number": "int", "small": "uint8"}),
+    "mds": partial(written, writer=MDSWriter, columns={kind: kind for kind in VALUES if kind != "float"}),
     "json": partial(written, writer=JSONWriter, columns=TEXTS),
     "csv": partial(written, writer=CSVWriter, columns=TEXTS),
     "xsv": partial(written, writer=partial(XSVWriter, separator="<>", newline="\r\n"), columns=TEXTS),
-    "parquet": partial(parquet, compression="none"),
-    "parquet, compressed": partial(parquet, compression="zstd"),
+    "parquet": parquet,
     "megatron": megatron,
     "arrow": arrow,
     "arrow, compressed": partial(arrow, compression="zstd"),

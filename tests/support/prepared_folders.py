@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 import tarfile
 from pathlib import Path
+
+from archives import archive
 
 __all__ = ["prepare", "write_offsets_of_energon"]
 
@@ -16,13 +17,14 @@ SPLITS = "exclude: [d_2.tar]\nsplit_parts:\n  train: ['d_{0..2}.tar']\n  val: ['
 
 def prepare(root: Path, splits: str = SPLITS, dataset: str = FIELDS, counted: int = 2) -> Path:
     for number, name in enumerate(("d_0", "d_1", "d_2", "v", "w")):
-        with tarfile.open(root / f"{name}.tar", "w") as archive:
-            for n in (2 * number, 2 * number + 1):
-                members = {"txt": b"%d" % n, "bin": b"b%d" % n, "json": json.dumps({"l": [n]}).encode()}
-                for ending, data in members.items():
-                    info = tarfile.TarInfo(f"{n}.{ending}")
-                    info.size = len(data)
-                    archive.addfile(info, io.BytesIO(data))
+        members: list[tuple[str, bytes]] = []
+        for n in (2 * number, 2 * number + 1):
+            members += [
+                (f"{n}.txt", b"%d" % n),
+                (f"{n}.bin", b"b%d" % n),
+                (f"{n}.json", json.dumps({"l": [n]}).encode()),
+            ]
+        archive(root / f"{name}.tar", members)
     meta = root / ".nv-meta"
     meta.mkdir()
     (meta / "split.yaml").write_text(splits)
@@ -34,7 +36,7 @@ def prepare(root: Path, splits: str = SPLITS, dataset: str = FIELDS, counted: in
 def write_offsets_of_energon(root: Path) -> None:
     """Write NAME.tar.idx beside each archive, as `energon prepare` does."""
     for path in root.glob("*.tar"):
-        with tarfile.open(path) as archive:
-            members = archive.getmembers()
+        with tarfile.open(path) as opened:
+            members = opened.getmembers()
             begins = [member.offset for member in members if member.name.endswith(".txt")]
-            (root / f"{path.name}.idx").write_bytes(struct.pack(f"<{len(begins) + 1}Q", *begins, archive.offset))
+            (root / f"{path.name}.idx").write_bytes(struct.pack(f"<{len(begins) + 1}Q", *begins, opened.offset))

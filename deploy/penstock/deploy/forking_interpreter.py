@@ -35,14 +35,14 @@ from penstock.worker.tools.loader_children import (
 __all__ = ["ForkedChild", "ForkingInterpreter", "Task", "serve", "take_task", "wait_for_messages"]
 
 ABORT_S = 2.0
-"""Longest time until a child has printed its stack and ended, in seconds."""
+"""Longest time in seconds that a child may take to print its stack and end."""
 EXIT_S = 2.0
-"""Longest time from the closing of a child's socket to the child's end, in seconds."""
+"""Longest time in seconds that a child may take to end after its socket was closed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Task for a child process."""
+    """Task that a command sends to a child process."""
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -51,10 +51,10 @@ class Task:
 
 
 class ForkingInterpreter:
-    """Command's handle on the forking interpreter; its calls have deadlines. The output of user code goes to standard
-    error.
+    """Handle of a command on the forking interpreter; its calls have deadlines. The output of user code goes to
+    standard error.
 
-    `module`: module that the interpreter runs; its `main` must call `serve`.
+    `module`: name of the module that the interpreter runs. The module's `main` must call `serve`.
     """
 
     def __init__(self, module: str) -> None:
@@ -82,7 +82,7 @@ class ForkingInterpreter:
         self._channel.close()
 
     def fork(self) -> ForkedChild:
-        """Return a new child, which has seen no user code."""
+        """Return a new child process, which has seen no user code."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         channel = ControlChannel(here)
         try:
@@ -94,8 +94,8 @@ class ForkingInterpreter:
             raise
 
     def reap(self, pid: int) -> int:
-        """Return the exit status of a child that has ended, in the form of Python's Popen.returncode. The child's
-        descendants are killed."""
+        """Return the exit status of a child that has ended, negative if a signal ended it (as Popen.returncode). The
+        child's descendants are killed."""
         self._channel.send("reap", pid=pid)
         return int(self._receive_reply().fields["status"])
 
@@ -110,13 +110,13 @@ class ForkingInterpreter:
                         "whether this machine is overloaded, and try again"
                     )
         except LaneLostError as error:
-            raise WorkerLostError("the Python process that runs the loaders died: see its output above") from error
+            raise WorkerLostError("the Python process that runs the loaders died. See its output above") from error
         return message
 
 
 class ForkedChild:
-    """Command's handle on a child of the interpreter. A pidfd reports the child's end. The end of the socket would not,
-    because the child's descendants may keep it open."""
+    """Handle of a command on a child of the interpreter. A pidfd reports the child's end. The end of the socket would
+    not, because the child's descendants may keep it open."""
 
     def __init__(self, parent: ForkingInterpreter, channel: ControlChannel, pid: int) -> None:
         self.channel = channel
@@ -145,24 +145,24 @@ class ForkedChild:
                 self.channel.send("part", part)
 
     def poll(self) -> ControlMessage | None:
-        """Return the next message of the child; None if none has arrived. Raises LaneLostError if the child has
+        """Return the child's next message; None if no message has arrived. Raises LaneLostError if the child has
         ended."""
         ended = self.process.ended  # read first: messages sent before the end can still be read
         message = self.channel.receive(wait=False)
         if message is None and ended:
-            raise LaneLostError("the process has ended")
+            raise LaneLostError("the child process has ended. See its output above")
         return message
 
     def receive(self, until: float) -> ControlMessage | None:
-        """Wait for the next message of the child and return it; None if none arrives by the monotonic time `until`.
-        Raises LaneLostError if the child has ended."""
+        """Wait for the child's next message and return it; None if no message arrives before the time `until`
+        (monotonic clock, in seconds). Raises LaneLostError if the child has ended."""
         while (message := self.poll()) is None:
             if not wait_for_messages([self], until):
                 return None
         return message
 
     def exit_description(self) -> str:
-        """Return a text that says how the child ended. The caller must have received its last message."""
+        """Return a text that says how the child ended. Call it after the child's last message was received."""
         if not self.process.wait(EXIT_S):
             return "closed its descriptors"
         status = self._parent.reap(self.process.pid)
@@ -170,14 +170,14 @@ class ForkedChild:
         return describe_exit(status)
 
     def show_stack(self) -> None:
-        """Send the child a signal at which faulthandler prints the stack of each thread. The signal ends the child."""
+        """Send the child a signal that prints the stack of each of its threads (by faulthandler) and ends it."""
         self.process.send(signal.SIGABRT)
         self.process.wait(ABORT_S)
 
 
 def wait_for_messages(children: Iterable[ForkedChild], until: float) -> list[ForkedChild]:
-    """Wait until at least one child has sent a message or ended, and return those children; empty if the monotonic time
-    `until` is reached."""
+    """Wait until at least one child has sent a message or ended, and return those children. Return an empty list at the
+    time `until` (monotonic clock, in seconds)."""
     by_fd = {fd: child for child in children for fd in (child.channel.fileno(), child.process.fileno())}
     return list(dict.fromkeys(by_fd[fd] for fd in wait_for_any(by_fd, until - time.monotonic())))
 
@@ -190,7 +190,7 @@ def serve(child: Callable[[ControlChannel], None]) -> None:
     Return when the command closes its own socket."""
     control = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the command ends this process
     faulthandler.enable()
     control.send("up")
     with contextlib.suppress(LaneLostError):
@@ -214,11 +214,11 @@ def _in_child(child: Callable[[ControlChannel], None], control: ControlChannel, 
         with contextlib.suppress(LaneLostError):
             child(channel)
     finally:
-        channel.sock.detach()  # it is closed by the end of the process
+        channel.sock.detach()  # the socket is closed when the process ends
 
 
 def take_task(channel: ControlChannel) -> Task:
-    """Wait for a task and return it, in a child."""
+    """Wait in a child process for the command's next task and return it."""
     message = cast(ControlMessage, channel.receive())
     parts = [cast(ControlMessage, channel.receive()).payload for _ in range(message.fields.pop("parts"))]
     return Task(message.kind, message.fields, message.payload, parts)

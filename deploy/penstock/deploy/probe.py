@@ -23,21 +23,21 @@ from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockE
 __all__ = ["main"]
 
 ANSWER_S = 4.0
-"""Longest wait for a coordinator's answer, in seconds. It is below the timeout of 5 s of the probe in the manifests, so
-that the error is still printed."""
+"""Longest time in seconds to wait for a coordinator's answer. It is below the timeout of 5 s of the probe in the
+manifests, so that the error is still printed."""
 ALIVE_S = 15.0
-"""Longest wait for an answer in a liveness probe, in seconds. Its timeout in the manifests is 20 s, because a busy
-daemon must not be killed."""
+"""Longest time in seconds to wait for an answer in a liveness probe. The probe's timeout in the manifests is 20 s,
+because a busy daemon must not be killed."""
 LIVE_S = 120.0
-"""Longest time in which no heartbeat call of a live worker ends, in seconds. A call takes at most 15 s: it is held for
-5 s in the largest fleet, and its deadline is 10 s later. The limit is several times that, for an overloaded machine."""
+"""Longest time in seconds in which no heartbeat call of a live worker ends. A call takes at most 15 s: it is held for 5
+s in the largest fleet, and its deadline is 10 s later. The limit is several times that, for an overloaded machine."""
 READY_S = 30.0
 _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check whether the daemon that `arguments` (None: the command line) name is live or ready, for a container's
-    health check. Return the exit status: 0 if it is, otherwise 1."""
+    """Check whether a container's daemon is live or ready. Return the exit status: 0 yes, 1 no or unknown, 2 a mistake
+    in the arguments. `arguments`: ROLE, "live" or "ready", and options; None: those of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.deploy.probe", description="Check whether this daemon is live or ready."
     )
@@ -62,7 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _given(flag_value: str | None, flag: str, name: str) -> str:
     value = flag_value or os.environ.get(name, "")
     if not value:
-        raise InvalidArgumentError(f"{flag} (or the variable {name}) must be given")
+        raise InvalidArgumentError(
+            f"{flag} (or the variable {name}) must be given. Set it in the container, as the manifests do"
+        )
     return value
 
 
@@ -73,12 +75,12 @@ def _look_at_worker(file: str, ready: bool, within_s: float | None) -> None:
     if ready and liveness.heard_s_ago > (within_s or READY_S):
         since = "yet" if liveness.heard_s_ago == float("inf") else f"for {liveness.heard_s_ago:.0f} s"
         raise DeadlineError(
-            f"the coordinator has not answered the worker {since} (limit {within_s or READY_S:g} s): see whether it "
+            f"the coordinator has not answered the worker {since} (limit {within_s or READY_S:g} s). See whether it "
             "runs, and whether the worker reaches it"
         )
     if liveness.turned_s_ago > (within_s or LIVE_S):
         raise DeadlineError(
-            f"the worker has made no progress for {liveness.turned_s_ago:.0f} s, so it hangs or is stopped: restart it"
+            f"the worker has made no progress for {liveness.turned_s_ago:.0f} s, so it hangs or is stopped. Restart it"
         )
 
 

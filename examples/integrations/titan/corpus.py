@@ -18,9 +18,10 @@ __all__ = ["Rows", "input_fn"]
 IGNORED = -100
 """Label that torchtitan's losses leave out."""
 SHARDS = 60
-"""Number of logical shards: a part of the order, so chosen once, and with many divisors."""
+"""Number of logical shards. It is a part of the order of samples, so it is chosen once, and has many divisors."""
 BLOCK = 8
-"""Rows of a block, also a part of the order. With it, the order does not depend on the batch size of the first step."""
+"""Number of rows of a block, which is also a part of the order. With it, the order does not depend on the batch size of
+the first step."""
 
 
 def input_fn(
@@ -33,7 +34,7 @@ def input_fn(
     tokenizer = Tokenizer.from_file(str(Path(tokenizer_path) / "tokenizer.json"))
     first, last = tokenizer.token_to_id(bos), tokenizer.token_to_id(eos)
     if first is None or last is None:
-        raise ValueError(f"the tokenizer must have the tokens {bos!r} and {eos!r}: pass the names of its own")
+        raise ValueError(f"the tokenizer must have the tokens {bos!r} and {eos!r}. Pass the names of its own")
     paths = sorted(Path(dataset_path).glob("*.jsonl"))
     records = LogicalShards([LineFile(path) for path in paths], shards=SHARDS, names=[path.name for path in paths])
 
@@ -48,7 +49,7 @@ def input_fn(
 
 
 class Rows:
-    """Function from a line of tokens to a row of torchtitan: its tokens, their positions, and their labels.
+    """Function from a line of tokens to a row for torchtitan: its tokens, their positions, and their labels.
 
     Each token is to be predicted from those before it in its document. So positions begin at 0 in each document, and
     the last token of a document has no label.

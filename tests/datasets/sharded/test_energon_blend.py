@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from archives import archive
 from shard_server import ShardServer
 
 from penstock.data import LogicalShards, MapLoader, Mixture, ShardLoader, energon_blend, energon_concat, index_folder
@@ -99,12 +98,7 @@ def prepared(root: Path, counts: Mapping[str, int], dataset: str = "field_map: {
         folder = root / name
         (folder / ".nv-meta").mkdir(parents=True)
         for split, numbers in (("train", range(count)), ("val", range(count, count + 2))):
-            with tarfile.open(folder / f"{split}.tar", "w") as archive:
-                for n in numbers:
-                    info = tarfile.TarInfo(f"{n}.txt")
-                    text = f"{name} {n}".encode()
-                    info.size = len(text)
-                    archive.addfile(info, io.BytesIO(text))
+            archive(folder / f"{split}.tar", [(f"{n}.txt", f"{name} {n}".encode()) for n in numbers])
         (folder / ".nv-meta" / "split.yaml").write_text("split_parts: {train: [train.tar], val: [val.tar]}")
         (folder / ".nv-meta" / "dataset.yaml").write_text(dataset)
         index_folder(folder)

@@ -390,7 +390,7 @@ class ClusterState:
         return name
 
     def _detach(self, slot: Slot) -> bool:
-        """Take the slot from its worker and raise the worker's version. Return False if the slot has no worker."""
+        """Take the slot from its worker, and raise the worker's version. Return False if the slot has no worker."""
         if not slot.worker:
             return False
         worker = self.workers.get(self._take(slot))

@@ -112,7 +112,7 @@ class Registry:
     # ------------------------------------------------------------------------------------------------------ common
 
     def settle(self) -> None:
-        """Complete a change: place waiting slots, plan state queries again, and commit."""
+        """Complete a change: give waiting slots to workers, plan state queries again, and commit."""
         cluster = self.cluster
         if cluster.release_ended():
             cluster.place_waiting()

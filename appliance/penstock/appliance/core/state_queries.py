@@ -42,7 +42,7 @@ class StateQueries:
         self._by_request: dict[str, StateQuery] = {}
         """Request id -> query that made this request."""
         self._closed: dict[str, StateQuery] = {}
-        """Run that has ended -> newest state query of the run that was completed."""
+        """Name of a run that has ended -> its newest completed state query."""
 
     def slot_requests(self, worker: str, now: float) -> Iterator[tuple[SlotStateRequest, float]]:
         """Yield each open request to the worker, with the seconds until the last caller of its query gives up."""

@@ -53,7 +53,7 @@ class ShareSeries:
     """Points: the time in seconds since the Unix epoch; the delivered share of each name; the wanted share of each
     name."""
     minutes: deque[tuple[float, array[float]]] = field(default_factory=lambda: deque(maxlen=MINUTES))
-    """The last point of each minute."""
+    """Points of the last day: the last one of each minute."""
     _counted: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
 
     def add(self, at: float, boxes: Iterable[Box]) -> None:

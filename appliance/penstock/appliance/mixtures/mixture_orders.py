@@ -165,7 +165,10 @@ class MixtureOrders:
         cannot be made any more."""
         attempt, change = proposal.attempt, proposal.change
         if proposal.run.current is not attempt:
-            raise SupersededError(f"attempt {attempt.number} of run {attempt.run} ended meanwhile: {attempt.why}")
+            raise SupersededError(
+                f"attempt {attempt.number} of run {attempt.run} ended meanwhile: {attempt.why}. Run `penstock mix` "
+                "again"
+            )
         self._attempt(proposal.run, own=True)
         boxes = [box for _, box in sorted(attempt.boxes.items())]
         heard = [box for box in boxes if box.fence[0] == proposal.fence]

@@ -366,7 +366,7 @@ class Attempt:
     """Reason why the attempt is over, as text for messages; "" while the attempt is open."""
     boxes: dict[int, Box] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
-    """Numbers of the boxes whose `epoch_ended` is set."""
+    """Numbers of the boxes whose epoch has ended, and whose loop has not begun another one."""
     live: set[int] = field(default_factory=set)
     """Numbers of the boxes whose presence is LIVE, kept so that closing a box need not look at all boxes."""
     left: dict[int, int] = field(default_factory=dict)
@@ -374,7 +374,8 @@ class Attempt:
     _left: list[int] = field(default_factory=list)
     """Keys of `left`, sorted."""
     fence: pb.MixtureFence | None = None
-    """Step before which the boxes wait, while a change of the mixture is decided; see mixture_orders.py."""
+    """Fence: step before which the boxes wait while a change of the mixture is decided; see mixture_orders.py. None: no
+    fence."""
     mixture_changes: list[records_pb2.MixtureChange] = field(default_factory=list)
     """Changes of the mixture's weights in this run: the same list object as that of the run."""
     last_live: float = 0.0

@@ -91,7 +91,7 @@ class Limits:
     """Time that a slot stays on its worker before balance may move the slot; 0 = balance never moves a slot. The waits
     of loops are measured over the same time. A move takes about a second, far less than this time."""
     balance_every_s: float = 5.0
-    """Time between two checks of the balance."""
+    """Time between two checks whether slots should move to other workers."""
 
     losses: int = 3
     loss_window_s: float = 60.0
@@ -164,7 +164,7 @@ class Limits:
     runs_max: int = 100_000
     """Largest number of runs in the journal, open or not. Each is kept for its seed and takes about 1 KB."""
     workers_max: int = 100_000
-    """Largest number of workers at a time."""
+    """Largest number of workers that are registered at a time."""
     admissions: RateLimits = field(default_factory=lambda: RateLimits())
     """Limits on the rate of registrations of workers and openings of runs."""
     slots_max: int = 16_384
@@ -213,7 +213,7 @@ class Limits:
 
     @property
     def tick_s(self) -> float:
-        """Interval between two checks of the leases."""
+        """Time between two checks whether leases have ended."""
         return min(self.worker_lease_s, self.client_lease_s) / TICK_SHARE
 
 

@@ -31,7 +31,7 @@ moved, slot migrated, slot recovered; box opened, box back, box closed; attempt 
 
 @dataclass
 class Event:
-    """Fault or change in the cluster."""
+    """Fault or change in the cluster, which the dashboard and the log show."""
 
     kind: str
     text: str

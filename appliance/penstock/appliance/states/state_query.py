@@ -195,7 +195,7 @@ class StateQuery:
     changed: list[SlotStateRequest] = field(default_factory=list)
     """Requests to workers that were opened or withdrawn since the workers were last told."""
     completed: list[int] = field(default_factory=list)
-    """Boxes that became complete since the callers were last told."""
+    """Numbers of the boxes whose last slot has answered since the callers were last told."""
     failure: PenstockError | None = None
     _asked_boxes: int = 0
     """Number of boxes whose slots have been asked so far. Boxes are begun in the order of their numbers."""

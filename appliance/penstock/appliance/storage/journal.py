@@ -278,7 +278,7 @@ class Journal:
     # ---- commit marks that peers keep
 
     def mark(self) -> bytes:
-        """Return the commit mark of the last commit. A peer keeps it and sends it to the next coordinator process."""
+        """Return the commit mark of the last commit, its signed number. A peer keeps it for the next coordinator."""
         return self.marks.make(self.committed)
 
     @property

@@ -87,7 +87,7 @@ class SnapshotIndex:
         self._blobs: dict[str, _Blob] = {}
         self._drops: list[Drop] = []
         self.used = 0
-        """Number of bytes of all snapshots and blobs."""
+        """Size in bytes of all snapshots and blobs on disk."""
         self.coming = 0
         """Number of bytes that transfers under way have declared. They count, so that transfers together do not exceed
         the budget."""

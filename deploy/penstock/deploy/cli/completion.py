@@ -19,12 +19,12 @@ DEADLINE_S = 1.0
 
 
 def run_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of runs for completion, as JOB/ORDINAL."""
+    """Return the names of runs (JOB/N) that complete the text `incomplete`."""
     return _names(ctx, incomplete, lambda reply: [run.run for run in reply.runs])
 
 
 def worker_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of registered workers for completion."""
+    """Return the names of registered workers that complete the text `incomplete`."""
     return _names(ctx, incomplete, lambda reply: [worker.worker for worker in reply.workers])
 
 

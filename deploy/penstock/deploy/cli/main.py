@@ -36,8 +36,8 @@ from penstock.runtime.telemetry.logs import printable
 __all__ = ["app", "main"]
 
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
-"""Error numbers (errno) of a failed write to standard output: a full disk, an exceeded quota or file size, a failing
-disk, a closed pipe."""
+"""Numbers (errno) of errors that mean that standard output cannot be written: a full disk, an exceeded quota or file
+size, a failing disk, a closed pipe."""
 
 
 class _Commands(Group):
@@ -119,7 +119,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in UNWRITTEN or error.filename is not None:  # not raised by a print
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the very end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at the very end cannot fail
         if isinstance(error, BrokenPipeError):  # `| head` has read enough
             raise SystemExit(UNSAID) from None
         _end(f"standard output cannot be written: {error.strerror}", UNSAID)
@@ -128,7 +128,7 @@ def main() -> None:
         if isinstance(end.__context__, BrokenPipeError):
             raise SystemExit(UNSAID) from None
         raise
-    except KeyboardInterrupt:  # before a command started
+    except KeyboardInterrupt:  # Ctrl-C before a command started
         raise SystemExit(INTERRUPTED) from None
 
 

@@ -17,16 +17,17 @@ __all__ = ["coordinator_tokens", "make_token", "peer_token"]
 
 _log = logging.getLogger("penstock.deploy")
 FILE = "token"
-"""Name of the token file in the state directory."""
+"""Name of the token file in a coordinator's state directory."""
 
 
 def peer_token(role: Role, file: Path | None) -> str:
-    """Return the token of a worker or an operator: from the file, else from the environment or the settings file."""
+    """Return the credential token of a worker or an operator: from `file`, otherwise from the environment or the
+    settings file."""
     return read_token(role, file=file)
 
 
 def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
-    """Return the text of a coordinator's tokens. If none are given, make a token that is valid for all roles.
+    """Return the text of a coordinator's tokens. If no token is given, make one that is valid for all roles.
 
     `state_dir` None: the coordinator keeps nothing on disk, so no token can be made.
 
@@ -73,10 +74,8 @@ def _refuse_planted(path: Path) -> None:
 
 
 def make_token(path: Path) -> bool:
-    """Write a new token to a file that only this user can read, atomically. Return False if the file exists already.
-
-    Raises JournalError if it cannot be written.
-    """
+    """Write a new token to a file that only this user can read, as a whole. Return False if the file exists already.
+    Raises JournalError if the file cannot be written."""
     if path.exists():
         return False
     beside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")
@@ -88,7 +87,7 @@ def make_token(path: Path) -> bool:
             out.flush()
             os.fsync(out.fileno())
         try:
-            os.link(beside, path)  # unlike rename, this never replaces another's
+            os.link(beside, path)  # unlike rename, a link never replaces a file
         except FileExistsError:
             return False
         finally:

@@ -31,7 +31,8 @@ _SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
     ("TLS", frozenset(("tls_ca", "tls_cert", "tls_key", "tls_name"))),
     ("General", frozenset(("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"))),
 )
-"""Headings in the help for the options that many commands share. They come after the command's own options."""
+"""Headings in the help for the options that many commands share, with these options. They come after the command's own
+options."""
 
 
 def _format_options(self: Any, ctx: Any, formatter: Any) -> None:
@@ -63,7 +64,8 @@ class Group(TyperGroup):
     """Group of commands whose help lists them under headings, by purpose."""
 
     heads: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Heading -> commands, in the order of the help. All other commands come under "Commands"."""
+    """Headings in the help, each with its commands, in the order of the help. All other commands come under
+    "Commands"."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the commands in the order of the headings; shell completion uses this order too."""
@@ -105,8 +107,8 @@ _PEER = {**flags_of(PeerSettings), "job": OwnJob, "token_file": TokenFile, **fla
 
 
 def completed(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the command with additional options: `--config`; the options of a coordinator in place of a parameter
-    `peer`; and the flags of the settings in place of each parameter that is `Annotated[Flags, ...]`."""
+    """Return the command with more options: `--config`; the options of a coordinator in place of a parameter `peer`;
+    and the flags of the settings in place of each parameter that is `Annotated[Flags, ...]`."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, dict[str, Any]] = {}
     options: dict[str, inspect.Parameter] = {}
@@ -137,8 +139,8 @@ def completed(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one(value: Any) -> Any:
-    """Return the value of a flag. The values of a repeatable flag are joined by commas; Typer passes an empty list if
-    the flag was not given."""
+    """Return the value of a flag. The values of a flag that may be repeated are joined by commas; for such a flag that
+    was not given, Typer passes an empty list."""
     return (",".join(value) if value else None) if isinstance(value, list) else value
 
 
@@ -152,6 +154,6 @@ def subcommands(cls: type[Group] = Group, **settings: Any) -> App:
 
 
 def quiet_grpc() -> None:
-    """Stop gRPC from writing to standard error, because Penstock's errors report the same. A worker must not call this,
-    because its runners would inherit the setting."""
+    """Stop gRPC from writing to standard error, because Penstock's errors report the same problems. A worker must not
+    call this, because its runners would inherit the setting."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

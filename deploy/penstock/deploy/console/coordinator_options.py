@@ -31,8 +31,8 @@ __all__ = ["Peer"]
 
 @dataclass(frozen=True)
 class Peer:
-    """Values of the options for a coordinator; None for those that were not given. Each method raises the errors of the
-    options that it uses."""
+    """Values of the options that name a coordinator and its credentials; None for those that were not given. Each
+    method raises the errors of the options that it uses."""
 
     coordinator: str | None = None
     job: str | None = None
@@ -50,7 +50,7 @@ class Peer:
         return self._announcement.address
 
     def tls(self) -> Tls | None:
-        """Return the TLS files of the command, read and checked; None without TLS."""
+        """Return the TLS files for the connection, read and checked; None if it uses no TLS."""
         files = {"tls_ca": self.tls_ca, "tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_name": self.tls_name}
         if self._announcement is not None and not self._is_named:
             announced_files = self._announcement.tls
@@ -73,8 +73,8 @@ class Peer:
 
     @property
     def _has_other_token(self) -> bool:
-        """True if the token of the variables or the settings file is to be used, not that of the announcement: for a
-        coordinator that is named by its HOST:PORT."""
+        """True if the token comes from a variable or the settings file, and not from the coordinator's announcement.
+        This is so for a coordinator that is named by its HOST:PORT."""
         return self._is_named and not self._named.startswith(UNIX) and _has_token()
 
     @property
@@ -82,16 +82,18 @@ class Peer:
         return resolve(PeerSettings, coordinator=self.coordinator).coordinator
 
     def _unannounced(self, found: list[Announcement]) -> list[str]:
-        """Return the default address if a `penstock coordinator` of this user may listen there too. Without a token in
-        the settings the command could not call it, and it may be another user's."""
+        """Return the default address in a list, if a `penstock coordinator` of this user may listen there besides the
+        announced ones (`found`); otherwise an empty list. Without a token in the settings the command could not call
+        it, and it may be another user's."""
         if not found or not _has_token() or self._named in [one.address for one in found] or not accepts(self._named):
             return []
         return [f"the default address: {self._named}"]
 
     @cached_property
     def _announcement(self) -> Announcement | None:
-        """Return the announcement of the coordinator: the one with the named address, or with the name `job`, else the
-        only one. None if there is none. Raises InvalidArgumentError if several fit."""
+        """Return the announcement (a file about a coordinator that runs here) of the coordinator to call: the one with
+        the named address, or with the name `job`, otherwise the only one. Return None if there is none. Raises
+        InvalidArgumentError if several fit."""
         if self.job is not None and self.coordinator is not None:
             raise InvalidArgumentError("only one of --coordinator and --job must be given, got both. Omit one")
         found = announced()
@@ -121,5 +123,5 @@ class Peer:
 
 
 def _has_token() -> bool:
-    """Return whether a variable or the settings file has a token, which then belongs to the named coordinator."""
+    """Return True if a variable or the settings file has a token, which then belongs to the named coordinator."""
     return bool(os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings())

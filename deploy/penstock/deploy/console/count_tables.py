@@ -12,13 +12,13 @@ __all__ = ["count_tables", "counts_as_dict", "rows_of_workers"]
 
 
 def rows_of_workers(states: Iterable[Any]) -> Rows:
-    """Return the sum of the counts in the states of workers; states without counts add nothing."""
+    """Return the sum of the sample counts in the states of workers. States without counts add nothing."""
     counts = [state.get(COUNTS) for state in states if isinstance(state, Mapping)]
     return merged_rows(saved_rows(own.get("rows")) for own in counts if isinstance(own, Mapping) and "rows" in own)
 
 
 def counts_as_dict(rows: Rows) -> dict[str, Any]:
-    """Return counts as JSON values: {"sources": {name: counts}, "keys": {name: counts}}."""
+    """Return sample counts as JSON values: {"sources": {name: counts}, "keys": {name: counts}}."""
     return {
         "sources": {name: counts.plain() for name, counts in by_source(rows).items()},
         "keys": {name: counts.plain() for name, counts in by_key(rows).items()},

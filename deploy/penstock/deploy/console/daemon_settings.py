@@ -52,9 +52,11 @@ _MODULE = re.compile(r"\*|[^\W\d]\w*(\.[^\W\d]\w*)*")
 def listen_address(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host.isprintable() or " " in host:
-        raise ValueError("a host must be printable text without blanks")
+        raise ValueError("a host must be printable text without blanks. Correct the host before the colon")
     if "/" in value:
-        raise ValueError('an address must be "HOST:PORT", without a scheme or path')
+        raise ValueError(
+            'an address must be "HOST:PORT", without a scheme or path. Leave out what is not host and port'
+        )
     if host and port.isascii() and port.isdigit() and int(port) <= 65535:
         if ":" in host and not (host.startswith("[") and host.endswith("]")):
             raise ValueError(f"an IPv6 address must be in brackets. Write [{host}]:{port}")
@@ -95,7 +97,7 @@ def memory_size(value: str) -> str:
     if value and not re.fullmatch(r"[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?", value):
         raise ValueError("a size must be a number with a unit, such as 500MiB or 4GiB")
     if value and bytes_of(value) < 1 << 20:
-        raise ValueError("the memory of a runner must be at least 1 MiB")
+        raise ValueError("the memory of a runner must be at least 1 MiB. Give a larger size, such as 4GiB")
     return value
 
 
@@ -276,7 +278,8 @@ class WorkerSettings(Section):
         for prefix in prefixes:
             if not _MODULE.fullmatch(prefix):
                 raise ValueError(
-                    f"a module prefix must be like mypackage or mypackage.data, or '*' for all, got {prefix!r}"
+                    f"a module prefix must be like mypackage or mypackage.data, or '*' for all, got {prefix!r}. "
+                    "Separate several prefixes by commas"
                 )
         if not prefixes:
             raise ValueError("at least one module prefix must be given. Name your package, such as mypackage")

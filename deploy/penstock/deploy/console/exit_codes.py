@@ -52,7 +52,8 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class ExitCode:
-    """Exit code and its meaning. `errors`: classes of penstock.proto.errors that end a command with this code."""
+    """Exit code of a command, and its meaning. `errors`: classes of penstock.proto.errors that end a command with this
+    code."""
 
     number: int
     meaning: str
@@ -137,17 +138,16 @@ _REMEDIES: dict[type[PenstockError], str] = {
     CoordinatorUnavailableError: "Start it there (penstock coordinator, penstock up), or name another address by "
     "--coordinator or PENSTOCK_COORDINATOR",
 }
-"""Remedies that a command adds to errors whose remedy elsewhere is another."""
+"""Remedies that commands add to some errors, because in a training job these errors have another remedy."""
 
 _CODE_OF = {name: code.number for code in CODES for name in code.errors}
 
 EXIT_LINES = "\n".join(f"{code.number:>3}  {code.meaning}" for code in CODES)
-"""Table of the exit codes for --help, as text."""
+"""Table of the exit codes as text, for --help."""
 
 
 class CommandError(Exception):
-    """Failure of a command that none of the classes in penstock.proto.errors describes. It carries its own exit
-    code."""
+    """Error of a command for which penstock.proto.errors has no class. It carries its own exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -155,7 +155,7 @@ class CommandError(Exception):
 
 
 def exit_code(error: PenstockError) -> int:
-    """Return the exit code of an error: that of its class, or of the nearest base class in the table."""
+    """Return the exit code of an error: the code of its class, or of the nearest base class in the table."""
     name = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE)
     return _CODE_OF[name]
 
@@ -171,13 +171,13 @@ def set_debug(value: bool) -> bool:
 
 
 def debugging() -> bool:
-    """Return whether tracebacks of expected errors are shown."""
+    """Return True if tracebacks of expected errors are shown too (the option --debug)."""
     return _debug
 
 
 def guarded(command: Callable[_P, int | None]) -> Callable[_P, NoReturn]:
-    """Return the command wrapped so that it ends the process with an exit code: the value that it returns (None: 0), or
-    the code of the error that it raises."""
+    """Return a function that runs the command and ends the process with an exit code: the value that the command
+    returns (None: 0), or the code of the error that it raises."""
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Values of options that are lists or pairs in one text."""
+"""Values of command-line options that are lists or pairs in one text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["listed", "pairs_of"]
 
 
 def listed(option: str, text: str) -> list[str]:
-    """Return the values of a text such as "A,B". Raises InvalidArgumentError if one is empty."""
+    """Return the values in a text such as "A,B". Raises InvalidArgumentError if a value is empty."""
     values = [value.strip() for value in text.split(",")]
     if not all(values):
         raise InvalidArgumentError(
@@ -21,14 +21,16 @@ def listed(option: str, text: str) -> list[str]:
 
 
 def pairs_of(option: str, texts: Sequence[str]) -> dict[str, str]:
-    """Return values by name, of texts such as "NAME=VALUE". Raises InvalidArgumentError for other texts, and for a name
-    that is given twice."""
+    """Return values by name, from texts such as "NAME=VALUE". Raises InvalidArgumentError for other texts, and for a
+    name that is given twice."""
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (name and equals and value):
-            raise InvalidArgumentError(f"{option} must have the form NAME=VALUE, got {text!r}")
+            raise InvalidArgumentError(
+                f"{option} must have the form NAME=VALUE, got {text!r}. Put the name and = before the value"
+            )
         if name in found:
-            raise InvalidArgumentError(f"{option} must have each name once, got {name!r} twice: leave one out")
+            raise InvalidArgumentError(f"{option} must have each name once, got {name!r} twice. Leave one out")
         found[name] = value
     return found

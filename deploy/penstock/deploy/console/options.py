@@ -46,7 +46,7 @@ value of a flag that was not given is None. See penstock.deploy.console.common_o
 
 
 def option(section: type[Section], field: str) -> Any:
-    """Return the Typer option of a setting."""
+    """Return the Typer option for the setting `field` of a settings class."""
     info = section.model_fields[field]
     facts = [variable(section, field)]
     if info.is_required():
@@ -60,7 +60,7 @@ def option(section: type[Section], field: str) -> Any:
 
 
 def flags_of(section: type[Section]) -> dict[str, Any]:
-    """Return a dict for the settings of the class: name of a setting -> type annotation of its flag."""
+    """Return the type annotation of each setting's flag, by the setting's name."""
     found: dict[str, Any] = {}
     for field, info in section.model_fields.items():
         several = any(isinstance(fact, IsList) for fact in info.metadata)

@@ -23,7 +23,8 @@ from penstock.runtime.config.settings_file import CLUSTER, likely, read_settings
 __all__ = ["check_settings_file", "daemon", "describe", "flag", "refuse_unknown", "resolve", "sections", "variable"]
 
 _KUBERNETES = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)")
-"""Pattern of the variables that Kubernetes puts into every pod for a Service, such as penstock-coordinator."""
+"""Pattern of the variables that Kubernetes puts into every pod for a Service with a name such as
+penstock-coordinator."""
 
 _Section = TypeVar("_Section", bound=Section)
 
@@ -34,13 +35,14 @@ def flag(field: str) -> str:
 
 
 def daemon(section: type[Section]) -> bool:
-    """Return whether the class holds the settings of one daemon: its variables then have a prefix of their own, and the
-    file a section of their own."""
+    """Return True if the class holds the settings of one daemon. Its variables then have a prefix of their own, and the
+    settings file a section of their own."""
     return section.table not in ("", CLUSTER)
 
 
 def sections(table: str) -> list[type[Section]]:
-    """Return the settings classes whose settings are in this section of the file, among those imported so far."""
+    """Return the settings classes, among those imported so far, whose settings are in section `table` of the settings
+    file."""
     return [section for section in Section.__subclasses__() if section.table == table]
 
 
@@ -75,7 +77,7 @@ def check_settings_file() -> None:
 
 
 def refuse_unknown(section: type[Section]) -> None:
-    """Raise InvalidArgumentError if a variable has the daemon's prefix but is not one of its settings."""
+    """Raise InvalidArgumentError if an environment variable has the daemon's prefix but is not one of its settings."""
     prefix = str(section.model_config.get("env_prefix", ""))
     known = {variable(section, field) for field in section.model_fields}
     for name in sorted(os.environ):

@@ -19,11 +19,11 @@ def ending() -> list[signal.Signals]:
 @contextlib.contextmanager
 def raised(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callable[[], None]]:
     """Turn SIGTERM and SIGHUP (a closed terminal) into an exception within the context, as Python turns Ctrl-C into
-    KeyboardInterrupt. Under nohup, SIGHUP stays ignored. `error`: returns the exception for a signal.
+    KeyboardInterrupt. Under nohup, SIGHUP stays ignored. `error`: function that returns the exception for a signal.
 
     Python drops an exception that is raised while a finalizer or the callback of a weak reference runs. So the
-    exception is raised again at the end of the context, and by the yielded function, which a caller with a loop must
-    call in each round.
+    exception is raised again at the end of the context, and by the function that the context yields. A caller with a
+    loop must call this function in each round.
     """
     received: list[signal.Signals] = []
 

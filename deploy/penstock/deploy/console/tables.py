@@ -25,19 +25,20 @@ __all__ = ["Table", "drawn", "show"]
 
 @dataclass(frozen=True)
 class Table:
-    """Table to show. A heading that ends with ">" belongs to a column of numbers, which is aligned to the right."""
+    """Table that a command prints. A heading that ends with ">" belongs to a column of numbers, which is aligned to the
+    right."""
 
     title: str
     headings: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
     empty: str = ""
-    """Line to show if the table has no rows; "" = show nothing."""
+    """Line that is shown if the table has no rows; "": nothing is shown."""
     note: str = ""
-    """Line to show below the rows; "" = none."""
+    """Line that is shown below the rows; "": no line."""
 
 
 def show(tables: Iterable[Table]) -> None:
-    """Print the tables that have rows; for one without rows, its `empty` line."""
+    """Print the tables. Instead of a table without rows, print its `empty` line."""
     draw = _draw if sys.stdout.isatty() else _write
     first = True
     for table in tables:
@@ -55,7 +56,7 @@ def show(tables: Iterable[Table]) -> None:
 
 
 def drawn(table: Table, styles: Iterable[str] = (), *, no_wrap: bool = False, **look: Any) -> rich.table.Table:
-    """Return the table as one of rich. `styles`: style of each row. `look`: arguments of rich's table."""
+    """Return the table as a table of rich. `styles`: style of each row; `look`: arguments of rich's table."""
     import rich.table
     from rich.text import Text
 

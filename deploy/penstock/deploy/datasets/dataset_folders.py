@@ -28,18 +28,19 @@ if TYPE_CHECKING:
 __all__ = ["show_conversion", "show_index", "show_inspection", "show_plan", "show_verification"]
 
 LONGEST_VALUE = 60
-"""Largest number of characters of a value that is shown."""
+"""Largest number of characters of a sample's value that are shown."""
 VERIFIED_AT_ONCE = 64
-"""Number of samples that are read at a time."""
+"""Number of samples that are read in one call."""
 
 
 def show_index(folder: str, format: str | None, out: Path | None, as_json: bool) -> None:
-    """Write a folder's index, and print what was found. `out`: folder of the index; None: the folder itself."""
+    """Write the index of a folder, and print what was found in it. `out`: folder for the index; None: the folder
+    itself."""
     _print(_counts(folder, index_folder(folder, format, out=out)), as_json)
 
 
 def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: Any) -> None:
-    """Convert a dataset, and print what was made."""
+    """Convert a dataset to another format, and print what was written."""
     if "://" not in source:
         _index_of(Path(source).expanduser())
     done = convert_dataset(source, dest, to, names=ArgumentNames(options=True), **settings)
@@ -54,7 +55,7 @@ def show_conversion(source: str, dest: str, to: str, as_json: bool, **settings: 
 
 
 def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
-    """Print what is in a dataset, with its first samples."""
+    """Print a dataset's format, size and columns, and its first samples. `samples`: number of samples to print."""
     shards = _shards(folder)
     found: dict[str, Any] = _counts(folder, shards)
     with _opened(folder, shards) as dataset:
@@ -68,8 +69,11 @@ def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as
     """Print what a run over a dataset will fetch.
 
     Args:
+        folder: folder of the dataset, or of its index alone.
         batch: global batch size: rows of a step, over all boxes.
+        boxes: number of boxes.
         order: arguments of StreamingLoader that decide the order and what is fetched ahead.
+        as_json: True: print JSON, not tables.
         run: other settings of a PlannedRun.
     """
     from penstock.data import StreamingLoader  # imports torch
@@ -102,7 +106,7 @@ def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as
 
 
 def show_verification(folder: Path, as_json: bool) -> int:
-    """Read all samples, and print which files are damaged or missing. Returns the exit code."""
+    """Read all samples of a dataset, and print which files are damaged or missing. Return the exit code."""
     shards = _shards(folder)
     stored = [file.packed or file.raw for shard in shards for file in shard.files]
     algorithms = sorted(set.intersection(*(set(file.hashes) for file in stored))) if stored else []
@@ -125,8 +129,8 @@ def show_verification(folder: Path, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _opened(folder: Path, shards: Sequence[Shard], **options: Any) -> Iterator[StreamingDataset]:
-    """Open a dataset without writing into its folder: what it stores itself, such as decompressed shards, goes into a
-    temporary folder."""
+    """Open a dataset without writing into its folder. What the dataset stores itself, such as decompressed shards, goes
+    into a temporary folder."""
     from penstock.data import StreamingDataset  # imports torch
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -138,7 +142,8 @@ def _opened(folder: Path, shards: Sequence[Shard], **options: Any) -> Iterator[S
 
 
 def _split_of(shards: Sequence[Shard]) -> str | None:
-    """Return the value of `split` that stands for all samples of a dataset: "*" if its index lists splits."""
+    """Return the argument `split` that selects all samples of a dataset: "*" if its index lists splits, otherwise
+    None."""
     return "*" if any("splits" in shard.settings for shard in shards) else None
 
 
@@ -151,7 +156,7 @@ def _shards(folder: Path) -> list[Shard]:
 
 
 def _index_of(folder: Path) -> Path:
-    """Return the path of a folder's index. Raises DatasetError if there is none."""
+    """Return the path of the index in a dataset's folder. Raises DatasetError if the folder has no index."""
     path = folder / INDEX
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
@@ -172,7 +177,8 @@ def _counts(folder: str | Path, shards: Sequence[Shard]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    """Return the type of a value, with the dtype and shape of an array and the mode and size of an image."""
+    """Return a text with the type of a value, with the dtype and shape of an array and the mode and size of an
+    image."""
     name = type(value).__name__
     if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
         return f"{name} of {value.dtype}, shape {tuple(value.shape)}"

@@ -12,7 +12,8 @@ from penstock.data import MapLoader, SyntheticDataset
 __all__ = ["images"]
 
 MAKING_S = 0.004
-"""Seconds that making an image takes, like decoding one, so that the stream lasts long enough for the faults."""
+"""Seconds that it takes to make an image, as decoding one would, so that the stream lasts long enough for the
+faults."""
 
 
 def images(samples: int, batch_size: int) -> MapLoader:

@@ -41,11 +41,11 @@ class _Demo:
         self.killed = ""
         self.recoveries = 0
         self.longest_s = 0.0
-        """Longest time that the loop waited for one batch after the kill, in seconds."""
+        """Longest time in seconds that the training loop waited for one batch after a daemon was killed."""
 
     def stream(self, job: str, workers: int, *, state: dict[str, Any] | None = None, until: int = STEPS) -> Any:
-        """Run a training loop of the job up to step `until`; return the state there, and the digest of each batch by
-        step."""
+        """Run a training loop of a job up to step `until`. Return the state there, and the digest of each batch by
+        step. `state`: state from which the loop resumes; None: from the beginning."""
         from penstock.client import Appliance, DataExecutor, DataLoader
         from penstock.deploy.demo.demo_input import images
 
@@ -77,7 +77,7 @@ class _Demo:
             return digests, loader.state_dict() if until == SAVE_AT else None
 
     def _kill(self, run: str) -> None:
-        """Kill by SIGKILL a daemon that makes batches of the run, with all its descendants."""
+        """Kill by SIGKILL a worker daemon that makes batches of the run, with all its descendants."""
         with CoordinatorClient(self._fleet.coordinator, self._token) as client:
             reply = client.status()
         slots = [slot for one in reply.runs if one.run == run for box in one.boxes for slot in box.slots]
@@ -89,11 +89,12 @@ class _Demo:
                 Identity(**daemon["identity"]).send(signal.SIGKILL)
                 self._show(f"    step {KILL_AT}: worker {self.killed}, which makes the next batches, is killed")
                 return
-        raise WorkerLostError(f"worker {self.killed} ended before the demo could kill it: run the demo again")
+        raise WorkerLostError(f"worker {self.killed} ended before the demo could kill it. Run the demo again")
 
 
 def run_demo(as_json: bool) -> int:
-    """Run the demo and print the result; return 0 if the streams are equal, else 1."""
+    """Run the demo and print the result. Return 0 if the batches with faults equal those without faults, otherwise
+    1."""
     began = time.monotonic()
 
     def show(line: str) -> None:

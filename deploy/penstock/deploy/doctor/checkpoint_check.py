@@ -20,14 +20,14 @@ NONE_INTACT = "No checkpoint here is intact: restore the files from a copy, or s
 
 @dataclass(frozen=True)
 class Verified:
-    """Checkpoint that was checked, with its defects."""
+    """Checkpoint whose files were read and compared, with the defects that were found."""
 
     found: FoundCheckpoint
     wrong: list[str]
 
 
 def is_path(target: str) -> bool:
-    """Return whether the target is a folder, and not MODULE:NAME of an input_fn."""
+    """Return True if the target of `penstock doctor` is a folder, and not the MODULE:NAME of an input_fn."""
     return Path(target).is_dir() or "/" in target
 
 
@@ -62,7 +62,8 @@ def show_checkpoints(path: Path, as_json: bool) -> int:
 def _at(path: Path) -> list[FoundCheckpoint]:
     if not path.is_dir():
         raise CheckpointNotFoundError(
-            f"{path} must be the folder of a checkpoint, or a folder of checkpoints, but is not a folder"
+            f"{path} must be the folder of a checkpoint, or a folder of checkpoints, but is not a folder. Correct the "
+            "path"
         )
     try:
         manifest = read_manifest(path)

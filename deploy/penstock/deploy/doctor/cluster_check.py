@@ -2,7 +2,7 @@
 
 The steps of connecting to the coordinator depend on each other: if its name does not resolve, all later checks are
 meaningless. So the first step that fails is the last finding. If all succeed, the coordinator's data about each worker
-is checked, and a lane to every worker is tried from here, many at a time.
+are checked, and a lane (the connection for batches) to every worker is tried from here, many at a time.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from penstock.runtime.telemetry.cluster_view import LATELY_S, ClusterView, Event
 __all__ = ["JobQuestion", "check_cluster", "check_lost", "check_skew", "check_slots", "check_version", "check_worker"]
 
 CONNECT_S = 3.0
-"""Deadline of a TCP connection within a cluster, in seconds."""
+"""Longest time in seconds to wait for a TCP connection within a cluster."""
 NO_ANSWER = f"the worker accepts connections, but does not answer within {CONNECT_S:g} s"
-"""Finding about a worker that hangs or is stopped. The kernel still accepts connections for it."""
+"""Text of the finding about a worker that hangs or is stopped. The kernel still accepts connections for it."""
 LATE_HEARTBEAT_S = 2.0
 """Age of a worker's last heartbeat above which a warning is given, in seconds. Heartbeats come every second in a small
-fleet, so one is missing, but the lease has not ended yet."""
+fleet, so at this age one is missing, but the lease (the silence after which a worker counts as dead) has not ended."""
 LARGE_FLEET = 1000
 """Number of workers above which LATE_HEARTBEAT_S grows in proportion, because heartbeats are rarer in such a fleet (see
 lease_policy)."""
@@ -58,8 +58,8 @@ class JobQuestion:
 def check_cluster(
     address: str, load_tls: Callable[[], Tls | None], read_token: Callable[[], str], job: JobQuestion
 ) -> Iterator[Finding]:
-    """Yield all findings, up to the first failed step without which the rest is meaningless. Errors of `load_tls` and
-    `read_token` are findings too."""
+    """Yield all findings about a cluster, up to the first failed step without which the rest is meaningless. Errors of
+    `load_tls` and `read_token` become findings, too."""
     try:
         tls = load_tls()
     except TlsError as error:
@@ -136,7 +136,7 @@ def _check_connection(address: str, tls: Tls | None) -> Iterator[Finding]:
 
 
 def _connect_error(address: str | None) -> str:
-    """Return the reason why no TCP connection to the address can be made; "" if one can."""
+    """Return the reason why no TCP connection to an address can be made; "" if a connection can be made."""
     if not address:
         return "the worker has no address for lanes from other machines"
     try:
@@ -149,8 +149,8 @@ def _connect_error(address: str | None) -> str:
 
 
 def _lane_error(address: str | None, tls: Tls | None) -> str:
-    """Return the reason why a worker's lanes cannot be reached from here; "" if they can. The worker must answer a
-    Hello that names no slot, which it refuses."""
+    """Return the reason why a worker's lanes (connections for batches) cannot be reached from here; "" if they can. A
+    worker that can be reached answers a Hello that names no slot by refusing it."""
     refused = _connect_error(address)
     if refused or not address:
         return refused
@@ -182,10 +182,13 @@ def _no_status(error: PenstockError, address: str) -> Finding:
 
 
 def check_version(who: str, has: str, ours: str, protocol: int) -> Finding:
-    """Compare a peer's release with that of this installation, and the version of its control protocol.
+    """Compare a peer's release and version of the control protocol with those of this installation.
 
-    `who`: the peer. `has`: its release. `ours`: the release of this installation. `protocol`: the peer's protocol
-    version.
+    Args:
+        who: name of the peer, for the finding.
+        has: release of the peer.
+        ours: release of this installation.
+        protocol: version of the control protocol that the peer speaks.
     """
     if not has:
         return warning("version", f"the {who} reports no release", f"Its release is older: upgrade the {who}.")
@@ -199,8 +202,8 @@ def check_version(who: str, has: str, ours: str, protocol: int) -> Finding:
 
 
 def check_skew(ahead_s: float, took_s: float) -> Finding:
-    """Compare the coordinator's clock with this machine's. `ahead_s`: seconds by which the coordinator's clock, as it
-    answered, is ahead of this one before the call. `took_s`: duration of the call in seconds."""
+    """Compare the coordinator's clock with this machine's. `ahead_s`: time in the coordinator's answer, minus this
+    machine's time before the call, in seconds; `took_s`: duration of the call in seconds."""
     if ahead_s < -1e8:
         return warning("clock", "the coordinator does not report its time", "Its release is older: upgrade it.")
     # The coordinator read its clock at some time within the call.
@@ -221,12 +224,12 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
 def check_worker(
     worker: WorkerView, error: str, here: bool, coordinator: str, quiet_s: float = LATE_HEARTBEAT_S
 ) -> Finding:
-    """Check a worker.
+    """Return the finding about a worker.
 
     Args:
         worker: worker as the coordinator reports it.
         error: reason why the worker's lanes cannot be reached from here; "" if they can be reached.
-        here: whether the worker is on this host, where lanes need no network.
+        here: True if the worker is on this host, where lanes need no network.
         coordinator: release of the coordinator.
         quiet_s: age of the worker's last heartbeat above which a warning is given, in seconds.
     """
@@ -272,7 +275,7 @@ def check_lost(found: ClusterView) -> Iterator[Finding]:
     lost: dict[str | None, EventView] = {}
     for event in found.events:
         if event.kind == "worker lost" and event.age_s <= LATELY_S and event.worker not in there:
-            lost[event.worker] = event  # the last one: events come oldest first
+            lost[event.worker] = event  # the newest event wins: they come oldest first
     for name, event in lost.items():
         yield warning(
             f"worker {name}",
@@ -282,7 +285,7 @@ def check_lost(found: ClusterView) -> Iterator[Finding]:
 
 
 def check_slots(workers: Sequence[WorkerView], job: JobQuestion) -> Finding:
-    """Check that workers which may run the job have enough free capacity for it."""
+    """Check whether the workers that may run the job have enough free slots for it."""
     ready = [worker for worker in workers if worker.state == "live"]
     module = module_of(job.input_fn) if job.input_fn else ""
     may = [worker for worker in ready if not module or not worker.allow or under(module, worker.allow)]

@@ -17,17 +17,17 @@ Level = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check."""
+    """Result of one check of `penstock doctor`: what was found, whether it suffices, and the remedy."""
 
     check: str
     level: Level
     found: str
     remedy: str = ""
-    """Remedy, as a command where there is one; "" if none is needed."""
+    """Remedy, as a command where a command helps; "" if no remedy is needed."""
 
 
 def ok(check: str, found: str) -> Finding:
-    """Return a finding that reports no problem."""
+    """Return a finding that reports no problem. `check`: name of the check; `found`: what was found."""
     return Finding(check, "ok", found)
 
 
@@ -42,7 +42,7 @@ def problem(check: str, found: str, remedy: str) -> Finding:
 
 
 def show_findings(what: str, findings: Sequence[Finding], as_json: bool) -> int:
-    """Print findings and return the exit code: UNFIT if one of them is a problem. `what`: title."""
+    """Print findings and return the exit code: UNFIT if a finding is a problem. `what`: title of the table."""
     count = {level: sum(each.level == level for each in findings) for level in ("ok", "warning", "problem")}
     code = UNFIT if count["problem"] else 0
     if as_json:

@@ -21,15 +21,15 @@ __all__ = ["ImportedLoader", "main", "try_import"]
 
 TRACEBACK = 8 << 10
 """Largest number of characters of a traceback that the child sends. Traceback and message must fit into the buffer of a
-pipe, because the pipe is read only after the child has ended."""
+pipe, because the command reads the pipe only after the child has ended."""
 
 
 @dataclass(frozen=True)
 class ImportedLoader:
-    """Result of a successful import of an input_fn."""
+    """Result of importing an input_fn without an error."""
 
     file: str
-    """Path of the file of the module."""
+    """Path of the file of the input_fn's module; "" if it has no file."""
 
 
 def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
@@ -40,7 +40,8 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
     module, _, name = input_fn.partition(":")
     if not module or not name:
         raise InvalidArgumentError(
-            f"input_fn must be MODULE:NAME, such as mypackage.data:train_input, got {input_fn!r}"
+            f"input_fn must be MODULE:NAME, such as mypackage.data:train_input, got {input_fn!r}. Name a function of "
+            "an importable module"
         )
     with LinePipe() as answer:
         command = interpreter("penstock.deploy.doctor.import_check", input_fn, str(answer.theirs.fileno()))
@@ -48,7 +49,7 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
         try:
             in_time = child.wait(deadline_s)
         finally:
-            kill_group(child.pid)  # and its descendants
+            kill_group(child.pid)  # also ends its descendants
             status = child.result()
         if not in_time:
             raise DeadlineError(
@@ -56,7 +57,7 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
             )
         answer.read()  # one read, not until end of file: a descendant in another process group may keep the pipe open
     if not answer.rest:
-        raise PenstockError(f"the process that imported {module} {exit_words(status)}")
+        raise PenstockError(f"the process that imported {module} {exit_words(status)}. See its output above")
     found = json.loads(answer.rest)
     if "error" in found:
         raise error_named(**found["error"])
@@ -64,8 +65,8 @@ def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
 
 
 def main() -> None:
-    """Run the child process. Its arguments are the input_fn's "module:name" and the descriptor of the pipe for the
-    answer."""
+    """Run the child process, which imports an input_fn. Its arguments are the input_fn's "module:name" and the
+    descriptor of the pipe for the answer."""
     from penstock.proto.v1 import records_pb2
 
     input_fn, pipe = sys.argv[1], int(sys.argv[2])

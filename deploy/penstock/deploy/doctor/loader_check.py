@@ -4,8 +4,8 @@ The loader streams batches, with a snapshot after each. It is restored in fresh 
 in the middle, late, at the end of its first epoch and at the start of its epochs. The batches that follow are compared,
 one by one, with those of the first stream. This tests a single restore. So chains of restores follow: a state is taken
 from the restored loader and restored in the next process, and once more. If the states of a four-method loader work
-only on the same worker, launches are tested instead. The states of all workers are aggregated, deaggregated in the
-processes of a next launch, and saved again some batches later.
+only on the same worker, launches are tested instead. A launch is a resume of all workers: their states are aggregated,
+deaggregated in fresh processes, and saved again some batches later.
 
 A run verifies states in the same way (worker/slots/verification.py). It does not use a state that does not lead to the
 delivered batches, and replays the batches instead, counting them. So even a loader with wrong states can be saved and
@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 STATE, METHODS, REPLAY = "state", "methods", "replay"
-"""Ways in which a loader can be saved: by its own state; by its aggregate and deaggregate methods; or by replaying a
-counted number of batches from a verified position."""
+"""Ways in which a loader can be saved: by its own state; by its methods aggregate_state_dict and
+deaggregate_state_dict; or by replaying a counted number of batches from a verified position."""
 COMPARED = 8
 """Number of events (batches and ends of epochs) that are compared after a restore, before the state for the next
 restore in the chain is taken."""
@@ -54,15 +54,17 @@ _WHERE = {
     "uneven": "after batch {total}, by aggregate and deaggregate, the others one batch behind",
 }
 GENERATIONS = 3
-"""Number of restores in a chain. Each but the first uses a state of the loader that was restored before it."""
+"""Number of restores in a chain. The first one uses a state of the first stream, each later one a state of the loader
+that was restored before."""
 _CHAINED = ("early", "end")
-"""Names of the snapshots from which chains of restores start: early in the first epoch, and after its last batch."""
+"""Names of the restart points from which chains of restores start: early in the first epoch, and after its last
+batch."""
 _AGAIN = ("", ", saved by a loader that was restored", ", saved by one that was restored twice")
 
 
 @dataclass(frozen=True)
 class LoaderQuestion:
-    """Loader to examine, and the number of workers with which to examine it."""
+    """Loader to examine, and the settings of the examination, from the command line."""
 
     input_fn: str
     args: str
@@ -72,20 +74,21 @@ class LoaderQuestion:
     batches: int
     """Number of batches that each worker streams."""
     workers: int
-    """Number of workers of the box."""
+    """Number of workers of the one box that is simulated."""
     replay: bool
     """True if replay is allowed as a way to save a loader without state methods."""
     seed: int
     deadline_s: float
-    """Deadline of each child process, in seconds."""
+    """Longest time of each child process, in seconds."""
 
     def fields(self, slot: int) -> dict[str, Any]:
-        """Return the fields of a task that runs the loader as worker `slot`. Raises InvalidArgumentError."""
+        """Return the fields of a task for a child process that runs the loader as worker `slot`. Raises
+        InvalidArgumentError for an invalid target or invalid JSON."""
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
             raise InvalidArgumentError(
-                f"the target must be MODULE:NAME, such as mypackage.data:train_input, or a folder of checkpoints, got "
-                f"{self.input_fn!r}"
+                "the target must be MODULE:NAME, such as mypackage.data:train_input, or a folder of checkpoints, got "
+                f"{self.input_fn!r}. Name a function or a folder"
             )
         return {
             "input_fn": self.input_fn,
@@ -98,8 +101,8 @@ class LoaderQuestion:
 
 
 def json_option(option: str, text: str, kind: type) -> Any:
-    """Return the value of a command-line option that is JSON. `kind`: type that the value must have. Raises
-    InvalidArgumentError."""
+    """Return the value of a command-line option whose text is JSON. `kind`: type that the value must have. Raises
+    InvalidArgumentError for other texts."""
     what = "list, such as '[1, \"a\"]'" if kind is list else "object, such as '{\"name\": 1}'"
     try:
         value = json.loads(text)
@@ -112,43 +115,43 @@ def json_option(option: str, text: str, kind: type) -> Any:
 
 @dataclass
 class LoaderCheck:
-    """Result of one restore of a loader."""
+    """Result of restoring a loader once, at one restart point, and comparing the batches that follow."""
 
     where: str
     total: int
-    """Number of batches of the worker before the restart point."""
+    """Number of batches that the worker makes before the restart point."""
     snapshot: bool
-    """True if the loader was restored from a worker's own state_dict(); False if from the start of an epoch, or by
-    aggregate and deaggregate."""
+    """True if the loader was restored from a worker's own state_dict(); False if it was restored at the start of an
+    epoch, or by aggregate_state_dict and deaggregate_state_dict."""
     generation: int = 1
-    """Number of the restore in its chain, from 1."""
+    """Number of the restore in its chain of restores, from 1."""
     exact: bool = True
     differs: int | None = None
-    """Number of the first batch that differs; None if none does."""
+    """Number of the first batch that differs from the first stream; None if no batch differs."""
     what: str = ""
     from_beginning: bool = False
     """True if the restored loader could not begin its next epoch correctly, so that a loader had to stream from the
     start again to reach that epoch."""
     traceback: str = ""
-    """Traceback of the user code that raised an error in this process; "" = none did."""
+    """Traceback of the user code that raised an error in this process; "" if none did."""
 
 
 @dataclass
 class ExaminedLoader:
-    """Loader of one worker, with the results of its checks."""
+    """Loader of one simulated worker, with the results of its checks."""
 
     slot: int
     capabilities: dict[str, Any]
     streamed: dict[str, Any]
-    """Results of the first stream, from penstock.deploy.doctor.loader_trials: events, looked_at, samples, unsaved,
+    """Results of the first, uninterrupted stream, as loader_trials.py sends them: events, looked_at, samples, unsaved,
     state_bytes, batch_ms, snapshot_ms."""
     points: dict[str, tuple[int, bool, bytes]]
-    """Name of a restart point -> (total, whether it is the start of an epoch, the encoded state)."""
+    """Restart points by name: (number of batches before it, True if it is the start of an epoch, encoded state)."""
     checks: list[LoaderCheck] = field(default_factory=list)
 
     def events_after(self, total: int, *, epoch_start: bool) -> list[list[Any]]:
-        """Return the events of the first stream after `total` batches. `epoch_start`: the restart point is the start of
-        an epoch, so the end of the epoch before is left out."""
+        """Return the events (batches and ends of epochs) of the first stream after `total` batches. `epoch_start`: True
+        if the restart point is the start of an epoch; the end of the epoch before is then left out."""
         events: list[list[Any]] = self.streamed["events"]
         start = next(
             (i for i, event in enumerate(events) if event[1] > total or (event[1] == total and event[2] is None)),
@@ -160,7 +163,7 @@ class ExaminedLoader:
 
 @dataclass
 class LoaderReport:
-    """All findings about a loader, and the verdict."""
+    """All findings about a loader, and the verdict: whether, and how, it can be saved."""
 
     question: LoaderQuestion
     loaders: list[ExaminedLoader]
@@ -170,15 +173,16 @@ class LoaderReport:
 
 
 def examine(question: LoaderQuestion) -> LoaderReport:
-    """Run all checks of a loader. Raises the error of the loader if it fails before it can be examined."""
+    """Run all checks of a loader and return the report. Raises the loader's error if it fails before it can be
+    examined."""
     question.fields(0)
     with TrialProcesses(question.deadline_s) as trials:
         return examine_in(trials, question)
 
 
 def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport:
-    """Run all checks of the loader in `question` in trial processes that exist already; return the report. The
-    deadline of `trials` holds for all checks together."""
+    """Run all checks of a loader in `trials`, which are running already, and return the report. The deadline of
+    `trials` applies to each task."""
     loaders = [_streamed(trials, question, slot) for slot in range(question.workers)]
     for examined in loaders:
         for name in _restored(examined):
@@ -190,7 +194,7 @@ def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport
 
 
 def _saves(examined: ExaminedLoader) -> bool:
-    """Return whether the loader has snapshots that can be restored."""
+    """Return True if the loader has snapshots that can be restored."""
     capabilities = examined.capabilities
     return (
         bool(capabilities["state_methods"]) and not capabilities["not_restartable"] and not examined.streamed["unsaved"]
@@ -198,12 +202,12 @@ def _saves(examined: ExaminedLoader) -> bool:
 
 
 def _by_own_methods(examined: ExaminedLoader) -> bool:
-    """Return whether the loader's load_state_dict accepts only results of its deaggregate_state_dict."""
+    """Return True if the loader's load_state_dict accepts only results of its deaggregate_state_dict."""
     return bool(examined.capabilities["state_methods"] == 4 and not examined.capabilities["loads_own_state"])
 
 
 def _restored(examined: ExaminedLoader) -> Iterator[str]:
-    """Yield the names of the restart points to restore, each once."""
+    """Yield the names of the restart points at which the loader is restored, each once."""
     end = examined.points.get("end", (0, False, b""))[0]
     for name, (total, epoch_start, _) in examined.points.items():
         alone = _saves(examined) and not _by_own_methods(examined)
@@ -232,11 +236,12 @@ def _ask(
     parts: Sequence[bytes],
     **fields: Any,
 ) -> bytes | None:
-    """Restore the loader from a restart point in a child process. Record in `check` whether it then yields the same
+    """Restore the loader at a restart point in a child process. Record in `check` whether it then yields the same
     events (batches and ends of epochs) as the first, uninterrupted stream.
 
     Return the state that the restored loader saved, from which the next check of a chain restores it again; None if it
-    saved none or the restore failed."""
+    saved none or the restore failed.
+    """
     examined.checks.append(check)
     try:
         answer = trials.ask(
@@ -259,7 +264,8 @@ def _ask(
 
 
 def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedLoader, name: str) -> None:
-    """Restore a restart point. If a chain starts there, also restore the states of each restored loader."""
+    """Restore a loader at one restart point. If a chain starts there, restore it again from the state that the restored
+    loader saved, and so on."""
     total, epoch_start, data = examined.points[name]
     last = GENERATIONS if name in _CHAINED else 1
     for generation in range(1, last + 1):
@@ -277,8 +283,8 @@ def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedL
 
 
 def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
-    """Return the events without ends of epochs after the last batch, because no state is taken at the end of an
-    epoch."""
+    """Return the events up to the last batch. Ends of epochs after it are left out, because no state is taken at the
+    end of an epoch."""
     while events and events[-1][2] is None:
         events = events[:-1]
     return events
@@ -288,8 +294,8 @@ def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
 
 
 def _launches(trials: TrialProcesses, question: LoaderQuestion, loaders: list[ExaminedLoader]) -> None:
-    """Check launches: one after the other, from positions that all workers reach in their first epoch, and one from a
-    step at which workers have different numbers of batches."""
+    """Check launches (resumes of all workers): several after each other, from positions that all workers reach in their
+    first epoch; and one from a step at which workers have made different numbers of batches."""
     if _within_first_epoch(loaders[0], "uneven"):
         one, others = (
             loaders[0].points["uneven"],
@@ -319,8 +325,8 @@ def _launch(
     parts: list[bytes],
     generation: int,
 ) -> list[bytes] | None:
-    """Resume all workers from the states `parts`, after `totals` batches. Return their states some batches later; None
-    if a batch was wrong, or if not all workers are within the same epoch there."""
+    """Resume all workers from the states `parts`, after `totals` batches of each. Return their states some batches
+    later; None if a batch was wrong, or if not all workers are within the same epoch there."""
     where = _WHERE[name].format(total=totals[0]) + _AGAIN[generation - 1]
     try:
         aggregated = trials.ask(
@@ -361,7 +367,7 @@ def _within_first_epoch(examined: ExaminedLoader, name: str) -> bool:
 
 
 def saved_by(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> str | None:
-    """Return how the loader can be saved: STATE, METHODS or REPLAY; None if it cannot."""
+    """Return how the loader can be saved: STATE, METHODS or REPLAY; None if it cannot be saved."""
     capabilities = loaders[0].capabilities
     unsaved = any(examined.streamed["unsaved"] for examined in loaders)
     wrong = [check for examined in loaders for check in examined.checks if not check.exact]

@@ -39,7 +39,8 @@ _SAVED_BY = {
 
 
 def show_doctor(question: LoaderQuestion, as_json: bool) -> int:
-    """Examine the loader and print the findings; return the exit code. Tracebacks of user code are shown in full."""
+    """Run all checks of a loader and print the findings; return the exit code. Tracebacks of user code are shown in
+    full."""
     try:
         diagnosis = examine(question)
     except PenstockError as error:
@@ -102,7 +103,7 @@ def _check(check: LoaderCheck) -> dict[str, Any]:
 
 
 def _time(value_ms: float) -> str:
-    """Return a time in milliseconds as text with three significant digits."""
+    """Return a time in milliseconds as a text with three significant digits and its unit."""
     return f"{value_ms:.3g}" if value_ms < 100 else f"{value_ms:.0f}"
 
 

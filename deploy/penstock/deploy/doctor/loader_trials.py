@@ -8,10 +8,10 @@ seen no user code. Tasks:
     check      restore a snapshot of the stream, compare the next batches with those of the stream, and take a
                snapshot there for the next restore
     aggregate  call a four-method loader's aggregate_state_dict with the states of all workers
-    resume     deaggregate and load the result as the next launch does, compare, and take a state there
+    resume     deaggregate and load the result as a resumed run does, compare, and take a state there
 
-The output of a loader is sent as events: [epoch, total, digest] for a batch, [epoch, total, null] for the end of an
-epoch.
+The output of a loader is sent as events: [epoch, total, digest] for a batch, where `total` is the number of the
+worker's batches so far; [epoch, total, null] for the end of an epoch.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = ["main"]
 Event = list[Any]
 
 SETTLE_S = 0.05
-"""Pause before a snapshot that will be restored, in seconds. During it a background prefetch can run ahead, as during a
-training step. Without the pause, a wrong snapshot might be right by chance."""
+"""Seconds to wait before a snapshot that will be restored. In this time a background prefetch can run ahead, as during
+a training step. Without the pause, a wrong snapshot might be right by chance."""
 
 
 def main() -> None:
-    """Fork a child process for each task: the entry point of the interpreter."""
+    """Run the interpreter that forks a child process for each task; the module's entry point."""
     torch.set_num_threads(1)
     serve(_do_task)
 
@@ -114,7 +114,7 @@ class _Stream:
         self._workers: int = fields["workers"]
         self._unsaved = ""
         self._snapshot: tuple[int, bytes] | None = None
-        """Snapshot after the newest batch: (total, encoded state)."""
+        """Snapshot after the newest batch: (number of batches before it, encoded state); None before the first."""
         self._ended = False
         self._batch_s: list[float] = []
         self._snapshot_s: list[float] = []
@@ -179,7 +179,7 @@ class _Stream:
             self._source.open_epoch(step=self._step())
 
     def _step(self) -> int:
-        """Return the step of the box that delivers the newest batch, if no slot's epoch has ended."""
+        """Return the step of the box at which the newest batch is delivered, if no slot's epoch has ended."""
         total = self._source.position.total
         return self._slot + 1 + (total - 1) * self._workers if total else 0
 
@@ -204,7 +204,7 @@ class _Stream:
 
 
 def _take(source: RestorableLoader, replay_digest: ReplayDigest, batch: Any) -> None:
-    """Record the digest and the number of samples of the batch, as if it had been delivered."""
+    """Record the digest and the number of samples of a batch, as if it had been delivered."""
     try:
         source.digest, samples = replay_digest.take(batch)
     except UnsupportedLeafError as error:
@@ -232,8 +232,8 @@ def _check(
 def _resume(
     source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
 ) -> None:
-    """Resume as a runner does on the same number of boxes and workers: by the loader's own methods, and then with the
-    random generators of that moment."""
+    """Resume as a runner does on the same number of boxes and workers: by the loader's own methods, and with the random
+    generators in the state that was saved with them."""
     point = RestartPoint.taken(parts[0])
     source.build()
     launch = Launch(fields["launch"]["step"], point.position.total, point.position.samples, source.worker)
@@ -248,8 +248,8 @@ def _resume(
 
 
 def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
-    """Compare the next events with the expected ones, and send the first one that differs, if any. If another launch
-    follows (`then`: its number of batches and its step), also send a snapshot of that position."""
+    """Compare the loader's next events with the expected ones, and send the first event that differs, if there is one.
+    If another launch follows (`then`: its number of batches and its step), also send a snapshot at that position."""
     replay_digest, then = ReplayDigest(), fields.get("then")
     for epoch, total, digest in fields["events"]:
         if not source.is_open:
@@ -277,7 +277,7 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[
 
 
 def _aggregate(_: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
-    """Aggregate as the training process does: with a loader of its own that belongs to no worker."""
+    """Call aggregate_state_dict as a training process does: of a loader of its own, which belongs to no worker."""
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
     with place_of.assigned(place_of.NEUTRAL):
         loader = input_fn(*fields["args"], **fields["kwargs"])

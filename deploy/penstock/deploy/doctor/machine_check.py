@@ -53,7 +53,7 @@ __all__ = ["MachineQuestion", "check_import", "check_machine"]
 
 @dataclass(frozen=True)
 class MachineQuestion:
-    """Values from the command line for the checks of a machine. None: the effective setting is used."""
+    """Values from the command line for the checks of a machine. None: the check uses the effective setting."""
 
     flags: dict[str, Any]
     """Values of settings that were given as options: listen and state_dir of a coordinator, slots and allow of a
@@ -61,7 +61,7 @@ class MachineQuestion:
     token_file: Path | None = None
     input_fn: str | None = None
     deadline_s: float = 60.0
-    """Deadline of the import of input_fn, in seconds."""
+    """Longest time that the import of the input_fn may take, in seconds."""
 
 
 def check_machine(question: MachineQuestion) -> Iterator[Finding]:
@@ -144,7 +144,7 @@ def _found(section: type[Section], field: str) -> ResolvedSetting:
 
 
 def _value(section: type[Section], field: str, question: MachineQuestion) -> Any:
-    """Return the value of a setting, from the command line or the other sources; None if it is missing or invalid."""
+    """Return the value of a setting, from the command line or another source; None if it is missing or invalid."""
     given = question.flags.get(field) if section is not JobSettings else None
     if given is not None:
         return given
@@ -161,7 +161,8 @@ def _disk(path: Path) -> Finding:
 
 
 def _port(section: type[Section], question: MachineQuestion, state_dir: Path | None) -> Iterator[Finding]:
-    """Check the port of a daemon. A port that is in use is a problem only if a daemon of this kind is to run here."""
+    """Check the port of a daemon. A port that is in use is a problem only if another daemon of this kind is to run
+    here."""
     name = section.table
     given = question.flags.get("listen") if section is CoordinatorSettings else None
     listen = given or _value(section, "listen", MachineQuestion({}))
@@ -188,7 +189,8 @@ def _port(section: type[Section], question: MachineQuestion, state_dir: Path | N
 
 
 def _holder(state_dir: Path) -> str:
-    """Return the process id of the coordinator that runs on the state directory; "" if none does."""
+    """Return the process id of the coordinator that runs on the state directory, as a text; "" if no coordinator
+    does."""
     try:
         fd = os.open(state_dir / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -233,8 +235,8 @@ def _token(file: Path | None) -> Finding:
 
 
 def check_import(input_fn: str, allow: list[str] | None, deadline_s: float) -> Finding:
-    """Check that the input_fn can be imported here and that its module is allowed. `allow`: allowed prefixes of a
-    worker on this machine; None = not known."""
+    """Check whether the input_fn can be imported here and whether its module is allowed. `allow`: module prefixes that
+    a worker on this machine may run; None: not known."""
     check, module = "input_fn", module_of(input_fn)
     try:
         imported = try_import(input_fn, deadline_s)

@@ -1,8 +1,8 @@
 """Requirements of Penstock on a machine, as functions from values to findings. machine_probes.py reads the values.
 
 A value beyond a limit in this module is a problem if failures or extreme slowness were seen there, and a warning if it
-only makes something slower. The requirements depend on the use of the machine: `slots` is the number of runners that it
-is to have.
+only makes something slower. The requirements depend on the use of the machine: `slots` is the number of runners
+(processes that run the user's loader) that it is to have.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ RUNNER_FILES = 24
 for rings that grow and for senders of the same slot that exist at the same time."""
 DAEMON_FILES = 128
 RUNNER_TASKS = 16
-"""Number of processes and threads for each runner: its own, and those that the daemon and the user's code start for
-it."""
+"""Number of processes and threads that each runner needs: its own, and those that the daemon and the user's code start
+for it."""
 SPARE_TASKS = 128
 SLOW_SYNC_S = 0.02
 """Longest fsync without a warning, in seconds. A commit waits for an fsync, which takes 0.1 to 5 ms on a local disk."""
 OLD_PYTHON, NEW_PYTHON = (3, 11), (3, 13)
-"""Oldest and newest Python that releases are tested with."""
+"""Oldest and newest version of Python with which releases are tested."""
 RELEASED = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-"""Earliest plausible time. A clock that shows an earlier one is wrong."""
+"""Earliest plausible time. A clock that shows an earlier time is wrong."""
 EXPIRES_SOON = datetime.timedelta(days=30)
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?\s*$")
 
@@ -58,7 +58,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    """Check the version of Python. `version`: major, minor, micro."""
+    """Check whether releases are tested with this version of Python. `version`: (major, minor, micro)."""
     text, check = ".".join(map(str, version)), "python"
     if version[:2] < OLD_PYTHON:
         return problem(check, text, "Penstock needs 3.11 or newer: make an environment with it.")
@@ -68,11 +68,11 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def check_packages(requires: Iterable[str], installed: Mapping[str, str]) -> list[Finding]:
-    """Check the installed packages.
+    """Check the versions of the installed packages.
 
     Args:
         requires: requirements as in a package's metadata. Those of extras are ignored.
-        installed: name -> version.
+        installed: version of each installed package, by name.
     """
     found = []
     for requirement in requires:
@@ -91,7 +91,7 @@ def check_packages(requires: Iterable[str], installed: Mapping[str, str]) -> lis
 
 
 def check_torch_build(cuda_packages: int, gpus: int) -> Finding:
-    """Check that torch is the right build for this machine.
+    """Check whether torch's build fits this machine: with CUDA only where there are GPUs.
 
     Args:
         cuda_packages: number of installed CUDA packages, which torch's default build on Linux requires.
@@ -109,8 +109,8 @@ def check_torch_build(cuda_packages: int, gpus: int) -> Finding:
 
 
 def check_kernel(release: str, missing: Mapping[str, str]) -> Finding:
-    """Check the features of the kernel. `release`: the kernel's version. `missing`: feature that cannot be used -> the
-    reason."""
+    """Check the features of the kernel. `release`: the kernel's version; `missing`: reason why a feature cannot be
+    used, by the feature's name."""
     needed = {name: why for name, why in missing.items() if name != "O_DIRECT"}
     if needed:
         return problem(
@@ -124,11 +124,12 @@ def check_kernel(release: str, missing: Mapping[str, str]) -> Finding:
 
 
 def check_memory(available: int, cgroup: tuple[int, int] | None, slots: int) -> Finding:
-    """Check the memory for `slots` runners.
+    """Check whether the memory suffices for `slots` runners.
 
     Args:
         available: free memory of the machine, in bytes.
-        cgroup: memory limit of this process's cgroup, and what is left of it, in bytes; None without a limit.
+        cgroup: memory limit of this process's control group, and what is left of it, in bytes; None: no limit.
+        slots: number of runners.
     """
     left = available if cgroup is None else max(0, min(available, cgroup[1]))
     within = "" if cgroup is None else f", {size(cgroup[0])} at most in this cgroup"
@@ -143,7 +144,7 @@ def check_memory(available: int, cgroup: tuple[int, int] | None, slots: int) -> 
 
 
 def check_files(soft: int, hard: int, slots: int) -> Finding:
-    """Check the soft and the hard limit on open files; -1 = no limit."""
+    """Check the soft and the hard limit on open files; -1 stands for no limit. `slots`: number of runners."""
     need = DAEMON_FILES + RUNNER_FILES * slots
     found = f"{_limit(soft)} at most ({_limit(hard)} after ulimit -n); {slots} slots may need {need}"
     if 0 <= soft < need:
@@ -157,7 +158,8 @@ def check_files(soft: int, hard: int, slots: int) -> Finding:
 
 
 def check_sandbox(lacking: str) -> Finding:
-    """Check whether the kernel supports the sandbox of runners. `lacking`: the missing kernel feature; "" = none."""
+    """Check whether the kernel supports the sandbox of runners. `lacking`: the missing kernel feature; "" if none is
+    missing."""
     if lacking:
         return warning(
             "cage",
@@ -168,8 +170,8 @@ def check_sandbox(lacking: str) -> Finding:
 
 
 def check_groups(why_not: str) -> Finding:
-    """Check control groups. `why_not`: reason why a worker that is started like this command cannot have them; "" if it
-    can."""
+    """Check control groups. `why_not`: reason why a worker that is started like this command cannot have control
+    groups; "" if it can."""
     memory = "--runner-memory is checked once a second"
     if why_not:
         return ok(
@@ -183,12 +185,12 @@ def check_groups(why_not: str) -> Finding:
 
 
 def check_runner_user(wanted: str, why_not: str, *, as_root: bool) -> Finding:
-    """Check the user as which user code runs.
+    """Check the user account under which user code is to run.
 
     Args:
-        wanted: user for user code; "" = the worker's own user.
+        wanted: user for user code; "": the worker's own user.
         why_not: reason why that is impossible; "" if it is possible.
-        as_root: whether a worker here runs as root.
+        as_root: True if a worker here runs as root.
     """
     if why_not:
         return problem("runner user", why_not, "docs/security.md lists the requirements of --runner-user.")
@@ -204,7 +206,7 @@ def check_runner_user(wanted: str, why_not: str, *, as_root: bool) -> Finding:
 
 
 def check_locked_memory(soft: int, device: str) -> Finding:
-    """Check the limit on locked memory, which a ring for CUDA needs. `soft`: limit in bytes, -1 = no limit. `device`:
+    """Check the limit on locked memory, which a ring for CUDA needs. `soft`: limit in bytes, -1: no limit; `device`:
     device of the training job on this machine."""
     found = f"{size(soft) if soft >= 0 else 'any amount'} may be locked"
     if device.startswith("cuda") and 0 <= soft < 1 << 30:
@@ -220,8 +222,9 @@ def check_processes(limit: int, cgroup: tuple[int, int] | None, slots: int) -> F
     """Check the limits on processes and threads.
 
     Args:
-        limit: largest number of processes and threads of this user; -1 = no limit.
-        cgroup: limit of this process's cgroup, and what is left of it; None without a limit.
+        limit: largest number of processes and threads of this user; -1: no limit.
+        cgroup: limit of this process's control group, and what is left of it; None: no limit.
+        slots: number of runners.
     """
     left = limit if cgroup is None else cgroup[1] if limit < 0 else min(limit, cgroup[1])
     need = SPARE_TASKS + RUNNER_TASKS * slots
@@ -236,7 +239,8 @@ def _limit(value: int) -> str:
 
 
 def check_clock(source: str, now: datetime.datetime, synchronised: bool | None) -> Finding:
-    """Check the wall clock. `source`: the kernel's clock source; "" = unknown. `synchronised`: None = unknown."""
+    """Check the wall clock. `source`: name of the kernel's clock source, "" if unknown; `now`: time that the clock
+    shows; `synchronised`: None if unknown."""
     found = f"{now:%Y-%m-%d %H:%M:%S} UTC, clock source {source or 'unknown'}"
     if now < RELEASED:
         return problem(
@@ -256,8 +260,15 @@ def check_clock(source: str, now: datetime.datetime, synchronised: bool | None) 
 
 
 def check_disk(path: str, filesystem: str, network: bool, free: int, sync_s: float | None) -> Finding:
-    """Check the coordinator's state directory. `sync_s`: median duration of an fsync there, in seconds; None: the
-    directory is not writable."""
+    """Check the coordinator's state directory.
+
+    Args:
+        path: the directory.
+        filesystem: name of its filesystem.
+        network: True if the filesystem is on another machine.
+        free: free space in bytes.
+        sync_s: median duration of an fsync there, in seconds; None: the directory is not writable.
+    """
     if network:
         return problem(
             "state directory",
@@ -283,8 +294,15 @@ def check_disk(path: str, filesystem: str, network: bool, free: int, sync_s: flo
 def check_tls(
     what: str, until: datetime.datetime, now: datetime.datetime, name: str = "", roles: frozenset[str] | None = None
 ) -> Finding:
-    """Check a certificate that is valid now. `until`: end of its validity. `roles`: roles that it names; None: roles
-    are not taken from certificates."""
+    """Check a certificate that is valid now.
+
+    Args:
+        what: words for the certificate, for the finding.
+        until: end of its validity.
+        now: the present time.
+        name: name that it is for.
+        roles: roles that it names; None: roles are not taken from certificates.
+    """
     left = until - now
     found = f"{what} is valid until {until:%Y-%m-%d %H:%M} UTC, {max(0, left.days)} days"
     if roles is not None:

@@ -1,4 +1,5 @@
-"""Properties of this machine for machine_findings.py, read from the kernel, the disk and the network.
+"""Properties of this machine that `penstock doctor` checks, read from the kernel, the disk and the network.
+machine_findings.py judges them.
 
 Each probe tries what Penstock does, and undoes it. No probe needs privileges or raises an error. An unknown value is
 None, or is returned with the reason.
@@ -46,7 +47,8 @@ _O_DIRECT_BLOCK = 4096
 
 
 def requirements() -> list[str]:
-    """Return the requirements of the installed package of Penstock, without extras."""
+    """Return the packages that the installed package of Penstock requires, with versions. Optional packages (extras)
+    are left out."""
     try:
         return [each for each in metadata.requires("penstock") or () if ";" not in each]
     except metadata.PackageNotFoundError:
@@ -54,7 +56,7 @@ def requirements() -> list[str]:
 
 
 def installed(requires: list[str]) -> dict[str, str]:
-    """Return the names and versions of those required packages that are installed."""
+    """Return the names and versions of the packages in `requires` that are installed."""
     found = {}
     for requirement in requires:
         name = requirement.partition(">")[0].strip()
@@ -76,7 +78,7 @@ def nvidia_devices() -> int:
 
 
 def kernel_gaps() -> dict[str, str]:
-    """Return the kernel features that Penstock needs and cannot use, each with the reason."""
+    """Return the names of the kernel features that Penstock needs and cannot use here, each with the reason."""
     tries: dict[str, Callable[[], object]] = {
         "memfd_create with seals": _sealed_memfd,
         "pidfd_open": lambda: Process(os.getpid()).close(),
@@ -155,8 +157,8 @@ def memory_available(meminfo: str) -> int:
 
 
 def cgroup_left(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
-    """Return the limit on "memory" or "pids", and what is left of it, of the cgroup that has the least left. Looks at
-    the cgroup of this process and its parents. None: there is no limit.
+    """Return the limit on memory (bytes) or processes, and what is left of it, from the control group that leaves
+    least: that of this process or one above it. Return None if there is no limit. `what`: "memory" or "pids".
 
     Memory that only caches files counts as free, because the kernel reclaims it.
     """
@@ -169,7 +171,7 @@ def cgroup_left(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """Yield the folder of this process's cgroup, and those of its parents."""
+    """Yield the folder of this process's control group, then those of the groups above it."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -199,7 +201,7 @@ def _cached(folder: Path) -> int:
 
 
 def clock_source() -> str:
-    """Return the kernel's clock source; "" if it is unknown."""
+    """Return the name of the kernel's clock source; "" if it is unknown."""
     try:
         return Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
     except OSError:
@@ -207,7 +209,7 @@ def clock_source() -> str:
 
 
 def clock_synchronised() -> bool | None:
-    """Return whether the wall clock is synchronised, by the kernel's adjtimex; None if unknown."""
+    """Return True if the wall clock is synchronised, according to the kernel's adjtimex; None if that is unknown."""
     if sys.maxsize < 1 << 32:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -218,7 +220,7 @@ def clock_synchronised() -> bool | None:
 
 
 def nearest(path: Path) -> Path:
-    """Return the path if it exists, else the nearest parent folder that exists."""
+    """Return `path` if it exists, otherwise the nearest folder above it that exists."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -242,7 +244,7 @@ def fsync_s(folder: Path) -> float | None:
 
 
 def bind_error(host: str, port: int) -> OSError | None:
-    """Return the error that prevents listening at an address; None if there is none."""
+    """Return the error that prevents listening at an address; None if listening is possible."""
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as probe:

@@ -1,4 +1,5 @@
-"""Control of the child processes in which `penstock doctor` runs loaders, with a deadline for each task."""
+"""Control of the child processes in which `penstock doctor` runs loaders. Each task that a child gets has a
+deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ __all__ = ["TrialAnswer", "TrialProcesses"]
 
 
 class TrialAnswer(list[ControlMessage]):
-    """Messages of a task in order; the last one is the message `done`."""
+    """Messages that a child sent for one task, in order. The last one has the kind `done` and the task's result."""
 
     @property
     def done(self) -> ControlMessage:
@@ -22,20 +23,23 @@ class TrialAnswer(list[ControlMessage]):
 
 
 class TrialProcesses(ForkingInterpreter):
-    """Interpreter that forks a fresh process for each task.
-
-    `deadline_s`: deadline of each task, in seconds.
-    """
+    """Interpreter that forks a fresh child process for each task. `deadline_s`: longest time of a task, in seconds."""
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__("penstock.deploy.doctor.loader_trials")
         self._deadline_s = deadline_s
 
     def ask(self, what: str, kind: str, parts: Sequence[bytes] = (), **fields: Any) -> TrialAnswer:
-        """Run a task in a fresh process and return its messages. `what`: name of the task in errors.
+        """Run a task in a fresh child process and return the child's messages.
 
-        Raises the task's error; WorkerLostError if the process died; DeadlineError, after the process's stack was
-        printed to standard error.
+        Args:
+            what: name of the task, for errors.
+            kind: kind of the task, such as "stream" (loader_trials.py).
+            parts: data for the task, such as saved states.
+            fields: other fields of the task.
+
+        Raises the error that the task raised; WorkerLostError if the process died; DeadlineError, after the process's
+        stack was printed to standard error.
         """
         answer = TrialAnswer()
         with self.fork() as child:

@@ -1,4 +1,5 @@
-"""Input of an engine (a plan) and its result (a fleet). A plan is frozen data made from settings; an engine starts it.
+"""Input of an engine (a plan) and its result (a fleet). A fleet is a coordinator and its workers. A plan is frozen data
+made from settings; an engine starts it.
 
 Penstock does not schedule machines. The local engine supervises processes on this machine. The other engines submit the
 same daemons to Ray, Slurm or Kubernetes, which place them, restart them, and replace nodes.
@@ -21,10 +22,10 @@ class FleetPlan:
 
     engine: str
     name: str
-    """Name of the fleet."""
+    """Name of the fleet, with which the names of its daemons begin."""
     workers: int
     slots: int
-    """Number of slots of each worker: the largest number of its runners at a time."""
+    """Number of slots of each worker, which is the largest number of runners that it has at a time."""
     allow: str
     """Prefixes of the modules that workers may run, separated by commas."""
     listen: str
@@ -35,14 +36,15 @@ class FleetPlan:
     runner_memory: str = ""
     insecure: bool = False
     tls: Mapping[str, str] = field(default_factory=dict)
-    """TLS settings (tls_ca, tls_cert, tls_key, tls_name) that were given. They name files on the daemons' machines."""
+    """TLS settings (tls_ca, tls_cert, tls_key, tls_name) that were given, by name. They are paths on the daemons'
+    machines."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that only the plan's engine has."""
+    """Settings that only this plan's engine has, by name."""
     timeout_s: float = 120.0
-    """Longest time until all daemons are ready, in seconds."""
+    """Longest time until all daemons must be ready, in seconds."""
 
     def differences(self, other: FleetPlan) -> list[str]:
-        """Return the flags of the settings in which the two plans differ."""
+        """Return the command-line flags of the settings in which the two plans differ."""
 
         def flat(plan: FleetPlan) -> dict[str, Any]:
             own = {part.name: getattr(plan, part.name) for part in fields(plan)}
@@ -54,7 +56,7 @@ class FleetPlan:
         return [f"--{name.replace('_', '-')}" for name in names]
 
     def coordinator_command(self, state_dir: str, listen: str) -> list[str]:
-        """Return the arguments of `penstock` that start the coordinator."""
+        """Return the command-line arguments of `penstock` that start the coordinator."""
         return [
             *("coordinator", "--listen", listen, "--state-dir", state_dir, "--token-file", self.token_file),
             *self._tls_flags(),
@@ -62,7 +64,7 @@ class FleetPlan:
         ]
 
     def worker_command(self, name: str, coordinator: str, listen: str) -> list[str]:
-        """Return the arguments of `penstock` that start a worker."""
+        """Return the command-line arguments of `penstock` that start a worker."""
         return [
             *("worker", "--name", name, "--coordinator", coordinator, "--listen", listen),
             *("--slots", str(self.slots), "--allow", self.allow, "--token-file", self.token_file),
@@ -85,21 +87,21 @@ def worker_name(fleet: str, number: int) -> str:
 
 @dataclass(frozen=True)
 class Fleet:
-    """A running fleet."""
+    """Record of a running fleet: how training jobs and `penstock down` find it."""
 
     engine: str
     name: str
     folder: str
-    """Folder with the record of the fleet, on the machine where it was started."""
+    """Path of the folder with this record, on the machine where the fleet was started."""
     coordinator: str
-    """Address of the coordinator for training jobs; "" while it is not known."""
+    """Address of the coordinator for training jobs; "" if it is not known yet."""
     token_file: str
     tls: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-    """Data by which the engine finds the fleet again, for example a job id."""
+    """Data by which the engine finds the fleet again, such as a job id."""
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that a training job needs."""
+        """Return the environment variables with which a training job finds the fleet."""
         shared = {"PENSTOCK_COORDINATOR": self.coordinator, "PENSTOCK_TOKEN_FILE": self.token_file}
         files = {f"PENSTOCK_{name.upper()}": self.tls.get(name, "") for name in ("tls_ca", "tls_name")}
         return {name: value for name, value in {**shared, **files}.items() if value}
@@ -118,7 +120,7 @@ class Fleet:
 
 
 def exports(fleet: Fleet) -> str:
-    """Return lines that set a training job's variables in a shell: `eval "$(penstock up --detach)"`."""
+    """Return shell commands that set a training job's variables: `eval "$(penstock up --detach)"`."""
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in fleet.environment().items())
 
 
@@ -129,4 +131,4 @@ class Engine(Protocol):
         """Start the daemons of the plan. Return when they are ready, or when the scheduler has accepted them."""
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """End the fleet. Return a line for each thing that was ended."""
+        """End the fleet. Return a text for each thing that was ended."""

@@ -11,13 +11,15 @@ from penstock.proto.errors import DeadlineError, PenstockError
 __all__ = ["called"]
 
 DEADLINE_S = 120.0
-"""Deadline of a command that calls a remote controller, in seconds."""
+"""Longest time in seconds that a command may take which calls a remote controller."""
 
 
 def called(command: Sequence[str], *, stdin: str = "", deadline_s: float = DEADLINE_S) -> str:
-    """Run a command and return its output. Secrets are passed by standard input, never as an argument.
+    """Run a command and return its output. `stdin`: text for its standard input; secrets are passed there and never as
+    an argument.
 
-    Raises CommandError if the command is not installed, PenstockError with its last output if it fails, DeadlineError.
+    Raises CommandError if the command is not installed, PenstockError with its last output if it fails, DeadlineError
+    if it takes longer than `deadline_s` seconds.
     """
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=deadline_s)

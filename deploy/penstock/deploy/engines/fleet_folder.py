@@ -33,13 +33,13 @@ _log = logging.getLogger("penstock.deploy.engines")
 
 
 def default_folder(name: str) -> Path:
-    """Return the folder of the fleet with this name, below XDG_STATE_HOME."""
+    """Return the folder of the fleet with this name, below XDG_STATE_HOME (by default ~/.local/state)."""
     home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(home) / "penstock" / name
 
 
 class FleetFolder:
-    """Files of one fleet."""
+    """Files of one fleet on the machine where it was started."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
@@ -83,7 +83,7 @@ class FleetFolder:
 
     def lock(self) -> int | None:
         """Take the folder's lock and return its file descriptor, which holds the lock until it is closed. Return None
-        if a supervisor, or a process that is starting one, holds the lock."""
+        if a supervisor, or a process that is starting one, holds the lock already."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,8 +93,8 @@ class FleetFolder:
         return fd
 
     def hold(self, lock: int, identity: Identity) -> None:
-        """Record the process that holds the lock, or to which the lock is being passed on. `penstock down` sends its
-        signals to this process."""
+        """Record which process holds the lock, or gets it next. `penstock down` sends its signals to this process.
+        `lock`: descriptor of the lock."""
         data = json.dumps(asdict(identity)).encode()
         try:
             os.pwrite(lock, data, 0)
@@ -103,8 +103,8 @@ class FleetFolder:
             raise _unwritable(self.path / "lock", error) from error
 
     def holder(self) -> Identity | None:
-        """Return the process that was last recorded by `hold`, which may have ended since; None if there is no record.
-        Raises CommandError if other users could have written the record."""
+        """Return the process that `hold` recorded last, which may have ended since; None if there is no record. Raises
+        CommandError if other users could have written the record."""
         try:
             self._refuse_others()
             return Identity(**json.loads((self.path / "lock").read_text()))
@@ -135,7 +135,8 @@ class FleetFolder:
         """Write the record of the running fleet, and announce its coordinator to this user's commands. Raises
         CommandError if the record cannot be written."""
         _write(self._record, _encoded(asdict(fleet)))
-        if fleet.coordinator and fleet.engine != "kubernetes":  # whose address is valid only within its cluster
+        # an address in Kubernetes is valid only within its cluster
+        if fleet.coordinator and fleet.engine != "kubernetes":
             supervisor = fleet.about["supervisor"] if fleet.engine == "local" else None
             try:
                 announce(
@@ -190,9 +191,9 @@ class FleetFolder:
 
     def token_file(self, given: Path | None, *, make: bool) -> Path:
         """Return the path of the file with the fleet's token: `given`, or the file that PENSTOCK_TOKEN_FILE or the
-        settings name, or else the folder's own file.
+        settings name, or otherwise the folder's own file.
 
-        `make`: write the folder's own file, with PENSTOCK_TOKEN or with a new token; else only return its path.
+        `make`: True: write the folder's own file, with PENSTOCK_TOKEN or with a new token; False: only return its path.
         """
         named = given or (None if os.environ.get("PENSTOCK_TOKEN") else _from_environment())
         if named is not None:
@@ -205,7 +206,7 @@ class FleetFolder:
         return self.token
 
     def save_token(self, text: str) -> None:
-        """Write the token to the folder's own file, which only this user can read. Raises CommandError if a fleet with
+        """Write a token to the folder's own file, which only this user can read. Raises CommandError if a fleet with
         another token runs."""
         if self.token.exists():
             if self.token.read_text().split() == text.split():
@@ -231,7 +232,7 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def _fleet(found: Any) -> Fleet:
-    """Return the fleet of a record. Raises TypeError, KeyError or AttributeError if the record is invalid."""
+    """Return the fleet that a record describes. Raises TypeError, KeyError or AttributeError for an invalid record."""
     fleet = Fleet(**found)
     if fleet.engine == "local":
         Identity(**fleet.about["supervisor"])

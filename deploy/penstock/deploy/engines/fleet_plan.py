@@ -18,16 +18,14 @@ _OWN = {
     "slurm": ("state_dir", "sbatch"),
     "kubernetes": ("namespace", "image", "storage", "tls_secret"),
 }
-"""Engine -> names of the settings that only this engine has."""
+"""Names of the settings that only one engine has, by the engine's name."""
 
 
 def plan_of(
     settings: UpSettings, tls: TlsSettings, token_file: Path | None, folder: FleetFolder, *, make_token: bool
 ) -> FleetPlan:
-    """Return the plan for these settings, after the checks that the daemons make too.
-
-    `make_token`: write a token file if there is none.
-    """
+    """Return the plan for these settings, after the checks that the daemons make, too. `make_token`: True: write a
+    token file if there is none."""
     if not settings.allow:
         raise InvalidArgumentError(
             f"{flag('allow')} (or the variable {variable(UpSettings, 'allow')}) must be given: the modules whose "

@@ -1,15 +1,15 @@
 """Keeper of one daemon: runs `penstock coordinator` or `penstock worker` as a child process and starts it again if it
 dies.
 
-The local engine's supervisor and Ray's actors use it. A child ends when this process ends, in whatever way: it watches
-this process by a pidfd (`--parent-pid`). A parent-death signal is not used, because it is sent when the *thread* that
-started the child ends. The child has a session of its own. So a Ctrl-C reaches only the supervisor, which ends its
-daemons in the right order.
+The local engine's supervisor and Ray's actors use it. The daemon ends when this process ends, in whatever way: it
+watches this process by a pidfd (`--parent-pid`). A parent-death signal is not used, because it is sent when the
+*thread* that started the child ends. The daemon has a session of its own. So a Ctrl-C reaches only the supervisor,
+which ends its daemons in the right order.
 
-A daemon that dies is started again, after a pause that doubles each time. A daemon is given up in three cases: it dies
-soon after its start several times in a row; it reports that it cannot run with its settings (a usage error, an
-unreadable token); or it dies before it was ready for the first time, when the user who started it still reads the
-output. The error then has the daemon's name and its last log lines.
+A daemon that dies is started again, after a pause that doubles each time. A daemon is given up (not started again) in
+three cases: it dies soon after its start several times in a row; it reports that it cannot run with its settings (a
+usage error, an unreadable token); or it dies before it was ready for the first time, when the user who started it still
+reads the output. The error then has the daemon's name and its last log lines.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ __all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKee
 _log = logging.getLogger("penstock.deploy.engines")
 
 PERMANENT_ERRORS = frozenset({2, 3, 12, 15, 16})
-"""Exit codes of errors that another start does not fix (penstock.deploy.console.exit_codes): usage, TLS, token,
-version, unsafe address."""
+"""Exit codes of a daemon after which another start would fail, too: usage, TLS, token, version, unsafe address
+(penstock.deploy.console.exit_codes)."""
 MAX_FAILED_STARTS = 5
-"""Number of failed starts in a row after which a daemon is given up. With the pauses between them they take 8 s."""
+"""Number of failed starts in a row after which a daemon is not started again. With the pauses between them they take 8
+s."""
 STEADY_S = 30.0
-"""Seconds that a daemon must run until its failed starts no longer count."""
+"""Seconds that a daemon must run before its earlier failed starts are forgotten."""
 WORKER_GRACE_S = 20.0
-"""Seconds until a worker must have ended after SIGTERM. In this time it migrates its slots and ends its runners."""
+"""Seconds that a worker has to end after SIGTERM, before it is killed. In this time it migrates its slots and ends its
+runners."""
 COORDINATOR_GRACE_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WORDS = 5
-"""Number of lines of a daemon's log that an error shows."""
+"""Number of lines from the end of a daemon's log that an error shows."""
 
 
 class FleetKeeper:
-    """Start one daemon, and start it again whenever it fails, until `stop` is called. After several failed starts in a
-    row, or an error that a restart cannot fix, the daemon is given up (see `run`).
+    """Keeper of one daemon: starts it, and starts it again whenever it fails, until `stop` is called. After several
+    failed starts in a row, or an error that a restart cannot fix, the daemon is given up (see `run`).
 
     Args:
         title: name of the daemon for people, such as "worker fleet-1".
@@ -77,17 +79,17 @@ class FleetKeeper:
         self.pid = 0
         self.restarts = 0
         self.state = "starting"
-        """State of the daemon: starting, ready, waiting (for its next start), left (stopped on request), failed,
-        ended."""
+        """State of the daemon: "starting", "ready", "waiting" (for its next start), "left" (stopped on request),
+        "failed" or "ended"."""
         self.ready = asyncio.Event()
-        """Event that is set once the daemon has printed its first line, which shows that it is ready."""
+        """Event that is set once the daemon has printed its first line, which says that it is ready."""
         self._command, self._path, self._restart_always, self._changed = command, log, restart_always, changed
         self._stopping = asyncio.Event()
         self._child: Spawned | None = None
 
     async def run(self) -> None:
         """Keep the daemon running until `stop` is called, or until an operator has stopped the daemon. Raises
-        CommandError when the daemon is given up."""
+        CommandError when the daemon is given up (not started again)."""
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()
@@ -175,8 +177,8 @@ class FleetKeeper:
 
 
 def last_words(log: Path, lines: int = WORDS) -> str:
-    """Return the end of a log for an error message: the last line if it is an error of Penstock, else the last few
-    lines."""
+    """Return the end of a log, for an error message: the last line if it is an error of Penstock, otherwise the last
+    `lines` lines."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)

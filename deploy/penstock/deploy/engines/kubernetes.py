@@ -25,7 +25,7 @@ __all__ = ["KubernetesEngine", "fleet_settings", "render"]
 
 ROLES = ("coordinator", "worker")
 MEMORY_GIB = 2
-"""Memory that a worker requests for each of its slots, in GiB."""
+"""Memory that a worker's pod requests for each of its slots, in GiB."""
 
 
 def fleet_settings(plan: FleetPlan) -> FleetSettings:
@@ -56,7 +56,11 @@ def render(plan: FleetPlan, folder: Path) -> str:
     there are no certificates.
     """
     if not plan.options["image"]:
-        raise CommandError("--image must be given: a container image that has Penstock and your code", USAGE)
+        raise CommandError(
+            "--image must be given: a container image that has Penstock and your code. Pass its name, such as "
+            "registry/penstock:1",
+            USAGE,
+        )
     if not plan.options["tls_secret"] and not plan.insecure:
         raise UnsafeBindError(
             "--tls-secret must be given, because pods connect to each other over the network. The Secrets "
@@ -73,10 +77,11 @@ class KubernetesEngine:
     """Engine that applies the manifests of a plan with kubectl, and deletes a fleet's objects by their label."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Apply the manifests and return when the roll-out is complete. Objects that exist already are changed to the
-        plan.
+        """Apply the manifests with kubectl and return when all pods are ready. Objects that exist already are changed
+        to the plan.
 
-        Raises PenstockError with kubectl's message; CommandError, UnsafeBindError.
+        Raises PenstockError with kubectl's message; CommandError if no image or token is given, UnsafeBindError if
+        there are no certificates.
         """
         text = render(plan, folder)
         space = str(plan.options["namespace"])
@@ -86,7 +91,7 @@ class KubernetesEngine:
         for role, secret in secrets.items():
             try:
                 called([*kubectl, "get", "secret", secret, "--output", "name"])
-            except PenstockError:  # there is none; an old one is kept, because pods use it
+            except PenstockError:  # there is no Secret yet; an old one is kept, because pods use it
                 missing.append(_secret(plan, role, secret))
         for applied in (*missing, text):
             called([*kubectl, "apply", "--filename", "-"], stdin=applied)
@@ -105,7 +110,7 @@ class KubernetesEngine:
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
         """Delete the daemons. The volume with the cluster state and the Secrets with the tokens stay, for the next
-        `up`."""
+        `penstock up`."""
         kubectl = ["kubectl", "--namespace", fleet.about["namespace"]]
         selected = labels(FleetSettings(name=fleet.name))
         label = ",".join(f"{name}={value}" for name, value in selected.items())
@@ -124,7 +129,11 @@ def _secret(plan: FleetPlan, role: str, name: str) -> str:
     with contextlib.suppress(OSError):
         token = Path(plan.token_file).read_text().strip()
     if not token:
-        raise CommandError(f"the token file {plan.token_file} must be readable and must have a token", USAGE)
+        raise CommandError(
+            f"the token file {plan.token_file} must be readable and must have a token. Correct the file, or pass "
+            "another by --token-file",
+            USAGE,
+        )
     own = token if role == "coordinator" else _of_workers(token, plan.token_file)
     found: dict[str, Any] = {
         "apiVersion": "v1",
@@ -141,11 +150,15 @@ def _secret(plan: FleetPlan, role: str, name: str) -> str:
 
 
 def _of_workers(tokens: str, file: str) -> str:
-    """Return the lines of a token file that workers need: those of the role worker, or the tokens without a role if
-    there are none.
+    """Return the lines of a token file that workers need: those of the role worker, or the tokens without a role if the
+    file has no line of the role worker. Lines of other roles are never returned, because pods that run user code must
+    not have them.
 
-    `file`: path of the token file, for the error. Raises CommandError if there are neither. Lines of other roles are
-    never returned, because pods that run user code must not have them.
+    Args:
+        tokens: content of the token file.
+        file: path of the token file, for the error.
+
+    Raises CommandError if the file has no such line.
     """
     lines = [line.strip() for line in tokens.splitlines()]
     own = [line for line in lines if line.startswith("worker:")] or [line for line in lines if line and ":" not in line]

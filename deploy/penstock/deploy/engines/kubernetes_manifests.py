@@ -41,7 +41,7 @@ USER = 10001
 CLIENT_LABEL = {"penstock-client": "true"}
 """Label of the pods of training jobs, which may connect to the daemons."""
 GRACE_S = {"coordinator": 30, "worker": 60}
-"""Seconds from SIGTERM to SIGKILL for the pods of each daemon. REASONS explains the values."""
+"""Seconds that Kubernetes waits after SIGTERM before it kills a pod, for each daemon. REASONS explains the values."""
 PROCESSES = ("coordinator", "worker", "client")
 
 
@@ -51,14 +51,14 @@ class FleetSettings:
     and in the chart's values."""
 
     name: str = "penstock"
-    """Prefix of the names of all objects, and value of a label in all selectors. It separates the fleets of a
+    """Prefix of the names of all objects, and value of a label in all selectors. It separates the fleets in one
     namespace."""
     coordinator_image: str = "penstock-coordinator"
     worker_image: str = "penstock-worker"
     entry_point: bool = True
     """True if the images' entry point is `penstock`. If False, the manifests name the command."""
     coordinator: str = ""
-    """Address of the coordinator, HOST:PORT; "" = the address of its Service."""
+    """Address of the coordinator, HOST:PORT; "": the address of its Service."""
     workers: int = 2
     coordinator_resources: Mapping[str, Any] = field(
         default_factory=lambda: {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
@@ -66,11 +66,11 @@ class FleetSettings:
     worker_resources: Mapping[str, Any] = field(
         default_factory=lambda: {"requests": {"cpu": "4", "memory": "8Gi"}, "limits": {"memory": "8Gi"}}
     )
-    """Resources of a worker. It has one slot for each CPU that it requests."""
+    """Resources of a worker's container, as in a manifest. The worker has one slot for each CPU that it requests."""
     storage: str = "20Gi"
-    """Size of the coordinator's volume."""
+    """Size of the coordinator's volume, as in a manifest ("1Gi")."""
     storage_class: str = ""
-    """Storage class of the coordinator's volume; "" = the cluster's default."""
+    """Storage class of the coordinator's volume; "": the cluster's default."""
     allow: str = ""
     """Module prefixes whose input_fn may run, separated by commas."""
     runner_memory: str = ""
@@ -78,14 +78,14 @@ class FleetSettings:
     token_secrets: Mapping[str, str] = field(
         default_factory=lambda: {process: f"penstock-tokens-{process}" for process in PROCESSES}
     )
-    """Role -> name of the Secret with its tokens, under the key `tokens`."""
+    """Name of the Secret with the tokens of each role, by role. The tokens are under the Secret's key `tokens`."""
     tls_secrets: Mapping[str, str] = field(
         default_factory=lambda: {process: f"penstock-tls-{process}" for process in PROCESSES}
     )
-    """Role -> name of the Secret with its ca.crt, tls.crt and tls.key. The certificate must be for the name
+    """Name of the Secret with ca.crt, tls.crt and tls.key of each role, by role. The certificate must be for the name
     ROLE.penstock."""
     checksum: str = ""
-    """Checksum of the ConfigMaps, written as an annotation of the pods, so that changed settings replace the pods; "" =
+    """Checksum of the ConfigMaps, written as an annotation of the pods, so that changed settings replace the pods; "":
     no annotation."""
     limit_egress: bool = True
     """True if the network policies limit outgoing connections. Workers may then connect only to the coordinator, to any
@@ -105,7 +105,7 @@ def manifests(fleet: FleetSettings) -> list[Manifest]:
 
 
 def labels(fleet: FleetSettings, component: str = "") -> dict[str, str]:
-    """Return the labels by which the objects of a fleet, or the pods of one component, are selected."""
+    """Return the labels by which all objects of a fleet are selected; with `component`, the pods of one component."""
     names = {"name": "penstock", "instance": fleet.name, "component": component}
     return {f"app.kubernetes.io/{name}": value for name, value in names.items() if value}
 
@@ -284,7 +284,7 @@ def _worker_variables(fleet: FleetSettings) -> list[Manifest]:
         {
             "name": "POD_IP",
             "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
-        },  # before the variables that refer to it
+        },  # must come before the variables that refer to it
         {"name": "PENSTOCK_COORDINATOR", "value": fleet.coordinator or f"{fleet.name}-coordinator:{GRPC_PORT}"},
         {"name": "PENSTOCK_WORKER_LISTEN", "value": f"$(POD_IP):{LANES_PORT}"},
         {"name": "PENSTOCK_WORKER_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
@@ -295,8 +295,8 @@ def _worker_variables(fleet: FleetSettings) -> list[Manifest]:
 
 
 def _probes(role: str) -> Manifest:
-    """Return the three probes of a daemon. They run a command, because Kubernetes' own gRPC probes do not support
-    TLS."""
+    """Return a daemon's three probes (startup, live, ready). They run a command, because Kubernetes' own gRPC probes do
+    not support TLS."""
 
     def probe(what: str, period_s: int, timeout_s: int, failures: int) -> Manifest:
         command = ["python", "-m", "penstock.deploy.probe", role, what]
@@ -311,7 +311,8 @@ def _probes(role: str) -> Manifest:
 
 
 def confined(fleet: FleetSettings, container: Manifest, mounts: list[Manifest]) -> Manifest:
-    """Return the container without privileges. Its mounts are `mounts` and those of the volumes that `pod` adds."""
+    """Return the container with all privileges removed. Its mounts are `mounts` and those of the volumes that `pod`
+    adds."""
     read_only = {"tokens": TOKENS, **({"tls": TLS} if fleet.tls else {})}
     return {
         **container,
@@ -329,12 +330,18 @@ def confined(fleet: FleetSettings, container: Manifest, mounts: list[Manifest]) 
 
 
 def pod(fleet: FleetSettings, role: str, container: Manifest, grace_s: int) -> Manifest:
-    """Return the spec of a pod without privileges, with the certificate and the tokens of one role. `role`:
-    "coordinator", "worker" or "client"."""
+    """Return the spec of a pod without privileges, with the certificate and the tokens of one role.
+
+    Args:
+        fleet: settings of the fleet.
+        role: "coordinator", "worker" or "client".
+        container: the pod's container.
+        grace_s: seconds from SIGTERM to SIGKILL.
+    """
     secrets = {"tokens": fleet.token_secrets[role], **({"tls": fleet.tls_secrets[role]} if fleet.tls else {})}
     return {
         "automountServiceAccountToken": False,
-        "enableServiceLinks": False,  # its variables would look like our settings
+        "enableServiceLinks": False,  # variables for Services would look like settings
         "terminationGracePeriodSeconds": grace_s,
         "securityContext": {
             "runAsNonRoot": True,
@@ -398,4 +405,4 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "port: 443": "Data over HTTPS; add the ports of your storage.",
     },
 }
-"""Kind of object -> the beginning of a field as YAML writes it -> the reason for the field's value."""
+"""Reason for the value of a field, by the kind of object, and by the beginning of the field's line in YAML."""

@@ -27,22 +27,21 @@ from penstock.runtime.process.spawn import Spawned, module, spawn
 __all__ = ["LocalEngine"]
 
 GONE = {"failed", "left"}
-"""States of workers that are not started again automatically."""
+"""States of workers (FleetKeeper.state) that the supervisor does not start again by itself."""
 KILLED_S = 10.0
-"""Longest time until a killed supervisor has ended, in seconds."""
+"""Longest time in seconds that a killed supervisor may take to end."""
 POLL_S = 0.05
-"""Seconds between two reads of a record that a supervisor is about to change."""
+"""Seconds between two reads of a fleet's record that a supervisor is about to change."""
 
 
 class LocalEngine:
-    """Engine that starts a supervisor in a process of its own, which outlives this process. In the foreground,
-    supervisor.py is called directly."""
+    """Engine that starts a supervisor in a process of its own, which outlives this process. A fleet in the foreground
+    does not use this class, but calls supervisor.py directly."""
 
     def up(self, plan: FleetPlan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
-        """Start the fleet, or change the number of workers of a running one. Raises CommandError, DeadlineError.
-
-        `ends_with_us`: whether the supervisor ends when this process ends.
-        """
+        """Start the fleet, or change the number of workers of a running one. `ends_with_us`: True if the supervisor
+        must end when this process ends. Raises CommandError if the fleet cannot be started or changed, DeadlineError if
+        it is not ready in time."""
         where = FleetFolder(folder)
         lock = where.lock()
         if lock is None:
@@ -67,7 +66,10 @@ class LocalEngine:
             terminated = in_time and process.result() == -signal.SIGTERM
             process.send(signal.SIGTERM)
             if terminated:  # a signal arrived before the supervisor could handle it
-                raise CommandError(f"the fleet in {where.path} was ended while it was starting", INTERRUPTED)
+                raise CommandError(
+                    f"the fleet in {where.path} was ended while it was starting. Start it again",
+                    INTERRUPTED,
+                )
             raise CommandError(f"the supervisor of the fleet in {where.path} did not start: {last_words(log)}", BUG)
         answer = json.loads(result)
         if "error" in answer:
@@ -77,8 +79,9 @@ class LocalEngine:
         return Fleet(**answer["fleet"])
 
     def down(self, folder: Path, timeout_s: float) -> list[str]:
-        """End the supervisor, or one that is being started; it ends its daemons. If the supervisor had to be killed,
-        wait until the daemons have ended. Raises DeadlineError."""
+        """End the supervisor, which ends its daemons; or a process that is starting one. If the supervisor had to be
+        killed, wait until its daemons have ended. Raises DeadlineError if that takes longer than `timeout_s`
+        seconds."""
         where = FleetFolder(folder)
         deadline = time.monotonic() + timeout_s
         fleet = where.fleet()
@@ -159,7 +162,7 @@ def _states(fleet: Fleet) -> list[str]:
 
 
 def _end(identity: Identity, deadline: float) -> bool:
-    """End a process; kill it if it still runs at `deadline`. Return False if it had ended before."""
+    """End a process; kill it if it still runs at `deadline` (monotonic clock). Return False if it had ended before."""
     process = identity.open()
     if process is None:
         return False

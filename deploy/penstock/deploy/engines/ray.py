@@ -34,12 +34,13 @@ __all__ = ["NAMESPACE", "RayEngine", "worker_options"]
 _log = logging.getLogger("penstock.deploy.engines")
 
 NAMESPACE = "penstock"
-"""Ray namespace of the actors of all fleets. An actor has the name of its daemon: NAME-coordinator, NAME-1, NAME-2."""
+"""Ray namespace with the actors of all fleets. Each actor has the name of its daemon: NAME-coordinator, NAME-1,
+NAME-2."""
 HEAD = "node:__internal_head__"
-"""Name of a resource that only Ray's head node has."""
+"""Name of a Ray resource that only Ray's head node has."""
 NODE_SHARE = 0.001
-"""Amount of a node's resource that an actor requests to be placed on this node. It is small, so that the resource stays
-available to others."""
+"""Amount of a node's resource that an actor requests, so that Ray places the actor on this node. It is small, so that
+the resource stays available to others."""
 GIVE_UP_S = 5.0
 """Seconds in which an actor must end its daemon after a failed start. The time is short, because an actor that was
 never placed does not answer."""
@@ -76,7 +77,8 @@ class RayEngine:
         """Start the fleet and return when all daemons are ready. If the fleet runs already, start or end workers until
         their number is the plan's.
 
-        Raises DeadlineError if Ray has no free capacity for them, CommandError with a daemon's error, PenstockError.
+        Raises DeadlineError if Ray has no free capacity for the daemons, CommandError with a daemon's error,
+        PenstockError if Ray cannot be reached or lost an actor.
         """
         with _connected(str(plan.options["ray_address"])) as ray:
             there = _actors_of(ray, plan.name)
@@ -118,7 +120,7 @@ class RayEngine:
             )
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """End the workers, then the coordinator. Return a line for each of them."""
+        """End the workers, then the coordinator. Return a text that names each ended daemon."""
         with _connected(fleet.about["ray_address"]) as ray:
             there = _actors_of(ray, fleet.name)
             return _stop(ray, there, timeout_s)
@@ -143,7 +145,7 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _cluster(ray: Any, plan: FleetPlan) -> str:
-    """Return the address of the Ray cluster, by which `penstock down` finds it. "auto" is replaced by the real
+    """Return the address of the Ray cluster, by which `penstock down` finds it. The word "auto" is replaced by the real
     address."""
     given = str(plan.options["ray_address"])
     return given if given.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
@@ -154,13 +156,13 @@ def _coordinator_name(fleet: str) -> str:
 
 
 def _actors_of(ray: Any, fleet: str) -> dict[str, Any]:
-    """Return name -> actor, for the actors of the fleet that Ray knows."""
+    """Return the actors of a fleet that Ray knows, by name."""
     names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
     found = {}
     for name in names:
         head, _, tail = name.rpartition("-")
         if head == fleet and (tail == "coordinator" or tail.isdigit()):
-            with contextlib.suppress(ValueError):  # it has ended meanwhile
+            with contextlib.suppress(ValueError):  # the actor has ended
                 found[name] = ray.get_actor(name, namespace=NAMESPACE)
     return found
 
@@ -178,7 +180,7 @@ def _start_coordinator(ray: Any, plan: FleetPlan, token: str) -> Any:
     options = {
         **_LASTING,
         "name": _coordinator_name(plan.name),
-        "num_cpus": 0,  # a head node is often configured with none
+        "num_cpus": 0,  # a head node is often configured without CPUs
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
     }
     return _remote(ray, options, asdict(plan), "", "", token)
@@ -212,7 +214,7 @@ def _refuse_another_plan(there: Mapping[str, Any], where: FleetFolder, plan: Fle
 
 
 def _token(plan: FleetPlan) -> str:
-    """Return the token to send through Ray; "" if --send-token is not given."""
+    """Return the credential token to send through Ray; "" if --send-token is not given."""
     if not plan.options["send_token"]:
         return ""
     try:
@@ -232,8 +234,13 @@ def _ready(
 ) -> dict[str, dict[str, Any]]:
     """Wait until actors are ready, and return the status of each by name.
 
-    `some`: it is not an error if Ray cannot place some of the workers in time and others are ready. Ray keeps trying,
-    and the missing workers join when a node comes back.
+    Args:
+        ray: the module ray.
+        actors: the actors by name.
+        plan: plan of the fleet.
+        deadline: latest time, by the monotonic clock.
+        some: True: return without the workers that Ray could not place in time, if others are ready. Ray keeps trying
+            to place the missing workers; they join when a node comes back.
     """
     waits = {actor.ready.remote(): name for name, actor in actors.items()}
     done, _ = ray.wait(list(waits), num_returns=len(waits), timeout=max(0.1, deadline - time.monotonic()))
@@ -254,12 +261,12 @@ def _ready(
         late = sorted(set(waits.values()) - set(found))
         text = f"Ray did not start {', '.join(late)} within {plan.timeout_s:g} s"
         if late == [_coordinator_name(plan.name)]:  # the coordinator requests only its node, not CPUs
-            raise DeadlineError(f"{text} (--timeout): see `ray status`")
+            raise DeadlineError(f"{text} (--timeout). See `ray status`")
         near = f" on nodes with {plan.options['near']}" if plan.options["near"] else ""
         free = ray.available_resources().get("CPU", 0)
         text += f": a worker requests {plan.slots} CPUs{near}; the cluster has {free:g} free now"
         if not (some and found):
-            raise DeadlineError(f"{text} (--slots, --workers, --near): see `ray status`")
+            raise DeadlineError(f"{text} (--slots, --workers, --near). See `ray status`")
         _log.warning(
             "%s. The fleet runs with %d workers; Ray starts the others when it has free resources", text, len(found)
         )
@@ -267,7 +274,7 @@ def _ready(
 
 
 def _stop(ray: Any, actors: Mapping[str, Any], timeout_s: float = STOP_S) -> list[str]:
-    """End the workers, all at the same time, and then the coordinator. Return "actor NAME" for each."""
+    """End the workers, all at the same time, and then the coordinator. Return "actor NAME" for each of them."""
     ended = []
     workers = {name: actor for name, actor in actors.items() if not name.endswith("-coordinator")}
     for group in (workers, {name: actor for name, actor in actors.items() if name not in workers}):
@@ -275,6 +282,6 @@ def _stop(ray: Any, actors: Mapping[str, Any], timeout_s: float = STOP_S) -> lis
         if stops:
             ray.wait(list(stops.values()), num_returns=len(stops), timeout=timeout_s)
         for name, actor in group.items():
-            ray.kill(actor, no_restart=True)  # actors that have not ended, and their daemons
+            ray.kill(actor, no_restart=True)  # also ends the actor's daemon
             ended.append(f"actor {name}")
     return ended

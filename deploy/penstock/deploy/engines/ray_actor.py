@@ -24,19 +24,19 @@ __all__ = ["DaemonActor", "node_folder"]
 
 
 def node_folder(plan: FleetPlan) -> Path:
-    """Return the daemon's folder on its node, for the coordinator's journal, logs, and a token that came through
+    """Return the folder of a daemon on its node, for the coordinator's journal, logs, and a token that came through
     Ray."""
     return Path(plan.options["state_dir"] or f"/var/tmp/penstock-{os.getuid()}") / plan.name
 
 
 class DaemonActor:
-    """Parent of one daemon.
+    """Ray actor that is the parent of one daemon and keeps it running.
 
     Args:
         plan: fields of a FleetPlan.
-        name: name of the worker; "" = the daemon is the coordinator.
+        name: name of the worker; "": the daemon is the coordinator.
         coordinator: address of the coordinator, for a worker.
-        token: token to write to a file on this node; "" = the plan names a file that exists here.
+        token: token to write to a file on this node; "": the plan names a file that exists here.
     """
 
     def __init__(self, plan: dict[str, Any], name: str, coordinator: str, token: str) -> None:
@@ -48,7 +48,7 @@ class DaemonActor:
         self._host: str = ray.util.get_node_ip_address()
         self._error: CommandError | None = None
         self._over = threading.Event()
-        """Event that is set when the daemon is ready for the first time, or is given up."""
+        """Event that is set when the daemon is ready for the first time, or is given up after failed starts."""
         if token:
             self._folder.save_token(token)
         self._grace_s = WORKER_GRACE_S if name else COORDINATOR_GRACE_S
@@ -95,14 +95,15 @@ class DaemonActor:
             self._over.set()
 
     def ready(self) -> dict[str, Any]:
-        """Wait until the daemon is ready or given up. Return its status, or its `error`, exit `code` and host."""
+        """Wait until the daemon is ready, or is given up after failed starts. Return its status, or its `error`, exit
+        `code` and `host`."""
         self._over.wait()
         if self._error is not None:
             return {"error": str(self._error), "code": self._error.code, "host": self._host}
         return self.about()
 
     def about(self) -> dict[str, Any]:
-        """Return the daemon's present status."""
+        """Return the daemon's present status, without waiting."""
         import ray
 
         return {

@@ -23,14 +23,14 @@ from penstock.proto.errors import DeadlineError, PenstockError, UnsafeBindError
 __all__ = ["SlurmEngine", "render"]
 
 BEGINNING = "set -euo pipefail\n"
-"""First line of the script after its #SBATCH lines."""
+"""First line of the job script after its #SBATCH lines."""
 POLL_S = 1.0
 """Seconds between two queries to Slurm's controller. They are few, because many users share the controller."""
 
 
 def render(plan: FleetPlan, folder: Path) -> str:
-    """Return the text of the job's script. It sets every variable, to "" if the plan has no value, so that variables in
-    sbatch's environment have no effect."""
+    """Return the text of the job script. It sets every variable, to "" if the plan has no value for it, so that
+    variables in sbatch's environment have no effect."""
     _, beginning, body = resources.files(__package__).joinpath("service.sbatch").read_text().partition(BEGINNING)
     options = {
         "job-name": f"penstock-{plan.name}",
@@ -46,7 +46,7 @@ def render(plan: FleetPlan, folder: Path) -> str:
         "PENSTOCK_FOLDER": str(folder / "slurm"),
         "PENSTOCK_PORT": plan.listen.rpartition(":")[2],
         "PENSTOCK_STATE_DIR": str(plan.options["state_dir"]),
-        "PENSTOCK_TOKEN": "",  # it would take precedence over the file
+        "PENSTOCK_TOKEN": "",  # a token here would take precedence over the file
         "PENSTOCK_TOKEN_FILE": plan.token_file,
         "PENSTOCK_COORDINATOR_INSECURE": insecure,
         "PENSTOCK_WORKER_INSECURE": insecure,
@@ -69,11 +69,10 @@ class SlurmEngine:
     """Engine that submits a fleet as a Slurm job, and cancels the job."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Submit the job and return when the coordinator listens. If the job is already queued, a second call waits for
-        it.
+        """Submit the job and return when the coordinator listens. If the job is already queued, wait for it.
 
-        Raises DeadlineError if the coordinator does not listen in time (the job stays), PenstockError if the job ended,
-        UnsafeBindError.
+        Raises DeadlineError if the coordinator does not listen in time (the job stays queued), PenstockError if the job
+        ended, UnsafeBindError if the fleet would have no TLS.
         """
         where = FleetFolder(folder)
         if not plan.insecure and not plan.tls.get("tls_cert"):
@@ -138,8 +137,8 @@ class SlurmEngine:
 
 
 def _state(job: str) -> str:
-    """Return the state of the Slurm job: PENDING, RUNNING, COMPLETING; "" if it has ended."""
-    with contextlib.suppress(PenstockError):  # squeue does not list it any more
+    """Return Slurm's word for the state of a job, such as PENDING or RUNNING; "" if the job has ended."""
+    with contextlib.suppress(PenstockError):  # squeue no longer lists the job
         state = called(["squeue", "--noheader", "--jobs", job, "--format", "%T"]).strip()
         return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else ""
     return ""

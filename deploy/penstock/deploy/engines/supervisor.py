@@ -38,9 +38,9 @@ __all__ = ["supervise"]
 _log = logging.getLogger("penstock.deploy.engines")
 
 LEFTOVERS_S = 30.0
-"""Longest time until the daemons of a killed supervisor have ended, in seconds."""
+"""Longest time in seconds that the daemons of a killed supervisor may take to end."""
 RECORD_AGAIN_S = 2.0
-"""Seconds between two attempts to write the record after a failure."""
+"""Seconds between two attempts to write the fleet's record after a failure."""
 
 
 def supervise(
@@ -54,9 +54,15 @@ def supervise(
     """Run the fleet until a signal ends it, until the process `parent_pid` ends, or until all workers have been stopped
     on request.
 
-    `ready`: called once, when coordinator and workers are ready. `lock`: descriptor of the folder's lock, if the caller
-    holds it. Raises CommandError if the fleet does not become ready, if the coordinator is given up, or if no worker is
-    left.
+    Args:
+        plan: plan of the fleet.
+        folder: folder of the fleet.
+        ready: function that is called once, when coordinator and workers are ready.
+        lock: descriptor of the folder's lock, if the caller holds it.
+        parent_pid: process with which the fleet ends; None: no such process.
+
+    Raises CommandError if the fleet does not become ready, if the coordinator is given up after failed starts, or if no
+    worker is left.
     """
     if lock is None:
         lock = folder.lock()
@@ -75,7 +81,8 @@ def supervise(
 
 
 def _end_leftovers(folder: FleetFolder) -> None:
-    """Wait until the daemons of a killed supervisor have ended. They detect its end, but that may take a moment."""
+    """Wait until the daemons of a killed supervisor have ended. They detect the supervisor's end, but that may take a
+    moment."""
     fleet = folder.fleet()
     deadline = time.monotonic() + LEFTOVERS_S
     for daemon in fleet.about.get("daemons", ()) if fleet is not None else ():
@@ -96,7 +103,7 @@ class _Supervisor:
         self._up = False
         self._adjusted = 0
         self._unwritten: asyncio.TimerHandle | None = None
-        """Timer of the next attempt to write the record after a failure; None if the last attempt succeeded."""
+        """Timer of the next attempt to write the fleet's record after a failure; None if the last attempt succeeded."""
         self._workers: dict[str, FleetKeeper] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[None], FleetKeeper] = {}
@@ -135,7 +142,10 @@ class _Supervisor:
             if living.done():
                 living.result()
             elif not self._up:
-                raise CommandError(f"the fleet in {self._folder.path} was ended while it was starting", INTERRUPTED)
+                raise CommandError(
+                    f"the fleet in {self._folder.path} was ended while it was starting. Start it again",
+                    INTERRUPTED,
+                )
         finally:
             for task in (stopped, living):
                 task.cancel()
@@ -191,7 +201,7 @@ class _Supervisor:
             await self._until_ready([self._coordinator])
 
     async def _until_ready(self, kept: list[FleetKeeper]) -> None:
-        """Wait until these daemons are ready. Raise the error of a daemon that is given up."""
+        """Wait until these daemons are ready. Raise the error of a daemon that is given up after failed starts."""
         waits = [asyncio.ensure_future(one.ready.wait()) for one in kept]
         try:
             while not all(wait.done() for wait in waits):
@@ -209,7 +219,7 @@ class _Supervisor:
         self._tasks[asyncio.ensure_future(kept.run())] = kept
 
     def _adjust(self) -> None:
-        """Start or end workers until their number is the plan's. Workers that have failed or were stopped are started
+        """Start or end workers until their number is the plan's. Workers that failed or were stopped are started
         again."""
         wanted = [worker_name(self._plan.name, number) for number in range(1, self._plan.workers + 1)]
         for name in [name for name in self._workers if name not in wanted]:
@@ -239,7 +249,7 @@ class _Supervisor:
                 raise
             _log.error("%s. The worker is not started again; to retry, run the same `penstock up`", error)
             if all(worker.state in ("failed", "left") for worker in self._workers.values()):
-                raise CommandError(f"the last worker failed, so the fleet ends: {error}", error.code) from error
+                raise CommandError(f"the fleet ends because its last worker failed: {error}", error.code) from error
 
     async def _end(self) -> None:
         """End the workers first, all at the same time; then the coordinator."""
@@ -294,8 +304,8 @@ def _daemon(name: str, kept: FleetKeeper) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the process that `penstock up --detach` starts, and return its exit status. The result of the start is
-    written to the descriptor --ready-fd as one line of JSON."""
+    """Run the supervisor's process, which `penstock up --detach` starts, and return its exit status. The result of the
+    start is written to the descriptor --ready-fd as one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m penstock.deploy.engines.supervisor")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ready-fd", type=int, required=True)
@@ -311,7 +321,7 @@ def main() -> int:
         if is_sent:
             return
         is_sent = True
-        with contextlib.suppress(OSError):  # the command was interrupted
+        with contextlib.suppress(OSError):  # the command that reads the result was interrupted
             os.write(options.ready_fd, json.dumps(what).encode() + b"\n")
         os.close(options.ready_fd)
 

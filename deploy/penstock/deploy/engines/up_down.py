@@ -30,9 +30,9 @@ ENGINES: Mapping[str, Engine] = {
     "slurm": slurm.SlurmEngine(),
     "kubernetes": kubernetes.KubernetesEngine(),
 }
-"""Engines that submit a fleet to the scheduler of a cluster, by name."""
+"""Engines that submit a fleet (a coordinator and workers) to the scheduler of a cluster, by name."""
 RENDERERS: Mapping[str, Callable[[FleetPlan, Path], str]] = {"slurm": slurm.render, "kubernetes": kubernetes.render}
-"""Engine -> function that returns the text that the engine would submit, for `--render`."""
+"""Function that returns the text that an engine would submit, for `--render`, by the engine's name."""
 
 
 def run_up(
@@ -45,13 +45,16 @@ def run_up(
     as_json: bool,
     debug: bool,
 ) -> None:
-    """Start a fleet. `flags`, `tls_flags`: values from the command line, None for those not given."""
+    """Start a fleet (a coordinator and workers). `flags`, `tls_flags`: values from the command line; None for those not
+    given."""
     settings = resolve(UpSettings, **flags)
     tls = resolve(TlsSettings, **tls_flags)
     folder = _folder(settings)
     if render and settings.engine not in RENDERERS:
         raise CommandError(
-            f"--render must be given with --engine {' or '.join(RENDERERS)}, got --engine {settings.engine}", USAGE
+            f"--render must be given with --engine {' or '.join(RENDERERS)}, got --engine {settings.engine}. Leave out "
+            "--render, or name one of these engines",
+            USAGE,
         )
     if not render:
         folder.make()
@@ -84,7 +87,7 @@ def run_up(
 
 
 DOWN_S = 60.0
-"""Deadline for the orderly end of a fleet that is stopped while it starts, in seconds."""
+"""Seconds in which a fleet that is stopped while it starts must end, before its processes are killed."""
 
 
 def _folder(settings: UpSettings) -> FleetFolder:
@@ -92,8 +95,8 @@ def _folder(settings: UpSettings) -> FleetFolder:
 
 
 def _signals_as_errors(folder: FleetFolder) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """Return a context that turns signals which would end this process into an error, like Ctrl-C, so that a fleet that
-    is being started is ended too."""
+    """Return a context in which a signal that would end this process raises an error instead, as Ctrl-C does. So a
+    fleet that is being started is ended, too."""
     return raised(
         lambda number: CommandError(
             f"the fleet in {folder.path} was ended by {number.name} while it was starting", INTERRUPTED
@@ -102,7 +105,7 @@ def _signals_as_errors(folder: FleetFolder) -> contextlib.AbstractContextManager
 
 
 def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
-    """Raise CommandError if another fleet runs in the folder. An engine may change its own fleet, but never replace
+    """Raise CommandError if another fleet runs in the folder. An engine may change its own fleet, but never replaces
     another one."""
     up = folder.fleet()
     if folder.supervised or (up is not None and (up.engine, up.name) != (plan.engine, plan.name)):
@@ -111,12 +114,12 @@ def _refuse_another(folder: FleetFolder, plan: FleetPlan) -> None:
 
 
 def _print_exports(fleet: Fleet, as_json: bool) -> None:
-    """Print the variables of a training job, the only text on standard output."""
+    """Print the variables that a training job needs to find the fleet. They are the only text on standard output."""
     print(json.dumps(fleet.as_dict(), indent=2) if as_json else exports(fleet), flush=True)
 
 
 def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
-    """End the fleet whose record is in the folder. `flags`: flags of `penstock up` that identify the fleet."""
+    """End the fleet whose record is in the folder. `flags`: flags of `penstock up` that say which folder it is."""
     where = _folder(resolve(UpSettings, **flags))
     if not where.path.is_dir():
         raise CommandError(
@@ -126,7 +129,7 @@ def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
     if fleet is None or fleet.engine == "local":
         ended = LocalEngine().down(where.path, timeout_s)
     else:
-        if fleet.engine not in ENGINES:  # written by a newer release
+        if fleet.engine not in ENGINES:  # a newer release wrote the record
             raise CommandError(
                 f"the engine must be one of {', '.join(ENGINES)}, got {fleet.engine} for the fleet in {where.path}. "
                 "Run `penstock down` of the release that started it",

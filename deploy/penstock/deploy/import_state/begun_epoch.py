@@ -20,40 +20,41 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BegunEpoch:
-    """Epoch as its library delivers it."""
+    """Epoch that another library began, with the rows in the order in which that library delivers them."""
 
     epoch: int
     """Number of the epoch, from 0."""
     order: Ints
-    """Row numbers in the order of delivery: int64, [n]. Rows may be missing (drop_last) or repeated (padded batch)."""
+    """Row numbers in the order of delivery; int64, shape (n,). Rows may be missing (drop_last) or repeated (padded
+    batch)."""
     delivered: int
-    """Number of rows, from the beginning of `order`, that were delivered."""
+    """Number of rows at the beginning of `order` that were delivered."""
     step: int
-    """Steps since the beginning of the first epoch."""
+    """Number of steps since the beginning of the first epoch."""
 
 
 @dataclass(frozen=True)
 class ImportedEpoch:
-    """Epoch in which each row comes once."""
+    """Epoch for Penstock, made from one that another library began. It has each row once."""
 
     epoch: int
     order: Ints
-    """Numbers of all rows, the delivered ones first: int64, [rows]."""
+    """Numbers of all rows, the delivered ones first; int64, shape (rows,)."""
     seen: int
-    """Number of rows that were delivered."""
+    """Number of rows at the beginning of `order` that were delivered."""
     step: int
-    """Steps since the beginning of the first epoch."""
+    """Number of steps since the beginning of the first epoch."""
 
 
 def imported(begun: BegunEpoch, rows: int) -> ImportedEpoch:
-    """Return an epoch of a dataset of `rows` rows, in which each row comes once: a second delivery of a row is left
-    out, and rows that the other library leaves out come at the end.
+    """Return the rest of another library's epoch as an epoch with each of the dataset's `rows` rows once: a second
+    delivery of a row is left out, and rows that the other library leaves out come at the end.
 
     Raises StateMismatchError if the epoch has rows that the dataset lacks.
     """
     order = begun.order
     if rows < 1:
-        raise InvalidArgumentError(f"rows must be at least 1, got {rows}")
+        raise InvalidArgumentError(f"--rows must be at least 1, got {rows}. Pass the number of rows of the dataset")
     if len(order) and not 0 <= order.min() <= order.max() < rows:
         raise StateMismatchError(
             f"the dataset must have at least {order.max() + 1} rows, as the state was saved with, got {rows}. Pass the "
@@ -68,16 +69,19 @@ def imported(begun: BegunEpoch, rows: int) -> ImportedEpoch:
 
 
 def whole_steps(delivered: int, batch: int, length: int | None = None) -> int:
-    """Return the number of steps in which `delivered` rows come.
+    """Return the number of steps in which `delivered` rows were delivered.
 
     Args:
-        batch: rows of a step, of all ranks together.
-        length: rows of an epoch whose last step may have fewer; None: steps do not end with epochs.
+        delivered: number of rows.
+        batch: number of rows of a step, of all ranks together.
+        length: number of rows of an epoch whose last step may have fewer; None: steps do not end with epochs.
 
     Raises StateMismatchError if these rows end within a step.
     """
     if batch < 1:
-        raise InvalidArgumentError(f"--batch-size must be at least 1, got {batch}")
+        raise InvalidArgumentError(
+            f"--batch-size must be at least 1, got {batch}. Pass the number of rows of a step, over all ranks"
+        )
     if delivered % batch and (length is None or delivered < length):
         raise StateMismatchError(
             f"the number of delivered rows must be a multiple of {batch}, the rows of a step, got {delivered}. Pass "

@@ -22,7 +22,7 @@ SEVERAL = (
 
 
 def main() -> None:
-    """Write the numbers of the samples, in their order of delivery."""
+    """Write the numbers of the samples that the loader still delivers in this epoch, in the order of their delivery."""
     request = json.load(sys.stdin)
     sys.path[:0] = request["path"]
     module, _, name = request["loader"].partition(":")
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def datasets(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset and those inside it."""
+    """Yield a dataset, and all datasets that it wraps."""
     yield dataset
     inner = getattr(dataset, "datasets", None) or [getattr(dataset, "dataset", None)]
     for one in inner:
@@ -58,13 +58,15 @@ def datasets(dataset: Any) -> Iterator[Any]:
 
 
 def epoch_of(state: Any, source: Any, buffered: int) -> int:
-    """Return the epoch that all workers of a rank are in. With worker processes a state is a checkpoint and the number
-    of batches since it, which may lie in a later epoch; so the epoch is known only where the shuffle buffer cannot have
-    reached the next one."""
+    """Return the epoch that all workers of a rank are in.
+
+    With worker processes a state is a checkpoint and the number of batches since it, which may lie in a later epoch. So
+    the epoch is known only where the shuffle buffer cannot have reached the next one.
+    """
     epochs: set[int] = set()
     for number, worker in enumerate(state.worker_states):
         since = getattr(worker, "offset", None)
-        # what was read since the checkpoint: at least, and at most
+        # samples read since the checkpoint: at least, and at most
         read = (0, 0) if since is None else (since * (state.micro_batch_size or 1),) * 2
         read = read if since is None else (max(0, read[0] - buffered), read[1] + buffered)
         repetition = next(fields(worker, "_repetition"), 0)
@@ -79,7 +81,7 @@ def epoch_of(state: Any, source: Any, buffered: int) -> int:
 
 
 def fields(value: Any, name: str) -> Iterator[int]:
-    """Yield the values of all fields of this name, beside `_repetition`, in a state."""
+    """Yield the values of all fields with this name in a state, if the same dict has a field `_repetition`."""
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -92,7 +94,7 @@ def fields(value: Any, name: str) -> Iterator[int]:
 
 
 def numbers(key: Any) -> Iterator[int]:
-    """Yield the sample numbers in a restore key, which nests those of the samples of a batch."""
+    """Yield the sample numbers in a restore key. The key of a batch contains the keys of its samples."""
     if isinstance(key, tuple):
         for at, part in enumerate(key):
             if part == "Webdataset":

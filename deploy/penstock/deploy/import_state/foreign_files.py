@@ -1,4 +1,5 @@
-"""Files with states of other libraries, as JSON or by torch.save. Nothing in these files is executed."""
+"""Reading of files with states of other libraries, written as JSON or by torch.save. No code in these files is
+executed."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from penstock.proto.errors import InvalidArgumentError, StateCorruptError, State
 __all__ = ["count", "foreign_state"]
 
 DEEPEST = 16
-"""Largest depth of nested containers that are searched."""
+"""Largest number of containers (dicts, lists) within each other in which a state is searched."""
 
 
 def foreign_state(path: Path, library: str, *keys: Collection[str]) -> Mapping[str, Any]:
-    """Return the only dict in a file that has all names of one of `keys`, wherever it is in a larger checkpoint.
+    """Return the state in a file: the only dict that has all names of one of `keys`, wherever it is in a larger
+    checkpoint.
 
     Raises InvalidArgumentError for a file that cannot be read, StateCorruptError for a damaged one, StateMismatchError
     if it has no such dict, or several.
@@ -37,10 +39,11 @@ def foreign_state(path: Path, library: str, *keys: Collection[str]) -> Mapping[s
 
 
 def count(path: Path, state: Mapping[str, Any], name: str) -> int:
-    """Return a number in a state that must be an integer from 0. Raises StateCorruptError."""
+    """Return the entry `name` of a state, which must be an integer of at least 0. Raises StateCorruptError for another
+    value."""
     value = state.get(name)
     if type(value) is not int or value < 0:
-        raise StateCorruptError(f"{path}: {name} must be an integer from 0, got {value!r:.100}. Pass an older state")
+        raise StateCorruptError(f"{path}: {name} must be an integer >= 0, got {value!r:.100}. Pass an older state")
     return value
 
 
@@ -50,7 +53,7 @@ def _value(path: Path) -> Any:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from error
+        raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}. Check the path") from error
     if data.startswith(ZIP):
         return of_torch(path, data)
     return _of_json(path, data)
@@ -61,7 +64,8 @@ def _of_json(path: Path, data: bytes) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise StateCorruptError(
-            f"{path} must be JSON or a file that torch.save() wrote, got one that begins with {data[:8]!r} ({error})"
+            f"{path} must be JSON or a file that torch.save() wrote, got one that begins with {data[:8]!r} ({error}). "
+            "Pass a file that the other library's state was saved in"
         ) from error
 
 

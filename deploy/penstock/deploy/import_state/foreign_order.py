@@ -22,15 +22,20 @@ from penstock.runtime.process.end import exit_words
 __all__ = ["order_by"]
 
 DEADLINE_S = 3600.0
-"""Deadline of a script, in seconds: it lists all rows of an epoch."""
+"""Longest time in seconds that a script may take to list all rows of an epoch."""
 OTHER_PYTHON = "Pass --python, the interpreter of the environment in which the state was saved"
 
 
 def order_by(python: str, script: str, request: Mapping[str, Any]) -> Ints:
-    """Run a script of this folder with a request, and return the row numbers that it writes: int64, [n].
+    """Run a script of this folder in another interpreter, and return the row numbers that it writes; int64, shape (n,).
+
+    Args:
+        python: path of the interpreter, which has the other library.
+        script: file name of the script.
+        request: what the script reads as JSON from its standard input.
 
     Raises InvalidArgumentError if the interpreter is missing, PenstockError with the script's last output if it fails,
-    DeadlineError.
+    DeadlineError if it takes longer than DEADLINE_S.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-import-") as folder:
         out = Path(folder) / "order.npy"
@@ -41,7 +46,8 @@ def order_by(python: str, script: str, request: Mapping[str, Any]) -> Ints:
             )
         except OSError as error:
             raise InvalidArgumentError(
-                f"--python must be an interpreter that has the other library, got {python}: {error.strerror}"
+                f"--python must be an interpreter that has the other library, got {python}: {error.strerror}. Pass the "
+                "path of its python"
             ) from error
         except subprocess.TimeoutExpired:
             raise DeadlineError(
@@ -50,7 +56,7 @@ def order_by(python: str, script: str, request: Mapping[str, Any]) -> Ints:
             ) from None
         if done.returncode:
             why = done.stderr.strip()[-2000:] or f"it {exit_words(done.returncode)}"
-            own = done.stderr and "Error" not in why  # a script's own message, with a remedy
+            own = done.stderr and "Error" not in why  # the script's own message has a remedy
             remedy = "" if own else f"\n{OTHER_PYTHON}"
             raise PenstockError(f"{python} could not list the rows of the epoch: {why}{remedy}")
         return np.asarray(np.load(out, allow_pickle=False), np.int64)

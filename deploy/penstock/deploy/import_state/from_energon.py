@@ -19,22 +19,27 @@ __all__ = ["energon_epoch"]
 
 
 def energon_epoch(paths: Sequence[Path], batch: int, loader: str, python: str) -> tuple[BegunEpoch, int]:
-    """Return the epoch of the states of all ranks, in order of rank, and the number of samples of the dataset.
+    """Return the epoch that the states of all ranks are in, and the number of samples of the dataset.
 
     Args:
-        batch: samples of a step, of all ranks.
-        loader: "module:function", which takes a state's path, the rank and the number of ranks, and returns the
-            savable loader restored from that state.
+        paths: file with the state of each rank, in order of rank.
+        batch: samples of a step, of all ranks together.
+        loader: "module:function", which takes a state's path, the rank and the number of ranks, and returns the savable
+            loader restored from that state.
         python: interpreter that has Energon.
     """
     module, colon, name = loader.partition(":")
     if not (module and colon and name):
-        raise InvalidArgumentError(f"--loader must be MODULE:NAME, got {loader!r}")
+        raise InvalidArgumentError(
+            f"--loader must be MODULE:NAME, got {loader!r}. Name a function that returns the restored loader"
+        )
     request = {"loader": loader, "ranks": len(paths), "path": [str(Path.cwd())]}
     found = []
     for rank, path in enumerate(paths):
         if not path.is_file():
-            raise InvalidArgumentError(f"{path} must be a file with the state of rank {rank}, but is not a file")
+            raise InvalidArgumentError(
+                f"{path} must be a file with the state of rank {rank}, but is not a file. Correct the path"
+            )
         found.append(order_by(python, "energon_order", {**request, "state": str(path.absolute()), "rank": rank}))
     epoch, rows = int(found[0][0]), int(found[0][1])
     if any((own[0], own[1]) != (epoch, rows) for own in found):

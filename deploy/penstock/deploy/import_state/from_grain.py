@@ -1,7 +1,7 @@
 """Position of Grain's DataLoader: one state for each process, and the order from Grain's own sampler.
 
-A state names its sampler with all of its arguments, and the last index that each worker has used. Worker w of W reads
-the indexes w, w + W, ... of its process.
+A state names its sampler with all of its arguments, and the last index that each worker of the process has used. Worker
+w of W reads the indexes w, w + W, ... of its process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["grain_epoch"]
 
 LIBRARY = "Grain's DataLoader"
 VERSION = 2
-"""Version of Grain's own format."""
+"""Version of the format of Grain's states that can be read."""
 _SHARDING = re.compile(
     r"shard_options=(NoSharding|ShardOptions)\(shard_index=(\d+), shard_count=(\d+), drop_remainder=(True|False)\)"
 )
@@ -45,7 +45,7 @@ class _Sampler:
     seed: int | None
 
     def lengths(self) -> list[int]:
-        """Return the records of each shard in an epoch."""
+        """Return the number of records that each process reads in an epoch (a shard, in Grain's words)."""
         share, rest = divmod(self.records, self.shards)
         return [share + (shard < rest and not self.drop_remainder) for shard in range(self.shards)]
 
@@ -55,16 +55,16 @@ class _Process:
     shard: int
     sampler: _Sampler
     used: Sequence[int]
-    """Number of indexes that each worker has used."""
+    """Number of indexes that each worker of the process has used."""
 
     def next_index(self) -> int:
-        """Return the first index of this process that is not used yet."""
+        """Return the first index of this process that no worker has used."""
         return min(worker + len(self.used) * used for worker, used in enumerate(self.used))
 
     def ahead(self, begin: int, length: int) -> npt.NDArray[np.bool_]:
-        """Return a flag for each of `length` indexes from `begin` on, true if the index is used: bool, [length].
+        """Return, for each of `length` indexes from `begin` on, whether a worker has used it; bool, shape (length,).
 
-        Raises StateMismatchError if later indexes are used as well.
+        Raises StateMismatchError if a worker has used later indexes as well.
         """
         flags = np.zeros(length, bool)
         for worker, used in enumerate(self.used):
@@ -79,10 +79,11 @@ class _Process:
 
 
 def grain_epoch(paths: Sequence[Path], batch: int, python: str) -> tuple[BegunEpoch, int]:
-    """Return the epoch of the states of all processes, and the number of records of the data.
+    """Return the epoch that the states of all processes are in, and the number of records of the data.
 
     Args:
-        batch: records of a step, of all processes.
+        paths: file with the state of each process.
+        batch: records of a step, of all processes together.
         python: interpreter that has Grain.
     """
     found = sorted((_process(path) for path in paths), key=lambda process: process.shard)
@@ -148,7 +149,14 @@ def _process(path: Path) -> _Process:
 
 
 def _used(path: Path, last: Any, first: int, stride: int) -> int:
-    """Return the number of indexes that a worker has used. `first`: the worker's first index."""
+    """Return the number of indexes that a worker has used.
+
+    Args:
+        path: file with the state, for errors.
+        last: last index that the worker has used, as the state has it.
+        first: first index that the worker reads.
+        stride: distance between the indexes that the worker reads.
+    """
     if type(last) is not int or (last - first) % stride or last < first - stride:
         raise StateCorruptError(
             f"{path}: last_seen_indices must have, for this worker, {first} plus a multiple of {stride}, got "

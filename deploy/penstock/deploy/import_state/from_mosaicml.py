@@ -21,14 +21,17 @@ KEYS = {"epoch", "sample_in_epoch", "num_canonical_nodes", "shuffle_seed", "init
 
 
 def shard_sizes(folders: Sequence[Path]) -> list[int]:
-    """Return the samples of each shard of the streams, in their order. Raises InvalidArgumentError."""
+    """Return the number of samples in each shard of the streams, in their order. `folders`: folder or index.json of
+    each stream. Raises InvalidArgumentError for an index that cannot be read."""
     sizes = []
     for folder in folders:
         path = folder / "index.json" if folder.is_dir() else folder
         try:
             sizes += [int(shard["samples"]) for shard in json.loads(path.read_bytes())["shards"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidArgumentError(f"{path} must be the index.json of a stream's shards: {error}") from error
+            raise InvalidArgumentError(
+                f"{path} must be the index.json of a stream's shards: {error}. Correct the path of --index"
+            ) from error
     return sizes
 
 
@@ -42,11 +45,13 @@ def mosaicml_epoch(
     block: int | None,
     python: str,
 ) -> BegunEpoch:
-    """Return the epoch of a state.
+    """Return the epoch that a state is in.
 
     Args:
-        sizes: samples of each shard.
-        batch: samples of a step, of all ranks.
+        path: file with the state.
+        sizes: number of samples in each shard.
+        batch: samples of a step, of all ranks together.
+        shuffle: True if the StreamingDataset shuffles.
         algorithm, block: shuffle_algo and shuffle_block_size of the StreamingDataset.
         python: interpreter that has mosaicml-streaming.
     """
@@ -59,7 +64,7 @@ def mosaicml_epoch(
     nodes, delivered = count(path, state, "num_canonical_nodes"), count(path, state, "sample_in_epoch")
     epoch, seed = count(path, state, "epoch"), count(path, state, "shuffle_seed")
     if nodes < 1:
-        raise StateMismatchError(f"{path}: num_canonical_nodes must be at least 1, got {nodes}")
+        raise StateMismatchError(f"{path}: num_canonical_nodes must be at least 1, got {nodes}. Pass an older state")
     order = order_by(
         python,
         "mosaicml_order",

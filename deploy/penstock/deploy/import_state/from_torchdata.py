@@ -1,7 +1,8 @@
 """Position of torchdata's StatefulDataLoader over a map-style dataset: one state for each rank.
 
-The state has the generator of a shuffle, or nothing if the order is that of the dataset or of a DistributedSampler. The
-order of a DistributedSampler follows from the seed and the epoch, which the state does not have.
+The state has the random generator of a shuffle. It has no generator if the order is that of the dataset or of a
+DistributedSampler. The order of a DistributedSampler follows from the seed and the epoch, which the state does not
+have. A state consists of a snapshot, and the number of batches since it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ WITH_WORKERS = {"_snapshot", "_steps_since_snapshot"}
 @dataclass(frozen=True)
 class _Rank:
     batches: int
-    """Number of batches delivered at the snapshot."""
+    """Number of batches that the rank delivered before the snapshot."""
     rows: int
-    """Number of rows delivered at the snapshot."""
+    """Number of rows that the rank delivered before the snapshot."""
     after: int
-    """Number of batches delivered since the snapshot."""
+    """Number of batches that the rank delivered since the snapshot."""
     generator: Any
     ended: bool
 
@@ -42,9 +43,11 @@ class _Rank:
 def torchdata_epoch(
     paths: Sequence[Path], rows: int, epoch: int, *, batch: int | None, shuffle: bool, seed: int
 ) -> BegunEpoch:
-    """Return the epoch of the states of all ranks, in order of rank.
+    """Return the epoch that the states of all ranks are in.
 
     Args:
+        paths: file with the state of each rank, in order of rank.
+        rows: number of rows of the dataset.
         batch: rows of a step, over all ranks; None: computed from the state, if a batch was delivered.
         epoch, shuffle, seed: arguments of a DistributedSampler, which the state does not have.
 
@@ -62,10 +65,11 @@ def torchdata_epoch(
             )
     if not first.batches and batch is None:
         raise InvalidArgumentError(
-            "--batch-size must be given, because the snapshot in the state was made before the first batch"
+            "--batch-size must be given, because the snapshot in the state was made before the first batch. Pass the "
+            "number of rows of a step, over all ranks"
         )
     own = -(-first.rows // first.batches) if batch is None else -(-batch // len(ranks))
-    """Rows of a rank's batch."""
+    """Number of rows in a batch of one rank."""
     if first.generator is None and (shuffle or len(ranks) > 1):
         order = _distributed(rows, len(ranks), own, epoch, shuffle=shuffle, seed=seed)
     elif first.generator is None:
@@ -117,23 +121,25 @@ def _rank(path: Path) -> _Rank:
 
 
 def _drawn(generator: Any, rows: int) -> Ints:
-    """Return the permutation of torchdata's RandomSampler, from the state of its generator."""
+    """Return the permutation of the rows that torchdata's RandomSampler draws. `generator`: state of its random
+    generator."""
     import torch
 
     if not isinstance(generator, torch.Tensor):
         raise StateCorruptError(
-            f"generator of a shuffle must be a tensor, got a {type(generator).__name__}. Pass an older state"
+            f"the state's generator must be a tensor, got a {type(generator).__name__}. Pass an older state"
         )
     own = torch.Generator()
     try:
         own.set_state(generator)
     except (RuntimeError, TypeError) as error:
-        raise StateCorruptError(f"generator of a shuffle is damaged: {error}. Pass an older state") from error
+        raise StateCorruptError(f"the state's generator is damaged: {error}. Pass an older state") from error
     return np.asarray(torch.randperm(rows, generator=own).numpy(), np.int64)
 
 
 def _distributed(rows: int, ranks: int, batch: int, epoch: int, *, shuffle: bool, seed: int) -> Ints:
-    """Return the rows that ranks with a DistributedSampler deliver, step by step."""
+    """Return the rows that ranks with a DistributedSampler deliver, step by step: in each step the batch of rank 0, of
+    rank 1, and so on."""
     import torch.utils.data
 
     shares = []

@@ -19,14 +19,22 @@ from penstock.proto.errors import InvalidArgumentError, StateCorruptError, State
 __all__ = ["SEED", "trainer_epoch"]
 
 SEED = 42
-"""Default seed of TrainingArguments."""
+"""Default seed of transformers' TrainingArguments."""
 FILE = "trainer_state.json"
 TOLERANCE = 1e-6
-"""Largest difference between two equal epoch counts of the Trainer, which are fractions."""
+"""Largest difference of two values of the Trainer's `epoch`, a fraction, that count as equal."""
 
 
 def trainer_epoch(path: Path, rows: int, *, seed: int, ranks: int, accumulation: int, drop_last: bool) -> BegunEpoch:
-    """Return the epoch of a checkpoint. `path`: the checkpoint's folder, or trainer_state.json in it.
+    """Return the epoch that a checkpoint of the Trainer is in.
+
+    Args:
+        path: the checkpoint's folder, or trainer_state.json in it.
+        rows: number of rows of the dataset.
+        seed: seed of the Trainer's shuffle.
+        ranks: number of processes.
+        accumulation: number of batches of each rank in a step of the Trainer.
+        drop_last: True if the Trainer leaves out an incomplete last batch.
 
     Raises StateMismatchError if the checkpoint's epoch does not follow from the other arguments.
     """
@@ -45,12 +53,12 @@ def trainer_epoch(path: Path, rows: int, *, seed: int, ranks: int, accumulation:
         raise StateCorruptError(f"{file}: epoch must be a number, got {epoch!r:.100}. Pass an older checkpoint")
     if min(own, ranks, accumulation, rows) < 1:
         raise InvalidArgumentError(
-            f"rows, train_batch_size, --ranks and --accumulation must be at least 1, got {rows}, {own}, {ranks} and "
-            f"{accumulation}"
+            f"--rows, train_batch_size, --ranks and --accumulation must be at least 1, got {rows}, {own}, {ranks} and "
+            f"{accumulation}. Correct these values"
         )
     batch = own * ranks
     batches = rows // batch if drop_last else -(-rows // batch)
-    """Batches of each rank in an epoch."""
+    """Number of batches of each rank in an epoch."""
     updates = max(1, -(-batches // accumulation))
     number, within = divmod(steps, updates)
     within *= accumulation

@@ -1,4 +1,5 @@
-"""Script for an interpreter that has Grain: the record keys of an epoch, of all shards one after another.
+"""Script for an interpreter that has Grain: the record keys of an epoch, for all shards one after another. A shard, in
+Grain's words, is the part of the records that one process reads.
 
 python grain_order.py OUT.npy < REQUEST.json
 """
@@ -11,7 +12,8 @@ from grain import samplers, sharding
 
 
 def main() -> None:
-    """Write the record keys: those of shard 0 by its own index, then those of shard 1, and so on."""
+    """Write the record keys of an epoch: those of shard 0 in the order of its indexes, then those of shard 1, and so
+    on."""
     request = json.load(sys.stdin)
     shards, epoch = request["shards"], request["epoch"]
     found = []

@@ -12,8 +12,8 @@ from streaming.base.shuffle import get_shuffle
 
 
 def main() -> None:
-    """Write the sample numbers in their order of delivery. With one node, rank and worker, and batches of one sample,
-    the partitions are that order itself."""
+    """Write the sample numbers of an epoch in the order of their delivery. With one node, rank and worker, and batches
+    of one sample, the partitions that mosaicml-streaming computes are that order itself."""
     request = json.load(sys.stdin)
     sizes = np.array(request["sizes"], np.int64)
     order = get_partitions("orig", int(sizes.sum()), request["nodes"], 1, 1, 1, 1).reshape(-1)

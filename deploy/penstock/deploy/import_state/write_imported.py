@@ -30,7 +30,7 @@ __all__ = ["SOURCES", "Request", "import_state"]
 
 @dataclass(frozen=True)
 class Request:
-    """Request for an import: the files, and values that the states do not have. None: the option was not given."""
+    """Request for an import: the files, and values that the states do not contain. None: the option was not given."""
 
     library: str
     states: Sequence[Path]
@@ -53,18 +53,20 @@ class Request:
     run_seed: int | None
 
     def the_state(self) -> Path:
-        """Return the only state. Raises InvalidArgumentError if several are given."""
+        """Return the path of the only state. Raises InvalidArgumentError if several are given."""
         if len(self.states) > 1:
             raise InvalidArgumentError(
-                f"--from {self.library} must be given one STATE, which is valid for all ranks, got {len(self.states)}"
+                f"--from {self.library} must be given one STATE, which is valid for all ranks, got {len(self.states)}. "
+                "Pass one file"
             )
         return self.states[0]
 
     def needs(self, flag: str, value: Any) -> Any:
-        """Return the value of an option. Raises InvalidArgumentError if it is not given."""
+        """Return `value`, the value of option `flag`. Raises InvalidArgumentError if the option was not given."""
         if value is None or value == []:
             raise InvalidArgumentError(
-                f"{flag} must be given with --from {self.library}, because the states do not have this value"
+                f"{flag} must be given with --from {self.library}, because the states do not contain this value. Pass "
+                "the value of the saved run"
             )
         return value
 
@@ -131,11 +133,12 @@ SOURCES: dict[str, Callable[[Request], tuple[BegunEpoch, int]]] = {
     "grain": _grain,
     "energon": _energon,
 }
-"""Value of --from -> reader of its states, which returns the epoch and the rows of the dataset."""
+"""Function that reads the states of a library, by the value of --from. It returns the epoch and the number of rows of
+the dataset."""
 
 
 def import_state(request: Request, as_json: bool) -> None:
-    """Import a position, write both files, and print what was read."""
+    """Read a position of another library, write both files, and print what was read."""
     begun, rows = SOURCES[request.library](request)
     if request.rows not in (None, rows):
         raise StateMismatchError(
@@ -173,7 +176,7 @@ def _write(request: Request, epoch: ImportedEpoch) -> None:
         file = write_order(request.order_file, epoch.epoch, epoch.order)
         progress = OrderProgress(epoch.epoch, epoch.seen, 0, Topology(1, 1, 1))
         position = Position.start(1, step=epoch.step, epoch=epoch.epoch)
-        position.chain = None  # no digests of the other library's batches
+        position.chain = None  # digests of the other library's batches are unknown
         saved = SavedState(
             epoch.step,
             request.input_fn,

@@ -1,4 +1,5 @@
-"""Views of a batch for people, for JSON and as a file: the names and values of its leaves, and one row.
+"""Views of a batch for people, for JSON and as a file: the names and values of its leaves, and one row. A leaf is a
+value in the batch that is not a container, such as a tensor.
 
 They are made in the child process that made the batch, because only this process has the user's classes. A namedtuple
 or a dataclass is taken apart there, and the result consists of plain values.
@@ -25,22 +26,22 @@ __all__ = ["FORMATS", "describe", "rows_in", "write"]
 
 FORMATS = (".pst", ".npz", ".pt")
 FIRST = 8
-"""Largest number of values that are shown of a leaf."""
+"""Largest number of values of a leaf (such as a tensor) that are shown."""
 ROW_VALUES = 256
-"""Largest number of values that are shown of a leaf for one row."""
+"""Largest number of values of a leaf (such as a tensor) that are shown for one row."""
 _SCALARS = (str, bytes, int, float, bool, complex, type(None))
 _PLAIN = (*_SCALARS, torch.Tensor)
 
 
 def _is_column(value: Any) -> bool:
-    """Return whether the value is a list or tuple of plain values. Such a value is one leaf, with a value for each
+    """Return True if the value is a list or tuple of plain values. Such a value is one leaf, with a value for each
     row."""
     return type(value) in (list, tuple) and len(value) > 0 and all(type(item) in _SCALARS for item in value)
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each leaf. Names are like `tokens`, `meta.length`, `pair.0`; "" if the batch is a
-    leaf itself."""
+    """Yield the name and the value of each leaf of a batch. Names are like `tokens`, `meta.length`, `pair.0`; "" if the
+    batch is a leaf itself."""
     if _is_column(value) or not _is_container(value) or not any(True for _ in _fields(value, name)):
         yield name, value
     else:
@@ -68,8 +69,8 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def rows_in(batch: Any) -> int | None:
-    """Return the number of rows of a batch: the length of its first tensor or array that has a dimension, or else of
-    its first list with a value for each row. None: the batch has no rows.
+    """Return the number of rows of a batch: the length of its first tensor or array that has a dimension, or otherwise
+    of its first list with a value for each row. Return None if the batch has no rows.
 
     A batch that is a list of samples, because there is no collate function, has one row for each sample.
     """
@@ -82,7 +83,7 @@ def rows_in(batch: Any) -> int | None:
 
 
 def _is_samples(value: Any) -> bool:
-    """Return whether the value is a list of samples: dicts and the like, tuples with values of several types, or lists
+    """Return True if the value is a list of samples: dicts and the like, tuples with values of several types, or lists
     without tensors.
 
     Other lists, and all tuples, are fields of one batch, as torch's collate function makes them, for example a tuple of
@@ -113,12 +114,14 @@ def _length_in(value: Any) -> int | None:
 
 
 def describe(batch: Any, row: int | None) -> dict[str, Any]:
-    """Return the batch as plain values. `row`: number of a row to show too. Raises InvalidArgumentError if the batch
-    has no such row."""
+    """Return a view of the batch as plain values. `row`: number of a row to show as well; None: no row. Raises
+    InvalidArgumentError if the batch has no such row."""
     rows = rows_in(batch)
     if row is not None and (rows is None or row >= rows):
         have = "no rows, because it has no tensor with a dimension and no list" if rows is None else _range(rows)
-        raise InvalidArgumentError(f"--row must be a row of the batch, which has {have}, got {row}")
+        raise InvalidArgumentError(
+            f"--row must be a row of the batch, which has {have}, got {row}. Pass the number of one of these rows"
+        )
     found: dict[str, Any] = {"rows": rows, "leaves": [_leaf(name, value) for name, value in leaves(batch)]}
     if row is not None:
         found["row"] = {"row": row, "leaves": [_of_row(name, value) for name, value in _row(batch, "", row, rows)]}
@@ -130,7 +133,7 @@ def _range(rows: int) -> str:
 
 
 def _row(value: Any, name: str, row: int, rows: int | None) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each leaf that has one value for each row, and its value in this row."""
+    """Yield the name of each leaf that has one value for each row, and the leaf's value in row number `row`."""
     if isinstance(value, torch.Tensor | np.ndarray):
         if value.ndim and value.shape[0] == rows:
             yield name, value[row]
@@ -152,7 +155,7 @@ def _of_row(name: str, of_one: Any) -> dict[str, Any]:
 
 
 def _values(value: torch.Tensor | np.ndarray[Any, Any], count: int) -> list[Any]:
-    """Return the first `count` values of a leaf as values that JSON has."""
+    """Return the first `count` values of a leaf, as values that JSON has."""
     first = value.reshape(-1)[:count].tolist()
     return [str(item) if isinstance(item, complex) else as_json(item) for item in first]
 
@@ -170,7 +173,8 @@ def _leaf(name: str, value: Any) -> dict[str, Any]:
 
 
 def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Return minimum, maximum and mean of the numbers, and the number of NaNs; empty for values without an order."""
+    """Return minimum, maximum and mean of a leaf's numbers, and the number of NaNs; an empty dict for values without an
+    order."""
     try:
         if isinstance(value, torch.Tensor):
             value = _resolved(value)
@@ -191,8 +195,7 @@ def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as a box receives it: without a gradient, and with its lazy conjugation and negation
-    applied."""
+    """Return a tensor as a box receives it: without a gradient, and with its lazy conjugation and negation applied."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -200,7 +203,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write(batch: Any, path: Path) -> None:
-    """Write the batch to a new file in one of FORMATS and sync it to disk. The command then renames the file to its
+    """Write the batch to a new file in one of FORMATS and sync the file to disk. The command then renames it to its
     final name.
 
     Raises InvalidArgumentError if the format cannot hold the batch as it is, or if the file exists.
@@ -222,7 +225,9 @@ def _envelope(batch: Any) -> bytes:
     try:
         return encode_state(batch)
     except UnsupportedStateError as error:
-        raise InvalidArgumentError(f"--out: the batch cannot be written as .pst: {error.message}; try .npz") from error
+        raise InvalidArgumentError(
+            f"--out: the batch cannot be written as .pst: {error.message}. Write it as .npz"
+        ) from error
 
 
 def _arrays(batch: Any) -> bytes:
@@ -238,24 +243,24 @@ def _arrays(batch: Any) -> bytes:
 
 
 def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """Return the value as a numpy array. Raises InvalidArgumentError if an array cannot hold its value and type
+    """Return a leaf's value as a numpy array. Raises InvalidArgumentError if an array cannot hold its value and type
     unchanged."""
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
     try:
         array = _resolved(value).numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgumentError(f"--out: {name!r} cannot be written as .npz ({error}): write it as .pst") from error
+        raise InvalidArgumentError(f"--out: {name!r} cannot be written as .npz ({error}). Write it as .pst") from error
     empty = _is_container(value) and not value
     if array.dtype.hasobject or empty or array.dtype.kind == "S" or not _is_kept(value, array):
         raise InvalidArgumentError(
-            f"--out: {name!r}, a {type(value).__qualname__}, cannot be written as .npz: write it as .pst"
+            f"--out: {name!r}, a {type(value).__qualname__}, cannot be written as .npz. Write it as .pst"
         )
     return array
 
 
 def _is_kept(value: Any, array: np.ndarray[Any, Any]) -> bool:
-    """Return whether the array holds the plain values unchanged. Numpy drops trailing NULs of a str, and changes large
+    """Return True if an array holds plain values unchanged. Numpy drops trailing NULs of a str, and changes large
     integers and values of mixed types."""
     if not _is_column(value):
         if type(value) not in _SCALARS:
@@ -284,7 +289,7 @@ def _plain(value: Any, name: str) -> Any:
             value = value.clone()
     if type(value) not in _PLAIN:
         raise InvalidArgumentError(
-            f"--out: {name} is a {type(value).__qualname__}, which torch.load(weights_only=True) does not read: write "
+            f"--out: {name} is a {type(value).__qualname__}, which torch.load(weights_only=True) does not read. Write "
             "the batch as .pst"
         )
     return value

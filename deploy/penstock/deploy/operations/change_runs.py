@@ -1,8 +1,8 @@
 """Implementation of `penstock run close`, which ends the open attempts of a run or a job at its coordinator, and of
 `penstock mix`, which changes the weights of a run's mixture.
 
-An order of `penstock mix` has a random key. If the coordinator restarts meanwhile, the same order is sent again, and
-its key shows whether the change was made before.
+Each order of `penstock mix` has a random key. If the coordinator restarts before it has answered, the command sends the
+order again, and the key tells the coordinator whether the change was already made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ RETRY_S = 0.3
 
 
 def close_runs(name: str, peer: Peer, as_json: bool) -> None:
-    """End the run (JOB/ORDINAL), or all runs of the job (JOB), and print what was ended. Raises UnknownRunError."""
+    """End the run (JOB/ORDINAL), or all runs of the job (JOB), and print what was ended. Raises UnknownRunError if the
+    coordinator does not know it."""
     with peer.client() as client:
         runs = client.end_run(name).runs
     if as_json:
@@ -45,7 +46,7 @@ def close_runs(name: str, peer: Peer, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Order:
-    """Arguments of the command."""
+    """Arguments of one `penstock mix` command."""
 
     run: str
     from_step: int
@@ -57,10 +58,11 @@ class Order:
     def parsed(
         cls, run: str, from_step: int, weights: str | None, added: Sequence[str], retired: Sequence[str]
     ) -> Self:
-        """Return the order. Raises InvalidArgumentError for texts that are not NAME=VALUE."""
+        """Return the order for the command's arguments. Raises InvalidArgumentError for texts that are not
+        NAME=VALUE."""
         given = [] if weights is None else listed("--weights", weights)
         if not given and not retired:
-            raise InvalidArgumentError("--weights or --retire must be given, got neither: give the new weights")
+            raise InvalidArgumentError("--weights or --retire must be given, got neither. Give the new weights")
         return cls(run, from_step, pairs_of("--weights", given), pairs_of("--add", added), list(retired))
 
     def request(self, key: str, deadline_s: float, *, dry_run: bool) -> pb.ChangeMixtureRequest:
@@ -77,7 +79,8 @@ class Order:
 
 
 def change_mixture(order: Order, deadline_s: float, peer: Peer, *, dry_run: bool, as_json: bool) -> None:
-    """Make the change, or with `dry_run` only try it, and print it. Raises an error if it was not made."""
+    """Change the weights of a run's mixture, or with `dry_run` only try that, and print the change. Raises an error if
+    the change was not made."""
     with peer.client() as client:
         reply = _ordered(client, order, deadline_s, dry_run=dry_run)
     (_print_json if as_json else _print)(reply, dry_run=dry_run)

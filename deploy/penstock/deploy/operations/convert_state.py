@@ -1,7 +1,7 @@
 """Implementation of `penstock state convert`: converts a saved state to other numbers of boxes and workers, and reports
 the consequences.
 
-Loading a state with other numbers does the same automatically, and yields the same stream. The command reports
+Loading a state in a job with other numbers converts it automatically, and yields the same stream. The command reports
 beforehand whether the conversion is possible, what is kept, and what starts anew.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["convert", "show_convert"]
 
 
 def show_convert(source: Path, target: Path, boxes: int, workers: int, as_json: bool) -> None:
-    """Convert a file and print a report."""
+    """Convert the states in a file and print a report on each."""
     done = convert(source, target, boxes, workers)
     if as_json:
         print(json.dumps({"written": str(target), "states": done}, indent=2))
@@ -35,20 +35,20 @@ def show_convert(source: Path, target: Path, boxes: int, workers: int, as_json: 
 
 
 def convert(source: Path, target: Path, boxes: int, workers: int) -> list[dict[str, Any]]:
-    """Convert all states in a file, or none; return a report on each.
+    """Convert all states in a file, or none; return a report on each state.
 
     Raises InvalidArgumentError for a number of boxes and workers that no run can have, StateMismatchError if a state
-    cannot be converted to it, and the errors of SavedFile.
+    cannot be converted to these numbers, and the errors of SavedFile.
     """
     from penstock.deploy.operations.saved_file import SavedFile
 
     for name, value in (("--boxes", boxes), ("--workers", workers)):
         if value < 1:
-            raise InvalidArgumentError(f"{name} must be at least 1, got {value}")
+            raise InvalidArgumentError(f"{name} must be at least 1, got {value}. Pass the numbers of the resumed job")
     if boxes * workers > (most := Limits().slots_max):
         raise InvalidArgumentError(
             f"--boxes times --workers must be at most {most}, the workers of a run, got {boxes} x {workers} = "
-            f"{boxes * workers}"
+            f"{boxes * workers}. Pass smaller numbers"
         )
     file = SavedFile(source)
     done, states = [], {}
@@ -68,7 +68,7 @@ def _converted(saved: SavedState, boxes: int, workers: int) -> SavedState:
     if rows is not None and boxes > rows:
         raise StateMismatchError(
             f"--boxes must be at most {rows}, the rows of a global batch of {saved.input_fn}, because each box needs a "
-            f"row, got {boxes}"
+            f"row, got {boxes}. Pass fewer boxes"
         )
     try:
         return saved.new_topology(boxes, workers)
@@ -81,13 +81,14 @@ def _converted(saved: SavedState, boxes: int, workers: int) -> SavedState:
 
 
 def _global_batch(state: Any) -> int | None:
-    """Return the size of the global batch in rows, if a source of penstock.data fixes it independently of a box's rows.
-    The global batch is then the same on any number of boxes. Return None otherwise."""
+    """Return the size of the global batch in rows, if a state of penstock.data shows that it does not follow from a
+    box's rows (it is no multiple of the number of boxes). It is then the same on any number of boxes. Return None
+    otherwise."""
     from penstock.data.ordering.order_states import OrderProgress
 
     try:
         topology = OrderProgress.parsed(state).topology
-    except (IndexError, KeyError, TypeError, ValueError):  # a user's own loader
+    except (IndexError, KeyError, TypeError, ValueError):  # the state of a user's own loader
         return None
     return topology.batch if topology.batch % topology.boxes else None
 
@@ -110,15 +111,15 @@ def _report(before: SavedState, after: SavedState) -> dict[str, Any]:
 
 
 def _topology(saved: SavedState) -> dict[str, int] | None:
-    """Return the numbers of boxes and workers of the saved state; None if it belongs to no run yet and fits any
-    numbers."""
+    """Return the numbers of boxes and workers of a saved state; None if the state was saved before its run began, and
+    so fits any numbers."""
     if not saved.positions:
         return None
     return {"boxes": saved.num_boxes, "workers": saved.num_workers_per_box}
 
 
 def _uneven(saved: SavedState) -> list[str]:
-    """Return the names of the workers whose input had ended while others still had batches."""
+    """Return the names of the workers whose input had ended in the epoch while others still had batches."""
     return [
         f"box {box} slot {slot}"
         for box, position in enumerate(saved.positions)
@@ -128,7 +129,7 @@ def _uneven(saved: SavedState) -> list[str]:
 
 
 def _meaning(before: SavedState, after: SavedState) -> tuple[list[str], list[str]]:
-    """Return the consequences of a conversion as texts: what is kept exactly, and what starts anew."""
+    """Return the consequences of a conversion as two lists of texts: what is kept exactly, and what starts anew."""
     if after is before:
         return ["everything"], []
     kept = [

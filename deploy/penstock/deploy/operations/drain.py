@@ -23,16 +23,16 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["drain"]
 
 POLL_S = 0.3
-"""Seconds between two polls."""
+"""Seconds between two questions to the coordinator about the worker's state."""
 GONE_S = 10.0
-"""Seconds after which a worker that the coordinator does not know has ended. A restarted coordinator receives the
+"""Seconds after which a worker that the coordinator does not know counts as ended. A restarted coordinator receives the
 heartbeats of its workers within about a second."""
 
 
 def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) -> None:
-    """Order the drain, and wait until the worker has no slots left.
+    """Order a worker to give up its slots, and wait until it has none left.
 
-    Raises DeadlineError if it still has slots at the deadline, SupersededError if the order was withdrawn.
+    Raises DeadlineError if it still has slots after `timeout_s` seconds, SupersededError if the order was withdrawn.
     """
     with peer.client() as client:
         left = client.drain(worker, undo=undo)
@@ -54,7 +54,8 @@ def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) 
 def _wait(
     client: CoordinatorClient, worker: str, left: pb.DrainWorkerReply, until: float, *, quiet: bool
 ) -> pb.DrainWorkerReply:
-    """Wait until the worker has no slots left, or until the deadline `until`, and return its last status."""
+    """Wait until the worker has no slots left, or until the time `until` (monotonic clock), and return its last
+    status."""
     session, printed, seen = left.session, -1, time.monotonic()
     while left.slots and time.monotonic() < until:
         if left.slots != printed and not quiet:

@@ -71,7 +71,7 @@ def show_config(of: str | None, as_json: bool) -> int:
 
 
 def _token() -> str:
-    """Return a text that names the source of the credential token; "" if no token is given."""
+    """Return a text that names where the credential token comes from; "" if no token is given."""
     if os.environ.get("PENSTOCK_TOKEN"):
         return "the variable PENSTOCK_TOKEN"
     if named := os.environ.get("PENSTOCK_TOKEN_FILE"):
@@ -117,8 +117,8 @@ def show_example() -> None:
 
 
 def example() -> Iterator[str]:
-    """Yield the lines of a settings file with every setting as a comment. A setting has its default as the value, or no
-    value if it has no default."""
+    """Yield the lines of an example settings file, in which every setting is a comment. A setting has its default as
+    the value, or no value if it has no default."""
     yield "# Settings of Penstock. A flag wins over a variable, a variable over this file, this file over the default."
     yield "# Remove the # before a setting to use it. `penstock config` shows the effective values and their sources."
     yield ""

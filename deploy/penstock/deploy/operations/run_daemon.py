@@ -51,8 +51,8 @@ def run_coordinator(
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Run a coordinator until SIGTERM or SIGINT, or until the process `parent_pid` ends. The dicts hold the flags; the
-    value of a flag that was not given is None."""
+    """Run a coordinator until SIGTERM or SIGINT, or until the process `parent_pid` ends. The dicts have the values of
+    the command's flags by name; a flag that was not given is None."""
     from penstock.appliance.edge.server import serve
     from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
 
@@ -112,8 +112,8 @@ def run_worker(
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Run a worker until SIGTERM or SIGINT, or until the process `parent_pid` ends. The dicts hold the flags; the value
-    of a flag that was not given is None."""
+    """Run a worker until SIGTERM or SIGINT, or until the process `parent_pid` ends. The dicts have the values of the
+    command's flags by name; a flag that was not given is None."""
     from penstock.worker.daemon.daemon import serve
     from penstock.worker.daemon.worker_settings import DaemonSettings, own_name
 
@@ -177,19 +177,19 @@ def run_worker(
 
 
 def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
-    """Set up logs and traces. `always`: fields that are added to each log line in JSON."""
+    """Set up logs and traces of a daemon. `always`: fields that are added to each log line in JSON."""
     keep_memory_private()
     name_process("penstock worker" if always["process"] == "worker" else "penstock coord")
     faulthandler.enable()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(always) if telemetry.log_format == "json" else TextLines())
-    logging.captureWarnings(telemetry.log_format == "json")  # otherwise they are not JSON objects
+    logging.captureWarnings(telemetry.log_format == "json")  # otherwise warnings are not JSON objects
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
 def _announce(line: str, ready_file: Path | None) -> None:
-    """Write the line to standard output, and to `ready_file` if one is given. The file appears atomically."""
+    """Write a daemon's line to standard output, and to `ready_file` if it is given. The file appears as a whole."""
     if ready_file is not None:
         try:
             write_whole(ready_file, f"{line}\n".encode(), sync=False)

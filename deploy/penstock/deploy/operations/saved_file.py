@@ -25,12 +25,12 @@ __all__ = ["ZIP", "FoundState", "SavedFile", "of_torch"]
 
 _ENVELOPE, ZIP = b"PENSTATE", b"PK\x03\x04"
 DEEPEST = 16
-"""Largest depth of nested containers in which saved states are searched."""
+"""Largest number of containers (dicts, lists) within each other in which saved states are searched."""
 
 
 @dataclass(frozen=True)
 class FoundState:
-    """Saved state that was found in a file."""
+    """Saved state in a file, with the keys that lead to it."""
 
     path: tuple[Any, ...]
     """Keys that lead from the file's content to the state; () if the file contains only the state."""
@@ -42,8 +42,8 @@ class FoundState:
 
 
 class SavedFile:
-    """File with saved states. Raises InvalidArgumentError, StateCorruptError; StateMismatchError if the file has no
-    saved state."""
+    """File with saved states. Raises InvalidArgumentError for a file that cannot be read, StateCorruptError for a
+    damaged one, StateMismatchError if the file has no saved state."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class SavedFile:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from error
+            raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}. Check the path") from error
         self._torch = data.startswith(ZIP)
         if self._torch:
             self._value = of_torch(path, data)
@@ -67,7 +67,7 @@ class SavedFile:
         else:
             raise StateCorruptError(
                 f"{path} must be a file that encode_state() or torch.save() wrote, got one that begins with "
-                f"{data[:8]!r}"
+                f"{data[:8]!r}. Pass a file with a saved state"
             )
         self.states = [FoundState(at, read(value)) for at, value in _states(self._value, ())]
         if not self.states:
@@ -77,8 +77,8 @@ class SavedFile:
             )
 
     def the(self, input_fn: str | None) -> FoundState:
-        """Return the file's only state, or its only state of this input_fn. Raises StateMismatchError if there is none
-        or several."""
+        """Return the file's only state; with `input_fn`, its only state of this input_fn. Raises StateMismatchError if
+        there is no such state, or several."""
         fits = [found for found in self.states if input_fn is None or found.saved.input_fn == input_fn]
         if len(fits) == 1:
             return fits[0]
@@ -91,7 +91,8 @@ class SavedFile:
         )
 
     def write(self, path: Path, states: Mapping[tuple[Any, ...], Any]) -> None:
-        """Write the file's content to `path` atomically, with `states` in place of the states at these keys."""
+        """Write the file's content to `path`, as a whole or not at all, with each value of `states` in place of the
+        state at its keys."""
         value = self._value
         for at, state in states.items():
             value = _replaced(value, at, state)
@@ -108,8 +109,8 @@ class SavedFile:
 
 
 def of_torch(path: Path, data: bytes) -> Any:
-    """Return what a file of torch.save holds. Raises InvalidArgumentError if that needs code to run, StateCorruptError
-    if the file is damaged."""
+    """Return the value in a file that torch.save wrote. Raises InvalidArgumentError if reading it would run code,
+    StateCorruptError if the file is damaged."""
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -136,7 +137,8 @@ def _states(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], 
 
 
 def _replaced(value: Any, at: tuple[Any, ...], state: Any) -> Any:
-    """Return a copy of the value with `state` at a path of keys. Only the containers on the path are copied."""
+    """Return a copy of `value` in which `state` is at the path of keys `at`. Only the containers on the path are
+    copied."""
     if not at:
         return state
     key, *rest = at

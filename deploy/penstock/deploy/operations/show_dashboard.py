@@ -15,12 +15,12 @@ __all__ = ["show_dashboard"]
 
 
 def show_dashboard(peer: Peer, *, browser: bool, as_json: bool) -> None:
-    """Print the URL. `browser`: also open the URL. Raises PenstockError if the coordinator serves no dashboard, or if
-    no browser can be opened."""
+    """Print the URL of the coordinator's dashboard. `browser`: True: also open it in a browser. Raises PenstockError if
+    the coordinator serves no dashboard, or if no browser can be opened."""
     with peer.client() as client:
         url = client.open_dashboard()
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https"):  # of a hostile coordinator, and a browser would follow it
+    if parts.scheme not in ("http", "https"):  # a hostile coordinator may name any URL
         raise PenstockError(
             f"the coordinator's dashboard must have an http or https URL, got {printable(url)}. Check which program "
             f"answers at {printable(peer.address)}"

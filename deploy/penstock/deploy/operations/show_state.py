@@ -37,8 +37,8 @@ def show_state(
     peer: Peer,
     as_json: bool,
 ) -> None:
-    """Fetch and print the state of `run` ("job/ordinal", or "job" for its first loader) at `step`. `step` None: the
-    newest step."""
+    """Fetch and print the state of a run at a step. `run`: "JOB/ORDINAL", or "JOB" for the job's first loader; `step`:
+    None for the newest step."""
     name = run_name(run)
     request = pb.FetchStateRequest(run=name, step=step or 0, newest=step is None, deadline_s=deadline_s)
     with peer.client() as client:
@@ -53,15 +53,18 @@ def show_state(
 
 
 def run_name(run: str) -> str:
-    """Return the run's name as "JOB/ORDINAL"; "JOB" alone is JOB/0. Raises InvalidArgumentError."""
+    """Return the name of a run as "JOB/ORDINAL"; "JOB" alone means JOB/0. Raises InvalidArgumentError for other
+    texts."""
     job, slash, ordinal = run.partition("/")
     if not job or (slash and not (ordinal.isascii() and ordinal.isdigit())):
-        raise InvalidArgumentError(f"a run must be JOB or JOB/NUMBER, as `penstock status` shows it, got {run!r}")
+        raise InvalidArgumentError(
+            f"a run must be JOB or JOB/NUMBER, as `penstock status` shows it, got {run!r}. Correct the name"
+        )
     return run if slash else f"{job}/0"
 
 
 def as_dict(run: str, fetched: FetchedState) -> dict[str, Any]:
-    """Return the records and positions as plain values, with each `user_state_dict` decoded."""
+    """Return the records and positions of a fetched state as plain values, with each `user_state_dict` decoded."""
     workers = [_worker(record, data) for record, data in fetched.records]
     first = fetched.records[0][0] if fetched.records else pb.WorkerRecord()
     rows = rows_of_workers(worker["user_state_dict"] for worker in workers)
@@ -116,7 +119,7 @@ def _user_state(data: bytes) -> Any:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Return the result of `as_dict` as tables for people."""
+    """Return what `as_dict` returned as tables for people."""
     boxes = Table(
         f"Run {found['run']} at step {found['step']}: {topology(found['num_boxes'], found['num_workers_per_box'])}",
         ("box>", "step>", "epoch>", "next slot>", "live slots", "batches of each slot (this epoch / in all)", "digest"),

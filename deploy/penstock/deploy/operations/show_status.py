@@ -16,8 +16,8 @@ __all__ = ["show_status", "tables"]
 
 
 def show_status(peer: Peer, *, show_all: bool, as_json: bool) -> None:
-    """Query the coordinator and print its state. `show_all`: with a row for each run that has ended. JSON always has
-    all runs."""
+    """Ask the coordinator for its state and print it. `show_all`: True: with a row for each run that has ended. JSON
+    always has all runs."""
     with peer.client() as client:
         found = view(client.status(), peer.address)
     if as_json:

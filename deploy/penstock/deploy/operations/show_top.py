@@ -1,8 +1,8 @@
 """Implementation of `penstock top`: shows the coordinator's state repeatedly.
 
-On a terminal it is a screen that is refreshed. Elsewhere it is lines to read or to grep, or JSON objects. If the
-coordinator cannot be reached at the start, that is an error. If it goes away later, the command waits for it, because
-training continues meanwhile, and the screen reports that.
+On a terminal the output is a screen that is refreshed. Elsewhere it is lines to read or to grep, or JSON objects. If
+the coordinator cannot be reached at the start, that is an error. If it cannot be reached later, the command waits for
+it, because training continues meanwhile, and the screen reports that.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["has_quit_key", "run_top"]
 
 DEADLINE_S = 5.0
-"""Deadline of one query, in seconds. A later answer would not show the present."""
+"""Longest time in seconds to wait for one answer of the coordinator. A later answer would not show the present."""
 ESCAPE_S = 0.05
-"""Seconds within which the rest of an escape sequence must follow its first byte. The first byte alone is the key
+"""Seconds within which the rest of an escape sequence must follow its first byte. Without a rest, the byte is the key
 Esc."""
 _SEQUENCE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|O.|[^\x1b])", re.DOTALL)
 AWAY = (CoordinatorUnavailableError, DeadlineError)
@@ -49,10 +49,10 @@ def run_top(
     count: int | None,
     as_json: bool,
 ) -> None:
-    """Run the command. `count`: number of queries; None = no limit."""
+    """Run `penstock top`. `count`: number of updates to show; None: no limit."""
     with peer.client() as client:
         watch = _Watch(client, peer.address)
-        with contextlib.suppress(KeyboardInterrupt):  # the usual end
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual end
             if as_json:
                 _repeat(watch, interval_s, count, _print_json)
             elif count is None and (console := _terminal()) is not None:
@@ -62,18 +62,18 @@ def run_top(
 
 
 class _Watch:
-    """Repeated query of the coordinator, which keeps the last answer."""
+    """Repeated question to the coordinator for its state. The last answer is kept."""
 
     def __init__(self, client: CoordinatorClient, address: str) -> None:
         self._client, self._address = client, address
         self._found: ClusterView | None = None
         self.away_s = 0.0
-        """Seconds since the last answer; 0 if the last query was answered."""
+        """Seconds since the coordinator's last answer; 0 if the last question was answered."""
         self._answered_at = 0.0
 
     def ask(self) -> None:
-        """Query the coordinator and keep the answer. Raises the error in the answer; CoordinatorUnreachableError if the
-        coordinator has never answered."""
+        """Ask the coordinator for its state and keep the answer. Raises an error that the coordinator answers, and
+        CoordinatorUnreachableError if it has never answered."""
         try:
             self._found = view(self._client.status(deadline_s=DEADLINE_S), self._address)
         except AWAY:
@@ -117,7 +117,7 @@ def _print_json(watch: _Watch) -> None:
 
 
 class _Printer:
-    """Printer of the lines or JSON objects. It prints each event once."""
+    """Printer of the state as lines or JSON objects. It prints each event once."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -165,8 +165,8 @@ def _live(watch: _Watch, interval_s: float, console: Console) -> None:
 
 
 def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
-    """Query the coordinator in a thread and watch the keys meanwhile, because a query may hang. Return False if a key
-    ends the command. The query then ends when its client is closed."""
+    """Ask the coordinator in a thread and watch the keys meanwhile, because the call may hang. Return False if a key
+    ends the command. The call then ends when its client is closed."""
     pool = ThreadPoolExecutor(1, "penstock-top")
     query = pool.submit(ask)
     pool.shutdown(wait=False)
@@ -178,14 +178,14 @@ def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
 
 
 def has_quit_key(keys: bytes) -> bool:
-    """Return whether the terminal's input contains the key q or Esc, and not only as part of another key's sequence."""
+    """Return True if the terminal's input contains the key q or Esc, and not only as part of another key's sequence."""
     plain_keys = _SEQUENCE.sub(b"", keys)
     return any(key in plain_keys for key in (b"q", b"Q", b"\x1b"))
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that waits for keys for a number of seconds, and returns whether one of them ends the command.
+    """Yield a function that waits for keys for a number of seconds, and returns True if one of them ends the command.
     If standard input is not a terminal, the function only waits."""
 
     def wait(seconds: float) -> bool:
@@ -216,5 +216,5 @@ def _keys() -> Iterator[Callable[[float], bool]]:
         tty.setcbreak(fd)
         yield pressed
     finally:
-        with contextlib.suppress(termios.error):  # it is gone
+        with contextlib.suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(fd, termios.TCSADRAIN, before)

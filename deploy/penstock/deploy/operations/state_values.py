@@ -1,4 +1,4 @@
-"""View of a user's state for people and for JSON. The state cannot be loaded from the view.
+"""View of a user's state for people and for JSON. A state cannot be loaded from its view.
 
 JSON has no tensors, bytes, tuples as keys or NaN. Such a value becomes an object with the one key "$", whose value
 names its type: {"$": "tensor", "dtype": "int64", "shape": [3]} (with a "value" if it has no dimension), {"$": "bytes",
@@ -16,9 +16,9 @@ from typing import Any
 __all__ = ["as_json", "brief"]
 
 BYTES_IN_FULL = 1024
-"""Largest number of bytes of a value that are shown. Of a longer value only the size is shown."""
+"""Largest size in bytes of a bytes value that is shown in full. Of a longer value only the size is shown."""
 BRIEF_ITEMS = 8
-"""Largest number of values of one container in the short form."""
+"""Largest number of values of one container that the short form shows."""
 BRIEF_TEXT = 32
 BRIEF_DEPTH = 3
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Screen", "plain"]
 
 LEAST_ROWS = 3
-"""Number of rows that every table gets before any table gets more."""
+"""Number of rows that every table gets before a table gets more."""
 WIDEST = 1000
 """Width in characters at which a table is drawn. It is then cut at the right edge of the screen, because the first
 columns matter most."""
@@ -36,12 +36,12 @@ STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
 
 @dataclass(frozen=True)
 class Section:
-    """Table of the screen, with its rows sorted by importance."""
+    """One table of the screen, with its rows sorted by importance."""
 
     columns: Columns[Any]
     headings: Sequence[str]
     rows: Sequence[Any]
-    """Rows of the table, as views that each have an `alarm`."""
+    """Rows of the table: objects for its cells, each with an `alarm` that decides the row's color."""
 
     def table(self, count: int) -> RichTable:
         """Return the table with its header and its first `count` rows."""
@@ -55,7 +55,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Screen:
-    """Whole screen, as a renderable of rich that fits the height and the width of the terminal."""
+    """Whole screen of `penstock top`, which rich draws so that it fits the height and the width of the terminal."""
 
     found: ClusterView
     away: str = ""
@@ -80,8 +80,8 @@ class Screen:
             yield Segment.line()
 
     def _head(self, width: int, height: int) -> list[tuple[str, str]]:
-        """Return the first lines, each with its style: the coordinator, `away`, and for each open run its figures and
-        its bottleneck."""
+        """Return the first lines of the screen, each with its style: the coordinator, `away`, and for each open run its
+        figures and its bottleneck."""
         coordinator, runs = self.found.coordinator, self.found.open_runs
         about = coordinator.about + (f"  dashboard {coordinator.dashboard}" if coordinator.dashboard else "")
         lines = [("bold reverse", about.ljust(width))]
@@ -99,8 +99,8 @@ class Screen:
 
 
 def fit(rows: Sequence[int], height: int) -> list[int]:
-    """Return how many rows of each table are shown in `height` lines. The first tables matter most. Each table takes
-    two more lines: its header and a blank one."""
+    """Return how many rows of each table are shown in `height` lines. `rows`: number of rows that each table has; the
+    first tables matter most. Each table takes two more lines: its header and a blank line."""
     counts = [0] * len(rows)
     for index, count in enumerate(rows):
         least = min(count, LEAST_ROWS)
@@ -143,8 +143,8 @@ def _figures(run: RunView) -> str:
 
 
 def plain(found: ClusterView, since: float) -> Iterable[str]:
-    """Yield lines for a file or a pipe: one for each run, and one for each event after `since` (seconds since the Unix
-    epoch)."""
+    """Yield lines for a file or a pipe: one for each run, and one for each event after the time `since` (seconds since
+    the Unix epoch)."""
     for event in found.events:
         if event.at > since:
             kind = "fault" if event.fault else "event"

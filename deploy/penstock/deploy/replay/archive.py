@@ -1,4 +1,5 @@
-"""History of a run for `penstock replay`, from a running coordinator or from the files of a stopped one."""
+"""Archives: the recorded history of a run for `penstock replay`, from a running coordinator or from the files of a
+stopped one."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ __all__ = ["Archive", "RunningArchive", "StoppedArchive"]
 
 class Archive(Protocol):
     def histories(self, run: str, box: int) -> list[pb.History]:
-        """Return what the coordinator recorded of the box in each attempt of the run (start, epochs, positions, skipped
+        """Return what the coordinator recorded of a box in each attempt of the run (start, epochs, positions, skipped
         batches), oldest attempt first. Raises UnknownRunError if it has no record of the box."""
 
     def snapshot(self, header: pb.SnapshotHeader) -> bytes: ...
 
     def blob(self, name: str) -> bytes | None:
-        """Return a blob; None if it is not kept any more."""
+        """Return the content of the blob (a large value stored by itself) with this name; None if it is no longer
+        kept."""
 
     def __enter__(self) -> Self: ...
 
@@ -39,7 +41,7 @@ def _unknown(run: str, box: int, where: str) -> UnknownRunError:
 
 
 class RunningArchive:
-    """History of a run, queried from a running coordinator."""
+    """History of a run, asked from a running coordinator."""
 
     def __init__(self, client: CoordinatorClient) -> None:
         self._client = client

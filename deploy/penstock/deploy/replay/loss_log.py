@@ -4,13 +4,13 @@ The height of a loss is its distance from the running median, in robust standard
 
     height = (loss - median) / max(1.4826 * MAD, 0.001 * |median|)
 
-Median and MAD (median absolute deviation from the median) are computed from the finite ones of the last BEFORE losses
-before this loss. 1.4826 * MAD is the standard deviation of normally distributed losses, and a single spike hardly
+Median and MAD (median absolute deviation from the median) are computed from the finite losses among the last BEFORE
+losses before this one. 1.4826 * MAD is the standard deviation of normally distributed losses, and a single spike hardly
 changes median or MAD. A loss that is NaN or infinite has infinite height. Losses with fewer than FEWEST finite losses
-before them are not judged.
+before them get no height.
 
 Consecutive logged steps with heights above LEAST are one spike. The spike's step is the step with the greatest height;
-of several losses that are not finite, the first.
+if several losses are not finite, the first of these.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["BEFORE", "LEAST", "Loss", "Spike", "read_losses", "spikes_of"]
 
 BEFORE = 50
-"""Number of preceding losses from which the median for a loss is computed."""
+"""Number of losses before a loss from which its median is computed."""
 FEWEST = 8
-"""Smallest number of losses from which a median is computed."""
+"""Smallest number of finite losses from which a median is computed."""
 LEAST = 3.0
-"""Height above which a loss belongs to a spike."""
+"""Height (distance from the running median, in standard deviations) above which a loss belongs to a spike."""
 FACTOR, FLOOR = 1.4826, 1e-3
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Logged loss of a step."""
+    """Loss that was logged at one step."""
 
     step: int
     loss: float
@@ -48,45 +48,49 @@ class Loss:
 
 @dataclass(frozen=True)
 class Spike:
-    """Spike of a loss log."""
+    """Jump of the loss above its running median, over one or more logged steps."""
 
     step: int
     loss: float
     median: float
     height: float
     first: int
-    """First logged step of the spike."""
+    """First logged step of the spike, which may last several steps."""
     last: int
     """Last logged step of the spike."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the spike as JSON values; numbers that JSON does not have are texts."""
+        """Return the spike as JSON values. NaN and infinite numbers, which JSON does not have, are texts."""
         numbers = {name: getattr(self, name) for name in ("loss", "median", "height")}
         shown = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
         return {"step": self.step, **shown, "first": self.first, "last": self.last}
 
 
 def read_losses(path: Path) -> list[Loss]:
-    """Return the losses of a log, by step: of JSON lines with `step` and `loss`, or of a CSV file with these columns.
-    Of several losses of one step the last one counts, because a resumed job logs steps again. Lines without a loss,
-    such as those of evaluations, are left out.
+    """Return the losses of a log, in order of step. The log has JSON lines with `step` and `loss`, or is a CSV file
+    with these columns. If a step has several losses, the last one counts, because a resumed job logs steps again. Lines
+    without a loss, such as those of evaluations, are left out.
 
     Raises InvalidArgumentError for a file without losses, and for a line that cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"--loss {path} cannot be read: {error}") from error
+        raise InvalidArgumentError(
+            f"--loss {path} cannot be read: {error}. Check that the file exists and that this user may read it"
+        ) from error
     found: dict[int, float] = {}
     if not text.strip():
-        raise InvalidArgumentError(f"--loss {path} must have losses, got an empty file")
+        raise InvalidArgumentError(
+            f"--loss {path} must have losses, got an empty file. Pass the log of the training job"
+        )
     lines = _of_json(path, text) if text.lstrip()[:1] == "{" else _of_csv(path, text)
     for number, step, loss in lines:
         found[_step(path, number, step)] = _loss(path, number, loss)
     if not found:
         raise InvalidArgumentError(
             f'--loss {path} must have lines with `step` and `loss`, as JSON ({{"step": 7, "loss": 2.5}}) or as CSV '
-            "with a header, got none"
+            "with a header, got none. Log both at each step"
         )
     return [Loss(step, found[step]) for step in sorted(found)]
 
@@ -101,7 +105,9 @@ def _of_json(path: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return  # the job was killed while it wrote its last line
-            raise InvalidArgumentError(f"--loss {path}: line {number} must be a JSON object: {error}") from error
+            raise InvalidArgumentError(
+                f"--loss {path}: line {number} must be a JSON object: {error}. Correct the line"
+            ) from error
         if isinstance(value, dict) and value.get("step") is not None and value.get("loss") is not None:
             yield number, value["step"], value["loss"]
 
@@ -112,7 +118,7 @@ def _of_csv(path: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
     if not {"step", "loss"} <= names.keys():
         raise InvalidArgumentError(
             f"--loss {path} must be JSON lines, or CSV with the columns step and loss, got the header "
-            f"{', '.join(reader.fieldnames or ())!r:.200}"
+            f"{', '.join(reader.fieldnames or ())!r:.200}. Name the columns so"
         )
     try:
         for row in reader:
@@ -120,7 +126,9 @@ def _of_csv(path: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
             if step and loss:
                 yield reader.line_num, step, loss
     except csv.Error as error:
-        raise InvalidArgumentError(f"--loss {path}: line {reader.line_num} is not CSV: {error}") from error
+        raise InvalidArgumentError(
+            f"--loss {path}: line {reader.line_num} must be CSV: {error}. Correct the line"
+        ) from error
 
 
 def _step(path: Path, number: int, value: Any) -> int:
@@ -147,17 +155,17 @@ def _loss(path: Path, number: int, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise InvalidArgumentError(
-            f"--loss {path}: loss in line {number} must be a number, got {value!r:.80}"
+            f"--loss {path}: loss in line {number} must be a number, got {value!r:.80}. Correct the line"
         ) from None
 
 
 def spikes_of(losses: Sequence[Loss], most: int) -> list[Spike]:
-    """Return the highest spikes, at most `most`, the highest first; see the module's docstring. Raises
-    InvalidArgumentError if there are too few losses to tell."""
+    """Return the highest spikes of a log, at most `most`, the highest first. Raises InvalidArgumentError if there are
+    too few losses to compute a median."""
     if len(losses) <= FEWEST:
         raise InvalidArgumentError(
             f"--loss must have at least {FEWEST + 1} losses, because a spike is a loss far above the median of those "
-            f"before it, got {len(losses)}"
+            f"before it, got {len(losses)}. Pass a longer log"
         )
     spikes: list[Spike] = []
     begun: list[Spike] = []
@@ -174,12 +182,12 @@ def spikes_of(losses: Sequence[Loss], most: int) -> list[Spike]:
 
 
 def _joined(parts: list[Spike]) -> Spike:
-    top = max(parts, key=lambda spike: spike.height)  # of several that are not finite the first one
+    top = max(parts, key=lambda spike: spike.height)  # if several are not finite, the first
     return Spike(top.step, top.loss, top.median, top.height, parts[0].step, parts[-1].step)
 
 
 def _height(losses: Sequence[Loss], at: int) -> tuple[float, float]:
-    """Return (median, height) of the loss with this index."""
+    """Return the running median before the loss at index `at`, and the loss's height above it."""
     near = [losses[index].loss for index in range(max(0, at - BEFORE), at) if math.isfinite(losses[index].loss)]
     loss = losses[at].loss
     middle = median(near) if near else math.nan

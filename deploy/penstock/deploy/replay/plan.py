@@ -4,10 +4,11 @@ restored there.
 A batch follows from the start of its stream and from the epochs that the loop abandoned by `break`. Which worker made a
 given step depends on the lengths of all workers' epochs, which are not recorded. So all workers of the box run again.
 They start from the newest known position that each of them can reach: from a durable snapshot before it, from a
-checkpoint of it, or from the start of the attempt. The replay of all workers also yields the box's stream digest. It is
-compared at a position where the box, or a checkpoint, recorded it.
+checkpoint of it, or from the start of the attempt (one launch of the run). The replay of all workers also yields the
+box's stream digest, the chained digest of its batches. It is compared at a position where the box, or a checkpoint,
+recorded it.
 
-Pure: the history is read, and nothing is run.
+The functions are pure: they read the history of the run, and run nothing.
 """
 
 from __future__ import annotations
@@ -30,33 +31,38 @@ if more steps were replayed before the batch."""
 
 @dataclass(frozen=True)
 class KnownPosition:
-    """Position of the box that is known from its history or from a checkpoint."""
+    """Position of the box that its history or a checkpoint contains."""
 
     position: Position
     checkpoint: SavedState | None = None
-    """Checkpoint of this position, from which the workers can start; None if there is none."""
+    """Checkpoint saved at this position, from which the workers can start; None if there is no such checkpoint."""
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
+    """From where a box's batches are replayed, and at which position the stream digest is compared."""
+
     start: KnownPosition
     snapshots: tuple[pb.SnapshotHeader | None, ...]
-    """Snapshot from which each worker starts, by slot; None: the worker starts as at the attempt's start. They are not
-    used if the start has a checkpoint."""
+    """Snapshot from which each worker starts, by slot; None: the worker starts at the attempt's start. Not used if the
+    replay starts from a checkpoint."""
     abandoned: dict[int, int]
     check: Position | None
     """Position at which the stream digest is compared; None if it is not compared."""
     unverified: str
-    """Reason why the stream digest is not compared, if `check` is None."""
+    """Reason why the stream digest is not compared, if `check` is None; otherwise ""."""
 
 
 def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int | None) -> pb.History:
-    """Return the history of attempt `number`, or of the newest attempt that reached the step. Raises
-    StateUnavailableError."""
+    """Return the history of attempt `number`; for None, of the newest attempt that delivered the step. Raises
+    StateUnavailableError if there is no such attempt, or it did not deliver the step."""
     of_number = [history for history in histories if number in (None, history.attempt)]
     if not of_number:
         have = ", ".join(str(history.attempt) for history in histories)
-        raise StateUnavailableError(f"--attempt must be one of {have}, which the coordinator still has, got {number}")
+        raise StateUnavailableError(
+            f"--attempt must be one of {have}, which the coordinator still has, got {number}. Pass one of these, or "
+            "omit --attempt"
+        )
     begun = [history for history in of_number if history.opening.start.step < step]
     if not begun:
         first = min(history.opening.start.step for history in of_number) + 1
@@ -69,7 +75,8 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
     if not came and chosen.settled:
         had = [f"{one.opening.start.step + 1} to {_last(one)} of attempt {one.attempt}" for one in of_number]
         raise StateUnavailableError(
-            f"--step must be a step that was delivered to box {box} (steps {', '.join(had)}), got {step}"
+            f"--step must be a step that was delivered to box {box} (steps {', '.join(had)}), got {step}. Pass one of "
+            "these steps"
         )
     return chosen
 
@@ -80,7 +87,7 @@ def _last(history: pb.History) -> int:
 
 
 def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> ReplayPlan:
-    """Return the plan that leads to the step. Raises StateMismatchError if a checkpoint is not of this run."""
+    """Return the plan of a replay up to `step`. Raises StateMismatchError if a checkpoint is not of this run."""
     opening = history.opening
     point = Position.received(opening.start)
     abandoned = {abandoned_epoch.epoch: abandoned_epoch.step for abandoned_epoch in history.abandoned}
@@ -114,11 +121,12 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
 
 
 def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
-    """Return the position of the box in a saved state; None if it is before the attempt's start. `begun`: step at which
-    the attempt began.
+    """Return the position of the box in a saved state; None if the position is before the attempt's start. `begun`:
+    step at which the attempt began.
 
     A state with other numbers of boxes or workers is valid only at the attempt's start, because the attempt was resumed
-    from it. Such states of later steps belong to another attempt. Raises StateMismatchError.
+    from it. Such states of later steps belong to another attempt. Raises StateMismatchError for a state that does not
+    fit.
     """
     ours, theirs = (opening.num_boxes, opening.num_workers_per_box), (saved.num_boxes, saved.num_workers_per_box)
     if saved.input_fn != opening.loader.input_fn:
@@ -149,8 +157,8 @@ def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Posi
 def _start(
     history: pb.History, known: Sequence[KnownPosition], abandoned: dict[int, int], step: int
 ) -> tuple[KnownPosition, tuple[pb.SnapshotHeader | None, ...]]:
-    """Return the newest known position before the step at which all workers can start, and their snapshots for it. The
-    first position in `known` must be the attempt's start."""
+    """Return the newest known position before the step at which all workers can start, and each worker's snapshot for
+    it. The first position in `known` must be the attempt's start."""
     before = [one for one in known if one.position.step < step]
     for one in sorted(before, key=lambda one: (one.position.step, one.checkpoint is not None), reverse=True):
         if one.checkpoint is not None:
@@ -158,19 +166,19 @@ def _start(
         snapshots = [_snapshot(history, slot, one.position, abandoned) for slot in range(len(one.position.total))]
         if None not in snapshots or one is known[0]:
             return one, tuple(snapshots)
-    raise AssertionError("an attempt can be started where it began")
+    raise AssertionError("the workers must be able to start where the attempt began")
 
 
 def _left(first: int, epoch: int, abandoned: dict[int, int]) -> bool:
-    """Return whether the loop abandoned an epoch in [first, epoch). If so, the workers' positions cannot be computed
+    """Return True if the loop abandoned an epoch in [first, epoch). The workers' positions can then not be computed
     beforehand."""
     return any(first <= abandoned_epoch < epoch for abandoned_epoch in abandoned)
 
 
 def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int, int]) -> pb.SnapshotHeader | None:
-    """Return the newest durable snapshot from which the slot can reach its position in `at`. The snapshot needs no
-    check, because only verified ones are stored. Return None if there is none, or if the loader can be restored only by
-    its aggregate and deaggregate methods. The slot is then replayed from the attempt's start."""
+    """Return the newest durable snapshot from which a slot can reach its part of position `at`. The snapshot needs no
+    check, because only verified ones are stored. Return None if there is no such snapshot, or if the loader can be
+    restored only by its aggregate and deaggregate methods. The slot is then replayed from the attempt's start."""
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]
@@ -180,6 +188,6 @@ def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int,
         header
         for header in kept.snapshots
         if header.epoch <= at.epoch and header.total <= at.total[slot] and not _left(header.epoch, at.epoch, abandoned)
-        if header.size  # else it is the attempt's start
+        if header.size  # without a size, it is the attempt's start
     ]
     return max(fits, key=lambda header: (header.epoch, header.total), default=None)

@@ -48,7 +48,7 @@ __all__ = ["BatchReplay", "ReplayRequest", "archive_of", "replay"]
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """Batch to replay, and the sources for it. Raises InvalidArgumentError for invalid values."""
+    """Batch to replay, and where to find its history. Raises InvalidArgumentError for invalid values."""
 
     run: str | None
     """Name of the run; None: the batch is replayed from a checkpoint alone."""
@@ -59,7 +59,7 @@ class ReplayRequest:
     attempt: int | None = None
     """Number of the attempt; None: the last attempt that delivered the step."""
     state_dir: Path | None = None
-    """State directory of a stopped coordinator; None: the running coordinator is queried."""
+    """State directory of a stopped coordinator; None: a running coordinator is asked."""
     checkpoints: Sequence[Path] = ()
     args: str | None = None
     """Arguments of input_fn as JSON; None: those of the run."""
@@ -82,15 +82,19 @@ class ReplayRequest:
                 "--state-dir and --attempt must be given with a RUN. Name the run as `penstock status` shows it"
             )
         if self.out is not None and self.out.suffix not in FORMATS:
-            raise InvalidArgumentError(f"--out must end with one of {', '.join(FORMATS)}, got {self.out}")
+            raise InvalidArgumentError(
+                f"--out must end with one of {', '.join(FORMATS)}, got {self.out}. Choose one of these endings"
+            )
         if self.out is not None and not self.out.absolute().parent.is_dir():
-            raise InvalidArgumentError(f"--out {self.out}: the directory {self.out.absolute().parent} does not exist")
+            raise InvalidArgumentError(
+                f"--out must be in an existing directory, got {self.out}. Make the directory first"
+            )
         if self.out is not None and self.out.is_dir():
-            raise InvalidArgumentError(f"--out must be a file, got the directory {self.out}")
+            raise InvalidArgumentError(f"--out must be a file, got the directory {self.out}. Add a file name")
 
 
 def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
-    """Return the source of the run's history; None if the batch is replayed from a checkpoint alone."""
+    """Return the archive that has the run's history; None if the batch is replayed from a checkpoint alone."""
     if request.run is None:
         return None
     if request.state_dir is not None:
@@ -99,8 +103,8 @@ def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
 
 
 def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker | None = None) -> dict[str, Any]:
-    """Recreate the batch. Return its content and origin, under the names in docs/cli.md. `forker`: interpreter with the
-    run's hash seed, if the caller has one already.
+    """Recreate the batch. Return its content and origin, under the names in docs/cli.md. `forker`: interpreter that
+    forks the child processes, with the run's hash seed; None: a new one is started.
 
     Raises the error that prevents the replay; ReplayMismatchError if the batch differs from the delivered one.
     """
@@ -127,7 +131,9 @@ def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker
 
 
 def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
-    """Return a saved state in the form of an attempt's history. The arguments of input_fn are not in it."""
+    """Return the history of an attempt, as far as a saved state tells it: the arguments of input_fn are missing. Raises
+    StateUnavailableError if the requested step cannot be replayed from the state, BoxOutOfRangeError for an unknown
+    box."""
     if saved.step >= request.step or not saved.positions:
         have = (
             f"only steps from {saved.step + 1} on can be replayed from it"
@@ -140,7 +146,8 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
         )
     if request.box >= saved.num_boxes:
         raise BoxOutOfRangeError(
-            f"--box must be from 0 to {saved.num_boxes - 1}, the boxes of the checkpoint, got {request.box}"
+            f"--box must be from 0 to {saved.num_boxes - 1}, the boxes of the checkpoint, got {request.box}. Pass one "
+            "of these boxes"
         )
     history = pb.History(attempt=0)
     opening = history.opening
@@ -154,7 +161,8 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
 
 
 def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None) -> records_pb2.LoaderSpec:
-    """Return the loader as the children import and call it. Raises InputFnNotAllowedError, StateUnavailableError."""
+    """Return what the child processes need to import and call input_fn. Raises InputFnNotAllowedError if its module is
+    not allowed, StateUnavailableError if its arguments are unknown."""
     from penstock.proto.state.codec import decode_state, encode_state
 
     opened = history.opening.loader
@@ -189,7 +197,8 @@ def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None
 
 
 def _publish(part: Path, out: Path) -> None:
-    """Rename a file that is synced to disk to its final name. Raises InvalidArgumentError."""
+    """Rename the file `part`, which was synced to disk, to its final name `out`. Raises InvalidArgumentError if that
+    fails."""
     try:
         os.replace(part, out)
     except OSError as error:
@@ -201,7 +210,7 @@ def _counted(number: int, what: str) -> str:
 
 
 class BatchReplay:
-    """Replay of a batch according to a plan."""
+    """Replay of a delivered batch, which follows a plan (plan.py)."""
 
     def __init__(self, request: ReplayRequest, history: pb.History, way: ReplayPlan, archive: Archive | None) -> None:
         self._request, self._history, self._plan, self._archive = request, history, way, archive
@@ -211,8 +220,8 @@ class BatchReplay:
         self._line = Progress()
 
     def run(self, processes: ReplayProcesses) -> dict[str, Any]:
-        """Start the workers, advance to the step, read the batch, and advance to the position where the stream digest
-        is compared."""
+        """Start the workers' loaders, advance to the step, read the batch there, and advance to the position where the
+        stream digest is compared. Return the batch's content and origin."""
         request, way = self._request, self._plan
         start = way.start.position
         count = len(start.total)
@@ -268,7 +277,7 @@ class BatchReplay:
         return f"the start of attempt {self._history.attempt} (step {self._history.opening.start.step})"
 
     def _begin(self, slot: int) -> Task:
-        """Return the first task of a worker: the start of its loader and the way to the plan's start."""
+        """Return the first task for the child process of a worker: build its loader and go to the plan's start."""
         opening, start = self._history.opening, self._plan.start
         position, saved = start.position, start.checkpoint
         slots = self._history.slots
@@ -317,8 +326,9 @@ class BatchReplay:
         return data
 
     def _verify(self, stream: StreamReplay) -> tuple[bool, str]:
-        """Compare the stream digest, if the plan has a position for that. Return whether it was compared, and a text
-        about it. Raises ReplayMismatchError if it differs."""
+        """Compare the stream digest (the chained digest of a box's batches), if the plan has a position for that.
+        Return True if it was compared, and a text about the comparison. Raises ReplayMismatchError if the digests
+        differ."""
         check, first = self._plan.check, self._plan.start.position.step + 1
         if check is None:
             return False, f"not verified: {self._plan.unverified}"
@@ -335,7 +345,7 @@ class BatchReplay:
     # ---- progress
 
     def report_progress(self, slot: int, total: int) -> None:
-        """Show how far a worker has got: `total` of its batches."""
+        """Show on standard error how far a worker has come: `total` of its batches."""
         self._made[slot] = total
         if self._line.due():
             start: Position = self._plan.start.position

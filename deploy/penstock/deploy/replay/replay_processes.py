@@ -1,4 +1,5 @@
-"""Control of the child processes in which `penstock replay` runs a box's loaders, with a deadline."""
+"""Control of the child processes in which `penstock replay` runs a box's loaders. All their tasks share one
+deadline."""
 
 from __future__ import annotations
 
@@ -13,22 +14,26 @@ __all__ = ["ReplayForker", "ReplayProcesses", "Task", "digests_of"]
 
 
 def digests_of(answer: ControlMessage) -> list[int]:
-    """Return the digests of the batches that the child made since its last answer. The last one is of batch `total`."""
+    """Return the digests of the batches that a child made since its last answer, in order. The last digest is that of
+    batch `total` of the answer."""
     return list(struct.unpack(f"<{len(answer.payload) // 8}Q", answer.payload))
 
 
 class ReplayForker(ForkingInterpreter):
-    """Interpreter that forks the child processes."""
+    """Interpreter that forks the child processes of a replay."""
 
     def __init__(self) -> None:
         super().__init__("penstock.deploy.replay.slot_replay")
 
 
 class ReplayProcesses:
-    """Set of `count` child processes, one for each worker of the box.
+    """Child processes of a replay, one for each of the box's `count` workers.
 
-    `until`: deadline of all tasks, as monotonic time. `report_progress`: called with (slot, total) when a child reports
-    its progress.
+    Args:
+        forker: interpreter that forks them.
+        count: number of workers of the box.
+        until: deadline of all tasks, by the monotonic clock, in seconds.
+        report_progress: called with (slot, number of batches) when a child reports its progress.
     """
 
     def __init__(
@@ -47,12 +52,13 @@ class ReplayProcesses:
         self.close()
 
     def close(self) -> None:
-        """Kill the children and their descendants."""
+        """Kill the child processes and their descendants."""
         for child in self._children:
             child.close()
 
     def ask(self, tasks: Mapping[int, Task]) -> dict[int, ControlMessage]:
-        """Run tasks in the children of these slots, all at the same time; return their answers by slot.
+        """Run tasks in the child processes of these slots, all at the same time, and return the children's answers by
+        slot.
 
         Raises the first error of a child; WorkerLostError if a child died; DeadlineError, after the stacks of the
         children were printed to standard error.

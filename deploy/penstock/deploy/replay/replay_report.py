@@ -14,9 +14,10 @@ from penstock.deploy.replay.replay_batch import ReplayRequest, archive_of, repla
 __all__ = ["numbers_of", "show_replay", "tables"]
 
 ROW_TEXT = 160
-"""Largest number of characters of a row's values in a table. --json shows more of them."""
+"""Largest number of characters of the values of a row that a table shows. --json shows more of them."""
 ONE_TEXT = 8192
-"""Largest number of characters of a single text in a table. A restore key has some hundreds, and must not be cut."""
+"""Largest number of characters of a single text that a table shows. A restore key has some hundreds, and must not be
+cut."""
 
 
 def show_replay(
@@ -77,7 +78,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
 
 def numbers_of(ranges: Sequence[Sequence[int]] | None) -> str:
-    """Return the numbers of samples as a text. `ranges`: pairs (first, end)."""
+    """Return the numbers of samples as a text, such as "3-7, 12". `ranges`: pairs (first, end)."""
     return ", ".join(f"{first} to {end - 1}" for first, end in ranges or ())
 
 

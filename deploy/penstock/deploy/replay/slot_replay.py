@@ -7,6 +7,8 @@ and then how far to go. It reports the digest of each batch on the way, and can 
     go         advance to batch `total` of epoch `epoch`, or to the end of that epoch
     leave      abandon the epoch, as the training loop did
     show       show the newest batch: its content, also as a file
+
+Batches of a worker are counted from 1 over the whole run; `total` is the number of the last one.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ PROGRESS_S = 0.5
 
 
 def main() -> None:
-    """Fork the child processes, one for each worker of the box: the entry point of the interpreter."""
+    """Run the interpreter that forks the child processes, one for each worker of the box; the module's entry point."""
     torch.set_num_threads(1)
     serve(_serve)
 
@@ -72,7 +74,7 @@ def _serve(channel: ControlChannel) -> None:
 
 
 class _SlotReplay:
-    """Replay of one worker's loader, in its child process."""
+    """Replay of one worker's batches, in its child process."""
 
     def __init__(self, channel: ControlChannel, assignment: records_pb2.WorkerAssignment) -> None:
         self._channel = channel
@@ -87,7 +89,8 @@ class _SlotReplay:
     def start(self, parts: Sequence[bytes], fields: Mapping[str, Any]) -> None:
         """Build the loader, restore it, and advance it to batch `total` in epoch `epoch`.
 
-        `parts`: snapshot or saved state to restore, if any. `fields`: fields of the task.
+        `parts`: snapshot or saved state to restore; empty: the loader starts at its beginning. `fields`: fields of the
+        task.
         """
         source, total, epoch = self._source, fields["total"], fields["epoch"]
         source.build()
@@ -105,8 +108,8 @@ class _SlotReplay:
         self._point = point
 
     def _seek(self, leg: Leg) -> None:
-        """Advance to the end of a leg, a position that the run is known to have reached. Raises ReplayMismatchError if
-        the loader cannot reach it or yields other batches."""
+        """Advance to the end of a leg, which is a position that the run is known to have reached. Raises
+        ReplayMismatchError if the loader cannot reach it or yields other batches."""
         source, total, epoch, digest = self._source, leg.total, leg.epoch, leg.digest
         replayed = source.position.total < total
         if not source.seek(total, epoch, self._seen):
@@ -136,8 +139,8 @@ class _SlotReplay:
         self._done(ended=not reached)
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon the epoch after `total` batches. The child may have read its input to the end already, further than
-        the loop had. It is then restored and replayed up to `total`."""
+        """Abandon epoch `epoch` after batch `total`, as the training loop did. If this process has already read its
+        input to the epoch's end, it restores the loader and replays up to `total`."""
         source = self._source
         if source.position.epoch > epoch:
             assert self._point is not None
@@ -163,14 +166,14 @@ class _SlotReplay:
         self._channel.send("done", text, digest=self._source.digest)
 
     def _restore_keys(self) -> list[str] | None:
-        """Return the restore keys of the newest batch; None if it has none."""
+        """Return the restore keys of the newest batch's rows; None if the batch has no restore keys."""
         name = self._source.key_field
         keys = self._batch.get(name) if name is not None and isinstance(self._batch, Mapping) else None
         return list(map(str, keys)) if isinstance(keys, list) else None
 
     def _done(self, **fields: Any) -> None:
-        """Send the task's answer, with the digests of the batches made since the last answer. The last one is of batch
-        `total`."""
+        """Answer the task, with the digests of the batches made since the last answer, in order. The last digest is
+        that of batch `total`."""
         digests, self._digests = self._digests, []
         data = struct.pack(f"<{len(digests)}Q", *digests)
         self._channel.send("done", data, total=self._source.position.total, **fields)

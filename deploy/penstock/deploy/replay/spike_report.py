@@ -22,12 +22,12 @@ from penstock.proto.errors import PenstockError
 __all__ = ["SPIKES", "show_spikes"]
 
 SPIKES = 5
-"""Number of spikes, if the command does not say one."""
+"""Number of spikes to show, if the command has no --spikes."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Spike with its batch, or with the reason why the batch cannot be replayed."""
+    """Spike with the batch that was delivered at its step, or with the error that prevents its replay."""
 
     spike: Spike
     batch: dict[str, Any] | None
@@ -35,11 +35,11 @@ class Found:
 
 
 def show_spikes(request: ReplayRequest, log: Path, most: int, peer: Peer, as_json: bool) -> None:
-    """Find the highest spikes of a loss log, recreate their batches, and print them as tables or JSON. The step of the
-    request is not used.
+    """Find the highest spikes of a loss log, recreate the batches at their steps, and print them as tables or JSON. The
+    step of the request is not used.
 
     Raises InvalidArgumentError for a log without losses or spikes. A spike whose batch cannot be replayed is reported;
-    if that is true of all, the first one's error is raised.
+    if no batch can be replayed, the first spike's error is raised.
     """
     spikes = spikes_of(read_losses(log), most)
     found: list[Found] = []
@@ -69,7 +69,8 @@ def _out_of(out: Path | None, step: int) -> Path | None:
 
 
 def _skip_argument(found: Sequence[dict[str, Any]]) -> str:
-    """Return the argument `skip` of a loader that leaves out the samples of these batches; "" if none has numbers."""
+    """Return the argument `skip` with which a loader leaves out the samples of these batches, as a text; "" if the
+    batches do not tell their samples' numbers."""
     ranges = sorted({(first, end) for batch in found for first, end in batch["samples"] or ()})
     return f"skip=[{', '.join(f'range({first}, {end})' for first, end in ranges)}]" if ranges else ""
 

@@ -1,4 +1,4 @@
-"""Replay of a box's stream: takes batches from the workers in turn. Each worker reports where its epochs end.
+"""Replay of a box's stream: takes batches from the workers' slots in turn. Each worker reports where its epochs end.
 
 The lengths of epochs are not recorded. So the box's position is first computed as if no further epoch had ended, and
 each worker is advanced to its part of it. A worker whose input ends earlier reports that, and the position is computed
@@ -21,29 +21,29 @@ Ask = Callable[[Mapping[int, Task]], Mapping[int, ControlMessage]]
 
 
 class StreamReplay:
-    """Replay of a box's stream.
+    """Replay of a box's stream of batches.
 
     Args:
-        ask: runs tasks of workers, by slot: see slot_replay.py.
+        ask: function that runs tasks in the workers' child processes, by slot (slot_replay.py).
         start: position of the box at which the workers are.
-        abandoned: epoch -> its last step, for epochs that the loop abandoned.
+        abandoned: last step of each epoch that the loop abandoned, by the epoch's number.
     """
 
     def __init__(self, ask: Ask, start: Position, abandoned: dict[int, int]) -> None:
         self.at = start.copy()
         self._start, self._ask, self._abandoned = start, ask, abandoned
         self._made = list(start.total)
-        """Number of batches that each worker has made, by slot."""
+        """Number of batches that each worker has made since the run's beginning, by slot."""
         self._ends: dict[tuple[int, int], int] = {}
         self._digests: dict[tuple[int, int], int] = {}
 
     @property
     def slot(self) -> int:
-        """Slot whose batch was delivered by the last step."""
+        """Number of the slot whose batch was delivered at the last step."""
         return self.at.live[(self.at.cursor - 1) % len(self.at.live)]
 
     def to(self, step: int) -> None:
-        """Advance to the position directly after this step."""
+        """Advance all workers until the box's position is directly after this step."""
         while self.at.step < step:
             abandon_epoch = min((epoch for epoch in self._abandoned if epoch >= self.at.epoch), default=None)
             until = step if abandon_epoch is None else min(step, self._abandoned[abandon_epoch])

@@ -86,7 +86,9 @@ def register_class(cls: T, name: str | None = None) -> T:
     Raises InvalidArgumentError if `cls` is neither a namedtuple nor a dataclass, or `name` belongs to another class.
     """
     if not isinstance(cls, type) or class_fields(cls) is None:
-        raise InvalidArgumentError(f"register_class: cls must be a namedtuple or a dataclass, got {cls!r}")
+        raise InvalidArgumentError(
+            f"register_class: cls must be a namedtuple or a dataclass, got {cls!r}: pass such a class"
+        )
     if name is None:
         name = f"{cls.__module__}:{cls.__qualname__}"
     if not name or len(name) > MAX_NAME:

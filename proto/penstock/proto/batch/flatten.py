@@ -233,9 +233,9 @@ class Flattener:
     ) -> None:
         for name, value, limit in (("max_leaves", max_leaves, MAX_LEAVES), ("max_depth", max_depth, MAX_DEPTH)):
             if not 1 <= value <= limit:
-                raise InvalidArgumentError(f"{name} must be in [1, {limit}], got {value}")
+                raise InvalidArgumentError(f"{name} must be in [1, {limit}], got {value}: pass a number in this range")
         if max_structures < 1:
-            raise InvalidArgumentError(f"max_structures must be >= 1, got {max_structures}")
+            raise InvalidArgumentError(f"max_structures must be >= 1, got {max_structures}: pass at least 1")
         self._strict = strict
         self._max_leaves = max_leaves
         self._max_depth = max_depth

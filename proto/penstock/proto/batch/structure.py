@@ -134,11 +134,13 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the numpy dtype for a received name. Raises ValueError for a name that numpy_dtype_name does not
     return."""
     if not _NUMPY_NAME.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} must be the name of a numpy dtype that batches may have")
+        raise ValueError(f"the dtype of a numpy array in a batch must be one that batches may have, got {name[:80]!r}")
     try:
         dtype = np.dtype(name)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name!r} must be the name of a numpy dtype: {error}") from None
+        raise ValueError(
+            f"the dtype of a numpy array in a batch must be known to numpy, got {name!r}: {error}"
+        ) from None
     if numpy_dtype_name(dtype) != name:
         raise ValueError(
             f"a numpy dtype must be sent under its canonical name {numpy_dtype_name(dtype)!r}, got {name!r}"
@@ -375,7 +377,7 @@ def _array_leaf(kind: str, rest: list[Any], path: Path) -> Leaf:
         raise _wrong(path, f"a rank must be an int from 0 to {MAX_RANK}, got {rank!r:.100}")
     if kind == "t":
         if name not in TORCH_DTYPES:
-            raise _wrong(path, f"{name[:80]!r} must be the name of a torch dtype that batches may have")
+            raise _wrong(path, f"the dtype of a tensor must be one that batches may have, got {name[:80]!r}")
     else:
         try:
             dtype = numpy_dtype(name)

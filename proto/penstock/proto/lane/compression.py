@@ -76,7 +76,7 @@ def _lz4() -> Codec:
         try:
             return bytes(block.decompress(packed, uncompressed_size=size))
         except block.LZ4BlockError as error:
-            raise ProtocolError(f"lz4 cannot decompress a piece of {size} bytes: {error}") from error
+            raise ProtocolError(f"lz4 cannot decompress a piece of a batch into {size} bytes: {error}") from error
 
     return Codec("lz4", lane_pb2.LZ4, compress, decompress)
 
@@ -92,10 +92,12 @@ def _zstd() -> Codec:
             # -1 for a frame without its length. A frame with a wrong length fails below.
             claimed = zstandard.frame_content_size(packed)
             if claimed != size:
-                raise ProtocolError(f"a piece must have {size} bytes, but its zstd frame says {claimed}")
+                raise ProtocolError(
+                    f"a compressed piece of a batch must make {size} bytes, but its zstd frame says {claimed}"
+                )
             return decompressor.decompress(packed, allow_extra_data=False)
         except zstandard.ZstdError as error:
-            raise ProtocolError(f"zstd cannot decompress a piece of {size} bytes: {error}") from error
+            raise ProtocolError(f"zstd cannot decompress a piece of a batch into {size} bytes: {error}") from error
 
     return Codec("zstd", lane_pb2.ZSTD, compressor.compress, decompress)
 
@@ -221,7 +223,7 @@ class Unpacker:
             if length < len(piece):
                 made = self.codec.decompress(self._buffer[:length], len(piece))
                 if len(made) != len(piece):
-                    raise ProtocolError(f"a piece must decompress to {len(piece)} bytes, got {len(made)}")
+                    raise ProtocolError(f"a compressed piece of a batch must make {len(piece)} bytes, got {len(made)}")
                 piece[:] = made
         self._index = index = index + 1
         if index == len(self._lengths):

@@ -94,7 +94,8 @@ MAX_UNUSED = 1 << 16
 reconnect there are 8,192 at most: 64 structures in 128 pieces each."""
 
 BATCH, RING, STRUCTURE, END, ERROR, CLOSE = range(1, 7)
-"""Kinds of frames."""
+"""Kinds of frames: a batch, a new ring, the structure of batches, the end of an epoch, an error of the input, the end
+of the lane."""
 
 COVER = 0x03
 """Mask of the bits in a BATCH frame's flags that say which bytes of the batch its digest covers (DigestCover in

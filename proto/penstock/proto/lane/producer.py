@@ -67,7 +67,7 @@ MOST_WANTED = 4096
 MOST_ABANDONED = 1 << 16
 """Largest number of abandoned epochs that the runner, which may be in user code for long, has not noticed yet."""
 MOST_ABANDONS = (1 << 32) - 1
-"""Largest value of Frame.abandons."""
+"""Largest number of abandoned epochs that a frame can state."""
 _RESERVED = 1 << 64
 """Batch number of an entry that is being filled. It is above any real number, so that it never counts as delivered."""
 
@@ -543,7 +543,7 @@ class Producer:
         if wanted:
             under_way = sum(map(len, self.wanted.values())) + len(wanted) // 2
             if under_way > MOST_WANTED:
-                raise malformed(f"a consumer may request {MOST_WANTED} snapshots at a time, got {under_way}")
+                raise malformed(f"a consumer may request at most {MOST_WANTED} snapshots at a time, got {under_way}")
         for index in range(0, len(wanted) - 1, 2):
             steps = self.wanted.setdefault(wanted[index + 1], [])
             if wanted[index] not in steps:
@@ -552,7 +552,7 @@ class Producer:
             self.closed = True
 
     def _deliver(self, total: int) -> None:
-        """Drop the frames of delivered batches, those up to number `total`. Entries stay lent until released."""
+        """Drop the frames of delivered batches, up to number `total`. Their entries stay the loop's until released."""
         self.delivered = max(self.delivered, total)
         kept = self._kept
         while kept and kept[0].total <= self.delivered:

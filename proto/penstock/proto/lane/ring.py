@@ -32,7 +32,7 @@ __all__ = ["MAX_ENTRIES", "Ring", "RingBudget", "entries_for", "grown", "ring_by
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE = mmap.PAGESIZE
 _BLOCK = 512
-"""Bytes of a unit of st_blocks, on every filesystem."""
+"""Size in bytes of the blocks that st_blocks counts, the same on every filesystem."""
 MAX_ENTRIES = 32
 MIN_ENTRIES = 4
 """Usual smallest number of entries of a ring: one is being filled, one is being sent, and the loop uses two."""

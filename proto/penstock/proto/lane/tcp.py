@@ -162,7 +162,8 @@ def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
             piece = sock.recv(reading.missing)
         except TimeoutError:
             raise DeadlineError(
-                f"the other end did not send a request to read batches (Hello) within {timeout:g} s"
+                f"the other end did not send a request to read batches (Hello) within {timeout:g} s. Check that it "
+                "is a training job of Penstock"
             ) from None
         except OSError as error:
             raise LaneLostError(

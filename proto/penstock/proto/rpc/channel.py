@@ -304,7 +304,8 @@ def _why_not_bound(listen: str) -> PenstockError:
     it."""
     if (path := socket_path(listen)) is not None:
         return InvalidArgumentError(
-            f"cannot listen on {path}: the path must have at most 107 bytes, and its folder must exist"
+            f"cannot listen on {path}: the path must have at most 107 bytes, and its folder must exist. Pass "
+            "another path"
         )
     host, _, port = listen.rpartition(":")
     try:

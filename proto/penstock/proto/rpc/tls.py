@@ -269,7 +269,7 @@ def _trust(context: ssl.SSLContext, tls: Tls) -> None:
         context.load_verify_locations(cadata=tls.ca.decode("ascii", "replace"))
     except (ssl.SSLError, ValueError) as error:
         raise TlsError(
-            f"tls_ca={tls.ca_file} must be a PEM file with the CA's certificate: {_reason(error)}"
+            f"tls_ca={tls.ca_file} must be a PEM file with the CA's certificate: {_reason(error)}. Pass such a file"
         ) from error
 
 
@@ -284,8 +284,8 @@ def _show(context: ssl.SSLContext, tls: Tls) -> None:
                 "were made together"
             ) from error
         raise TlsError(
-            f"tls_cert={tls.cert_file} and tls_key={tls.key_file} cannot be used ({_reason(error)}): both must be PEM, "
-            "and the key without a password"
+            f"tls_cert={tls.cert_file} and tls_key={tls.key_file} cannot be used ({_reason(error)}): pass PEM files, "
+            "and a key without a password"
         ) from error
     except OSError as error:
         raise TlsError(f"tls_cert={tls.cert_file} cannot be read: {error.strerror}. Name a readable file") from error
@@ -414,8 +414,8 @@ def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
             "(PENSTOCK_TLS_CERT, PENSTOCK_TLS_KEY, Appliance(tls_cert=..., tls_key=...))"
         )
     return TlsError(
-        f"{what} does not accept the certificate tls_cert={tls.cert_file}{why}: it must be valid, and signed by the CA "
-        "that the other end has as tls_ca"
+        f"{what} does not accept the certificate tls_cert={tls.cert_file}{why}: pass one that is valid, and signed by "
+        "the CA that the other end has as tls_ca"
     )
 
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of calls to the coordinator, if enabled.
+"""OpenTelemetry spans (records of single calls, with their duration) of calls to the coordinator, if enabled.
 
 A process with PENSTOCK_OTEL or --otel calls `start` once. Without that call OpenTelemetry is not imported, and `traced`
 returns channels unchanged. The standard OTEL_* variables decide where spans are sent, and how many are kept.

@@ -396,21 +396,21 @@ def _unpack(node: Node, source: _Source, depth: int) -> Any:
 
 def _unpack_items(nodes: list[Node], source: _Source, depth: int) -> list[Any]:
     if depth >= MAX_DEPTH:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} containers")
+        raise ValueError(f"the state is nested deeper than {MAX_DEPTH} containers")
     return [node if type(node) in _LEAVES else _unpack(node, source, depth + 1) for node in nodes]
 
 
 def _unpack_body(body: Node, source: _Source, depth: int, into: type[dict[Any, Any]] = dict) -> dict[Any, Any]:
     if type(body) is dict:
         if depth >= MAX_DEPTH:
-            raise ValueError(f"it is nested deeper than {MAX_DEPTH} containers")
+            raise ValueError(f"the state is nested deeper than {MAX_DEPTH} containers")
         return into(
             {key: node if type(node) in _LEAVES else _unpack(node, source, depth + 1) for key, node in body.items()}
         )
     items = _unpack_items(_typed(body, list), source, depth)
     out = into(zip(items[::2], items[1::2], strict=True))
     if 2 * len(out) != len(items):
-        raise ValueError("the keys of a dict must differ, got one twice")
+        raise ValueError("the keys of a dict in the state must differ, got one twice")
     return out
 
 
@@ -452,26 +452,26 @@ def _unpack_array(node: list[Node], source: _Source, depth: int) -> np.ndarray[A
 def _unpack_scalar(node: list[Node], source: _Source, depth: int) -> Any:
     dtype, data = _numpy_dtype(node[1]), bytearray.fromhex(node[2])
     if len(data) != dtype.itemsize:
-        raise ValueError(f"a scalar of {dtype} must have {dtype.itemsize} bytes, got {len(data)}")
+        raise ValueError(f"a numpy scalar of {dtype} in the state must have {dtype.itemsize} bytes, got {len(data)}")
     return np.ndarray((), dtype, data)[()]
 
 
 @lru_cache(maxsize=256)
 def _numpy_dtype(spec: str) -> np.dtype[Any]:
     if not _NUMPY_SPEC.fullmatch(spec):
-        raise ValueError(f"a numpy dtype must be a number, text, bytes or time, got {spec!r}")
+        raise ValueError(f"a numpy dtype in the state must be a number, text, bytes or time, got {spec!r}")
     return np.dtype(spec)
 
 
 def _typed(node: Node, kind: type[Any]) -> Any:
     if type(node) is not kind:
-        raise TypeError(f"one of its values must be a {kind.__name__}, got a {type(node).__name__}")
+        raise TypeError(f"a value in the state must be a {kind.__name__}, got a {type(node).__name__}")
     return node
 
 
 def _size(node: Node) -> int:
     if type(node) is not int or node < 0:
-        raise ValueError(f"a size must be an int >= 0, got {node!r}")
+        raise ValueError(f"a size in the state must be an int >= 0, got {node!r}")
     return node
 
 

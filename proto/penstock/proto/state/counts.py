@@ -224,21 +224,21 @@ def read_changes(data: bytes) -> Rows:
     at = 1
     try:
         if data[:1] not in (_WHOLE, _CHANGED):
-            raise ValueError(f"rows of the unknown kind {data[:1]!r}")
+            raise ValueError(f"their first byte must be 0 or 1, got {data[:1]!r}")
         while at < len(data):
             of_source, of_key, *row = _ROW.unpack_from(data, at)
             begin, middle = at + _ROW.size, at + _ROW.size + of_source
             at = middle + of_key
             if at > len(data):
-                raise ValueError(f"a row that ends after {at} bytes of {len(data)}")
+                raise ValueError(f"each row must end within their {len(data)} bytes, got one that ends after {at}")
             if max(of_source, of_key) > MOST_NAME or max(row) > MOST:
                 raise ValueError(
-                    f"names of {of_source} and {of_key} bytes (at most {MOST_NAME}), and counts up to {max(row)} (at "
-                    f"most {MOST})"
+                    f"names must have at most {MOST_NAME} bytes and counts be at most {MOST}, got names of {of_source} "
+                    f"and {of_key} bytes and a count of {max(row)}"
                 )
             found[str(data[begin:middle], "utf-8"), str(data[middle:at], "utf-8")] = row
     except (struct.error, ValueError) as error:
-        raise malformed(f"the counts of a batch must be rows of counts, got {error}") from error
+        raise malformed(f"the counts of a batch cannot be decoded: {error}") from error
     return found
 
 
@@ -305,10 +305,12 @@ def saved_rows(plain: Any) -> Rows:
         found: Rows = {}
         for source, key, *row in plain:
             if not all(isinstance(name, str) and len(name.encode()) <= MOST_NAME for name in (source, key)):
-                raise ValueError(f"names {source!r:.80} and {key!r:.80}")
+                raise ValueError(
+                    f"names must be texts of at most {MOST_NAME} bytes, got {source!r:.80} and {key!r:.80}"
+                )
             counts = all(type(count) is int and 0 <= count < MOST for count in row)
             if not counts or not FIELDS <= len(row) <= _WIDTH:
-                raise ValueError(f"row {row!r:.200}")
+                raise ValueError(f"each row must have {FIELDS} to {_WIDTH} integers from 0 on, got {row!r:.200}")
             found[source, key] = [*row, *([0] * (_WIDTH - len(row)))]
     except (TypeError, ValueError) as error:
         raise StateCorruptError(f"the counts in a loader's state are damaged: {error}. Load an older state") from error

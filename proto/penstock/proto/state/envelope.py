@@ -59,7 +59,9 @@ class EnvelopeReader:
         bytes, because it checks that they exist. Raises ValueError if fewer are left."""
         start = self.position
         if not 0 <= nbytes <= self.end - start:
-            raise ValueError(f"a value must lie within the {self.end - start} bytes that are left, got {nbytes} bytes")
+            raise ValueError(
+                f"a value in the state must lie within the {self.end - start} bytes that are left, got {nbytes} bytes"
+            )
         self.position = start + nbytes + -nbytes % ALIGN
         return start
 
@@ -110,7 +112,7 @@ def opened(
     try:
         value = unpack(_JSON.decode(str(view[HEADER.size : tree_end], "utf-8", "surrogatepass")), source)
         if source.position != end:
-            raise ValueError(f"each byte must belong to a value, but {end - source.position} are left over")
+            raise ValueError(f"each byte of the state must belong to a value, got {end - source.position} more")
     except MemoryError:
         raise
     except Exception as error:  # the checksum matches, so another program or an attacker made these bytes

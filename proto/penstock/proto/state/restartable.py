@@ -153,7 +153,8 @@ def get_worker_state() -> DataLoaderCheckpoint:
     context = _context.get()
     if context is None:
         raise RuntimeError(
-            "get_worker_state() must be called inside a loader's state_dict() on a worker, got a call elsewhere"
+            "get_worker_state() must be called inside a loader's state_dict() on a worker, got a call elsewhere: move "
+            "it there"
         )
     return context.read()
 

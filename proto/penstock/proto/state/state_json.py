@@ -54,7 +54,7 @@ def _written(node: Node, source: EnvelopeReader) -> bytes:
 
 def _plain(node: Node, source: EnvelopeReader, depth: int) -> Any:
     if depth > 3 * MAX_DEPTH:  # a container may be up to three levels of the tree
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} containers")
+        raise ValueError(f"the state is nested deeper than {MAX_DEPTH} containers")
     if isinstance(node, list):
         return [_plain(item, source, depth + 1) for item in node]
     if not isinstance(node, dict):
@@ -101,7 +101,7 @@ def _ordered(node: Node, source: EnvelopeReader, depth: int) -> Any:
 def _shaped(kind: str, node: Node, source: EnvelopeReader, itemsize: int) -> Any:
     shape = node[2:]
     if any(type(dim) is not int or dim < 0 for dim in shape):
-        raise ValueError(f"a shape must be ints >= 0, got {shape!r}")
+        raise ValueError(f"a shape in the state must be ints >= 0, got {shape!r}")
     data = _base64(source, math.prod(shape) * itemsize)
     return {"$": kind, "dtype": node[1], "shape": shape, "base64": data}
 
@@ -118,7 +118,7 @@ def _array_item(spec: str) -> int:
     8 for a time or a long long."""
     found = _ITEM.fullmatch(spec)
     if found is None:
-        raise ValueError(f"a numpy dtype must be a number, text, bytes or time, got {spec!r}")
+        raise ValueError(f"a numpy dtype in the state must be a number, text, bytes or time, got {spec!r}")
     kind, size = found[1], int(found[2] or 0)
     return 8 if kind in "qQ" else 4 * size if kind == "U" else size
 

@@ -130,9 +130,14 @@ class JobSettings(TlsFiles):
     @classmethod
     def _one_name(cls, job: str) -> str:
         if "/" in job:
-            raise ValueError("a job's name must not contain a slash, which separates the name from the loader's number")
+            raise ValueError(
+                "a job's name must not contain a slash, which separates the name from the loader's number: "
+                "choose another name"
+            )
         if len(job) > 200 or not job.isprintable():
-            raise ValueError("a job's name must have at most 200 characters, all of them printable")
+            raise ValueError(
+                "a job's name must have at most 200 characters, all of them printable: choose another name"
+            )
         return job
 
 

@@ -22,10 +22,7 @@ class Progress:
     """Line of progress on standard error."""
 
     def __init__(self, every_s: float | None = None) -> None:
-        """
-        Args:
-            every_s: seconds between two lines; None: those of a training loop.
-        """
+        """Begin a display. `every_s`: seconds between two lines; None: those of a training loop."""
         self._every_s = every_s
         self._stream = sys.stderr
         self._terminal = self._stream is not None and self._stream.isatty()

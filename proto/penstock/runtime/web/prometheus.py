@@ -58,7 +58,8 @@ class MetricReadings:
         metric = BY_NAME[name]
         if self._process not in metric.processes or set(labels) != set(metric.labels):
             raise ValueError(
-                f"{name} of a {self._process} must have the labels {sorted(metric.labels)}, got {sorted(labels)}"
+                f"{name} of a {self._process} must have the labels {sorted(metric.labels)}, got {sorted(labels)}: "
+                "pass the labels of the catalogue"
             )
         self._found[name].append(([str(labels[label]) for label in metric.labels], value))
 

@@ -1,9 +1,9 @@
 """Conversion of a dataset of any format that Penstock reads to MDS or Parquet.
 
-Each shard of the source is a part of its own, or several if it is large. A part is written into a folder of its own,
-read back and compared, and then gets its index; several processes convert parts at a time. When all parts are finished,
-their indexes are merged into the index of the result. So a run may be killed at any moment, and the next one makes only
-the parts that are not finished.
+Each shard of the source is a part, or several if it is large; consecutive small shards are one part. A part is written
+into a folder of its own, read back and compared, and then gets its index; several processes convert parts at a time.
+When all parts are finished, their indexes are merged into the index of the result. So a run may be killed at any
+moment, and the next one makes only the parts that are not finished.
 
 Samples keep their numbers. The index notes how the source's shards divided them (indexes/order_layout.py), so the
 result has the source's order, and a state taken over the source goes on over the result.
@@ -31,6 +31,7 @@ from penstock.data.converting.conversion_plan import ConversionPlan, parts_of
 from penstock.data.converting.convert_part import PartConverter, data_of, source_of
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
 from penstock.data.converting.target_settings import target_settings
+from penstock.data.formats.arrow.extension_types import storage_of
 from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import ReadOptions, Shard, rows_of
@@ -212,7 +213,7 @@ def _chosen(
 
 
 def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
-    """Return the Arrow types (of pyarrow) of a source's columns by name; empty if its files declare none."""
+    """Return pyarrow's types that store a source's columns, by name; empty if its files have no Arrow types."""
     if shard.format not in ("parquet", "arrow"):
         return {}
     arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
@@ -223,7 +224,7 @@ def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
             begin = file.read(len(ARROW_FILE))
             file.seek(0)
             schema = (arrow.ipc.open_file if begin == ARROW_FILE else arrow.ipc.open_stream)(file).schema
-        return {field.name: field.type for field in schema}
+        return {field.name: storage_of(field.type) for field in schema}
 
 
 def _image_types(shards: Sequence[Shard], names: Sequence[str]) -> dict[str, str]:

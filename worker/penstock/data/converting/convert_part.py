@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +29,8 @@ __all__ = ["PartConverter", "data_of", "source_of"]
 
 ROWS = 256
 """Number of rows that are read and written at a time."""
+FETCHES = 16
+"""Number of files of a part's small remote shards that are fetched at a time."""
 
 
 def source_of(source: str, options: Any, cache: str, *, limit: int | None, timeout_s: float) -> ShardCache:
@@ -48,6 +51,7 @@ class PartConverter:
             plan.source, plan.source_options, plan.cache, limit=plan.cache_limit, timeout_s=plan.timeout_s
         )
         self._shards = read_index(self._source.index().read_all(), plan.source)
+        self._is_remote = RemoteFolder(plan.source, plan.source_options).local is None
         self._dest = RemoteFolder(plan.dest, plan.dest_options)
         self._options = ReadOptions(
             images="file", encoded=plan.encoded, columns=[column.name for column in plan.columns]
@@ -56,16 +60,15 @@ class PartConverter:
     def convert(self, number: int) -> None:
         """Convert the part with this number. Raises DatasetError, which names the part and the cause, and any error of
         the source's files."""
-        part, folder = self.plan.parts[number], self.plan.folder_of(number)
-        shard = self._shards[part.shard]
-        files = self._files(folder)
-        digest = RowDigest()
+        folder, files, digest = self.plan.folder_of(number), self._files(self.plan.folder_of(number)), RowDigest()
+        pieces = list(self.plan.parts[number].pieces(self._shards))
+        whole = where = _named(*pieces[0]) if len(pieces) == 1 else f"{pieces[0][0].name} to {pieces[-1][0].name}"
         try:
-            with self._reader(shard) as reader:
-                for begin in range(part.begin, part.end, ROWS):
-                    rows = rows_of(reader, range(begin, min(begin + ROWS, part.end)))
-                    stored = stored_rows(rows, self.plan.columns, self.plan.names)
-                    files.write(stored, [digest.add(row) for row in stored])
+            self._fetch([shard for shard, _, _ in pieces])
+            for shard, begin, end in pieces:
+                where = _named(shard, begin, end)
+                self._write(files, digest, shard, range(begin, end))
+            where = whole
             shards = files.finish()
             if self.plan.verify:
                 self._verify(folder, shards, digest)
@@ -79,10 +82,27 @@ class PartConverter:
                 "finished parts are kept"
             ) from error
         except DatasetError as error:
-            where = f"{shard.name}, part of samples {part.begin} to {part.end - 1}"
             raise type(error)(f"{where}: {error.message}") from error
         finally:
             files.abandon()
+
+    def _fetch(self, shards: Sequence[Shard]) -> None:
+        """Fetch small remote shards several at a time, since each takes as long as the remote takes to answer."""
+        if self._is_remote and len(shards) > 1:
+            with ThreadPoolExecutor(FETCHES) as threads:
+                list(threads.map(self._hold, shards))
+
+    def _hold(self, shard: Shard) -> None:
+        with self._source.hold(shard):
+            pass
+
+    def _write(self, files: PartFiles, digest: RowDigest, shard: Shard, samples: range) -> None:
+        """Convert samples of one shard, and add them to files and digest."""
+        with self._reader(shard) as reader:
+            for begin in range(samples.start, samples.stop, ROWS):
+                rows = rows_of(reader, range(begin, min(begin + ROWS, samples.stop)))
+                stored = stored_rows(rows, self.plan.columns, self.plan.names)
+                files.write(stored, [digest.add(row) for row in stored])
 
     def _files(self, folder: str) -> PartFiles:
         plan = self.plan
@@ -132,6 +152,10 @@ class PartConverter:
     def close(self) -> None:
         self._source.close()
         self._dest.close()
+
+
+def _named(shard: Shard, begin: int, end: int) -> str:
+    return f"{shard.name}, samples {begin} to {end - 1}"
 
 
 def data_of(shards: list[Shard], source: RemoteFolder) -> list[str]:

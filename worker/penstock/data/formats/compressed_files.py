@@ -60,14 +60,19 @@ def parse_compression(name: str) -> FileCompression:
     family, colon, level = name.partition(":")
     known = COMPRESSIONS.get(family)
     if known is None:
-        raise InvalidArgumentError(f"the compression must be one of {', '.join(sorted(COMPRESSIONS))}, got {name!r}")
+        raise InvalidArgumentError(
+            f"the compression must be one of {', '.join(sorted(COMPRESSIONS))}, got {name!r}. Pass one of these, or "
+            "none"
+        )
     if not colon:
         return FileCompression(family, known.default)
     if not known.levels:
         raise InvalidArgumentError(f"compression {name!r}: {family} has no levels. Use {family!r}")
     if not (level.isascii() and level.isdigit() and len(level) <= 2 and int(level) in known.levels):
         levels = f"{known.levels[0]} to {known.levels[-1]}"
-        raise InvalidArgumentError(f"compression {name!r}: the level of {family} must be {levels}, got {level!r}")
+        raise InvalidArgumentError(
+            f"compression {name!r}: the level of {family} must be {levels}, got {level!r}. Pass a level in this range"
+        )
     return FileCompression(family, int(level))
 
 
@@ -154,7 +159,7 @@ def _members(family: str, make: Callable[[], _Member], data: bytes, limit: int) 
             at += len(piece)
             size = min(2 * size, LARGEST_PIECE)
         after = _ZEROS.match(data, at - len(member.unused_data))
-        assert after is not None  # the pattern also matches an empty text
+        assert after is not None  # never None: the pattern also matches an empty text
         at = after.end()
         if at == len(data):
             return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -22,7 +22,7 @@ DECODED_BYTES = 256 << 20
 
 
 class BlockOwner(Protocol):
-    """Reader that keeps decoded blocks."""
+    """Reader of a shard that keeps decoded blocks in memory, as the block memory sees it."""
 
     def drop(self, block: int) -> None:
         """Drop a block from memory, if the reader still has it. Any thread may call this, so it must not wait for a
@@ -54,7 +54,7 @@ class BlockMemory:
         """Numbers of readers that were garbage-collected. Their blocks are forgotten at the next call: a finalizer may
         run at any point, so it only appends here."""
         self.nbytes = 0
-        """Number of bytes of all blocks together."""
+        """Number of bytes of all counted blocks together."""
 
     def raise_limit(self, limit: int | None) -> None:
         """Raise the limit to `limit` bytes, if it is lower now. None changes nothing."""

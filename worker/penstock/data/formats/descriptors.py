@@ -53,14 +53,14 @@ class Descriptor:
         return data
 
     def read_all(self) -> bytes:
-        """Return the whole file. Raises OSError."""
+        """Return all bytes of the file. Raises OSError."""
         return self.read(os.fstat(self._number).st_size, 0)
 
     def read_into(self, array: np.ndarray[Any, Any], begin: int) -> int:
         """Fill a contiguous array with the file's bytes from byte `begin` on. Return the number of bytes read, which is
         smaller than the array's size at the file's end. Raises OSError."""
         done = os.preadv(self._number, [array.data], begin)
-        if done < array.nbytes:  # as in `read`
+        if done < array.nbytes:  # the kernel may read fewer bytes
             rest = array.reshape(-1).view(np.uint8).data
             while done < array.nbytes and (more := os.preadv(self._number, [rest[done:]], begin + done)):
                 done += more

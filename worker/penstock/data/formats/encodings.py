@@ -61,10 +61,12 @@ def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
 
 
 def check_encoding(name: str) -> None:
-    """Raise InvalidArgumentError for an unknown encoding."""
+    """Raise InvalidArgumentError unless an encoding with this name exists."""
     family, colon, config = name.partition(":") if isinstance(name, str) else (name, "", "")
     if family not in ENCODINGS:
-        raise InvalidArgumentError(f"the encoding must be one of {', '.join(ENCODINGS)}, got {name!r}")
+        raise InvalidArgumentError(
+            f"the encoding must be one of {', '.join(ENCODINGS)}, got {name!r}. Pass one of these"
+        )
     if colon:
         if family != "ndarray":
             raise InvalidArgumentError(f"encoding {name!r}: {family} takes no parameter. Use {family!r}")
@@ -161,14 +163,16 @@ def _ndarray(config: str) -> Encoding:
     dtype = _BY_NAME.get(name)
     if dtype is None:
         raise InvalidArgumentError(
-            f"encoding 'ndarray:{config}': the dtype must be one of {', '.join(_BY_NAME)}, got {name!r}"
+            f"encoding 'ndarray:{config}': the dtype must be one of {', '.join(_BY_NAME)}, got {name!r}. Pass one of "
+            "these"
         )
     shape = None
     if colon:
         parts = dims.split(",")
         if len(parts) > MAX_DIMENSIONS or not all(dim.isascii() and dim.isdigit() and int(dim) for dim in parts):
             raise InvalidArgumentError(
-                f"encoding 'ndarray:{config}': the shape must be numbers >= 1, such as 3,224,224, got {dims!r}"
+                f"encoding 'ndarray:{config}': the shape must be numbers >= 1, such as 3,224,224, got {dims!r}. Give a "
+                "size for each axis"
             )
         shape = tuple(map(int, parts))
     size = None if shape is None else prod(shape) * dtype.itemsize

@@ -68,7 +68,7 @@ class Format:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings that only mosaicml-streaming's own reader needs, with the values that Penstock writes into the index."""
     max_bytes: int = UNLIMITED
-    """Largest size of a raw file, in bytes."""
+    """Largest size in bytes that a raw (not compressed) file of this format may have."""
     by_part: PartReading | None = None
     """Functions that read parts of a file; None if files are always fetched whole."""
     by_column: bool = False

@@ -168,7 +168,7 @@ def shard_below(folder: str, shard: Shard) -> Shard:
 
 def _entries(data: bytes) -> list[Any]:
     def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not a JSON number")
+        raise ValueError(f"a number must be finite in JSON, got {constant}")
 
     try:
         index = json.loads(data.decode(), parse_constant=refuse)

@@ -92,7 +92,8 @@ class MDSReader(SampleFile):
             sizes = self._head.unpack_from(sample)
             if self._least + sum(sizes) != len(sample):
                 raise ValueError(
-                    f"the sample must have {self._least + sum(sizes)} bytes, as the sizes in it say, got {len(sample)}"
+                    f"the sample must have {self._least + sum(sizes)} bytes, as the sizes in the sample say, got "
+                    f"{len(sample)}"
                 )
             values = {}
             following = iter(sizes)
@@ -101,7 +102,7 @@ class MDSReader(SampleFile):
                 values[column] = decode(sample, at, end)
                 at = end
             return values
-        except DatasetError:  # a package is missing
+        except DatasetError:  # a package for this type is missing
             raise
         except Exception as error:
             self._undecodable(index, column, error)

@@ -31,7 +31,7 @@ class SampleFile:
         self._count = 0
         self._offsets = memoryview(b"").cast("I")
         self._file: Descriptor | None = None
-        """Open file; None once it is closed."""
+        """Open shard file; None once the reader is closed."""
         try:
             self._file = Descriptor(path)
             self._size = os.fstat(self._file.fileno()).st_size

@@ -40,7 +40,10 @@ def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where:
     known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
     missing = [name for name in columns or () if known is not None and name not in known]
     if missing and known is not None:
-        raise InvalidArgumentError(f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}")
+        raise InvalidArgumentError(
+            f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}. Correct the argument "
+            "columns"
+        )
 
 
 def open_part(
@@ -114,7 +117,7 @@ class _Projected:
         except KeyError as error:
             raise DatasetError(
                 f"{self.name}: a sample must have the column {error} that the argument columns names, got "
-                f"{', '.join(map(str, sample))}"
+                f"{', '.join(map(str, sample))}. Correct the argument columns"
             ) from error
 
 

@@ -36,7 +36,7 @@ class StoredFile:
     name: str
     """Path relative to the folder, with forward slashes. Never absolute, and never outside of the folder."""
     size: int
-    """Size in bytes."""
+    """Size of the file in bytes."""
     hashes: Mapping[str, str] = field(default_factory=dict)
     """Digests of the content in hexadecimal, by the algorithm's name; empty if the writer stored no digest."""
     source: str = ""
@@ -57,7 +57,7 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Shard, as the dataset's index describes it."""
+    """Shard of a dataset (one file of consecutive samples, or two), as the dataset's index describes it."""
 
     format: str
     """Name of the format, a key of format_table.FORMATS."""

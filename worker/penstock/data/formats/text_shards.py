@@ -30,7 +30,7 @@ __all__ = [
 TEXT_ENCODINGS: dict[str, type[str | int | float]] = {"str": str, "int": int, "float": float}
 """Python type of a column's values, by the encoding's name. The type is called with the text of a value."""
 SEPARATORS = {"csv": ",", "tsv": "\t"}
-"""Separator between values, for formats that have a fixed one."""
+"""Separator between the values of a line, by format; only for formats with a fixed separator."""
 
 
 def check_json(settings: dict[str, Any]) -> None:

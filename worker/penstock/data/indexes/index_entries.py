@@ -157,4 +157,4 @@ class IndexEntries:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a JSON number")
+    raise ValueError(f"a number must be finite in JSON, got {constant}")

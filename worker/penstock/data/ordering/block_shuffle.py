@@ -88,7 +88,7 @@ class PartSequence:
 
     @property
     def _count(self) -> int:
-        """Number of file runs."""
+        """Number of file runs (groups of parts that come from one file)."""
         return len(self._runs) - 1
 
     def ids(self, positions: Ints) -> Ints:
@@ -184,7 +184,7 @@ class PartSequence:
         return bounds
 
     def _run_at(self, ranks: Ints) -> Ints:
-        """Return the number of the file run that has each rank."""
+        """Return the number of the file run that has each rank (place after the shuffle)."""
         return permuted(ranks, self._count, np.uint64(self._key)) if self._shuffle else ranks
 
     def _part_of(self, at: Ints) -> tuple[Ints, Ints]:

@@ -92,7 +92,7 @@ class EpochRemainder:
         """Return (epoch, start) of the beginning of the next epoch that has a batch."""
         length, skip = self.epochs.length, self.epochs.skip
         number = self.epoch * length + self.position(self.batches)
-        """Number of the next sample, over all epochs."""
+        """Number of the next sample, counted over all epochs of the run."""
         epoch = self.epoch + 1
         while True:
             start = number - epoch * length if self.epochs.tail == "carry" else 0

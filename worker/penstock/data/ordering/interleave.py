@@ -73,7 +73,7 @@ class Interleaving:
             heapq.heappush(nodes, (less + more, next(order), _Inner(large, small, less + more)))
         self._root = nodes[0][2] if nodes else None
         self.units = self._root.units if self._root is not None else 0
-        """Number of units of all sequences together."""
+        """Number of units (elements) of all sequences together."""
 
     def split(self, positions: Ints) -> Iterator[tuple[int, Ints, Ints]]:
         """Yield, for each sequence that occurs at these positions of the interleaving: its number, the indexes in

@@ -88,7 +88,7 @@ class OrderFile:
         if len(header) < _HEADER.size or not header.startswith(MAGIC):
             raise DatasetError(
                 f"order_file {path} must be a file that `penstock import-state` wrote, got one that begins with "
-                f"{header[:8]!r}"
+                f"{header[:8]!r}. Pass the file that it wrote with --order-file"
             )
         _, version, width, epoch, samples, digest = _HEADER.unpack(header)
         if version != FORMAT:
@@ -109,7 +109,7 @@ class OrderFile:
 
 
 class FiledOrder:
-    """Order of all epochs, one of which comes from a file."""
+    """Order of a loader's epochs, where the order of one epoch comes from a file."""
 
     def __init__(self, own: SampleOrder, file: OrderFile, name: str, count: int) -> None:
         """

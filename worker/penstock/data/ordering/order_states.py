@@ -45,11 +45,11 @@ __all__ = [
 ]
 
 FORMAT = 3
-"""Version of the format of these states."""
+"""Version of the format in which the states of loaders are written."""
 ORDER_FILE = "order_file"
 """Name of the setting with the path of an order file."""
 VERSIONS = "versions"
-"""Name of the setting with the versions of the data."""
+"""Name of the setting with the versions of the dataset that the order uses."""
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 
@@ -302,7 +302,9 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
     of the calling loader's order. Topology and skipped ranges are taken from the states, because any process may call
     this."""
     if not states:
-        raise InvalidArgumentError("aggregate_state_dict needs the states of all workers, got an empty list")
+        raise InvalidArgumentError(
+            "aggregate_state_dict needs the states of all workers, got an empty list. Pass one state for each worker"
+        )
     workers_progress, skip = [progress_of(state) for state in states], skip_of(states[0])
     _check_same_order(states)
     _check_same_epochs(states[0]["order"], order)
@@ -340,7 +342,7 @@ def deaggregated(
         other = others_of(state).get(str(number))
         return whole.of_worker(number % topology.workers) if other is None else progress_of(other)
     start = replanned(state, epochs, whole.done, strict=strict)
-    if same:  # also at the epoch's end, which the worker itself detects
+    if same:  # also at the epoch's end, which the worker notices by itself
         return OrderProgress(whole.epoch, start, 0, topology, (whole.first + whole.done) % topology.workers)
     remainder = epochs.remainder(whole.epoch, start, topology.batch, topology.boxes)
     return OrderProgress(*remainder.position_after(0), 0, topology)

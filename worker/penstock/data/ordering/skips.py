@@ -34,7 +34,8 @@ def ranges_of(skip: Iterable[range]) -> Ranges:
     for piece in skip:
         if not isinstance(piece, range) or piece.step != 1 or not 0 <= piece.start <= piece.stop <= MAX_DISTANCE:
             raise InvalidArgumentError(
-                f"skip must hold ranges of sample numbers, such as range(6400, 12800), got {piece!r}"
+                f"skip must hold ranges of sample numbers, such as range(6400, 12800), got {piece!r}. Pass a list of "
+                "ranges"
             )
         if piece:
             found.append((piece.start, piece.stop))

@@ -46,7 +46,7 @@ class UnshardedOrder:
         if not 0 < count < SAMPLE_LIMIT or not 0 < epoch_size < SAMPLE_LIMIT:
             raise DatasetError(
                 f"the dataset and an epoch must have at least 1 sample and fewer than {SAMPLE_LIMIT}, got {count} and "
-                f"{epoch_size}"
+                f"{epoch_size}. Check the dataset and epoch_size"
             )
         self._count, self._length, self._shuffle = count, epoch_size, shuffle
         self._block = count if block is None else min(block, count)
@@ -89,6 +89,6 @@ def _mixed(keys: npt.NDArray[np.uint64], part: npt.ArrayLike) -> npt.NDArray[np.
 
 
 def _chosen(keys: npt.NDArray[np.uint64], count: int) -> Ints:
-    """Return a pseudorandom number in [0, count) for each key."""
+    """Return a pseudorandom number in [0, count) for each key; the same key always gives the same number."""
     found: Ints = (_mixed(keys, _SHORT) % np.uint64(count)).astype(np.int64)
     return found

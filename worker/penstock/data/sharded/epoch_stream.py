@@ -63,7 +63,7 @@ class EpochStream:
 
     @property
     def length(self) -> int | None:
-        """Number of samples in the epoch; None while it is unknown."""
+        """Number of samples in the epoch; None while the length of a shard is unknown."""
         return self._round_robin.length
 
     @property
@@ -102,7 +102,7 @@ class EpochStream:
         return shard, index
 
     def has_rows(self) -> bool:
-        """Return True if the epoch has a batch from `start` on."""
+        """Return True if there is a batch from `start` to the epoch's end."""
         least = self._batch if self._tail == "drop" else 1
         self._pass_over(self._start + least)
         return self._round_robin.length is None or self._round_robin.length >= self._start + least

@@ -53,7 +53,7 @@ class MixtureChange:
     """Change of the weights of a loader's uppermost mixture that an operator ordered."""
 
     key: str
-    """Text that identifies the change."""
+    """Text that identifies the change: the random key of the order of `penstock mix`."""
     position: int
     """Number of samples that the mixture gives in the epoch before the change."""
     parts: Mapping[str, int]
@@ -169,7 +169,7 @@ def refuse_to_import(name: str) -> Any:
     """Raise StateMismatchError instead of calling the function of an added source. Used in a process that has no list
     of the modules that it may import."""
     raise StateMismatchError(
-        f"the state has a source of {name!r}, which `penstock mix --add` added: load the state in a run of an "
+        f"the state has a source of {name!r}, which `penstock mix --add` added. Load the state in a run of an "
         "Appliance, or add the source to the Mixture in the code"
     )
 
@@ -183,8 +183,8 @@ def mixture_of(source: ShardedSource) -> Mixture:
     if not isinstance(inner, Mixture) or not inner.endless:
         where = f"below {type(inner).__name__}" if hasattr(inner, "source") else "in this loader"
         raise InvalidArgumentError(
-            "the uppermost source must be a Mixture(stop='never') whose positions the loader knows, also below Mapped, "
-            f"got {type(source).__name__}: the weights {where} cannot change in mid-run"
+            "the uppermost source must be a Mixture(stop='never') whose positions the loader knows, also below "
+            f"Mapped, got {type(source).__name__}. The weights {where} cannot change in mid-run"
         )
     return inner
 
@@ -252,7 +252,9 @@ def new_position(begin: int, steps: int, batch: int) -> int:
     InvalidArgumentError if it is above the limit."""
     position = begin + steps * batch
     if position >= NUMBER_LIMIT:
-        raise InvalidArgumentError(f"--from-step must lie before sample {NUMBER_LIMIT}, got sample {position}")
+        raise InvalidArgumentError(
+            f"--from-step must lie before sample {NUMBER_LIMIT}, got sample {position}. Pass a smaller step"
+        )
     return position
 
 
@@ -275,23 +277,29 @@ def new_parts(
     before = dict(zip(mixture.names, mixture.parts_at(position), strict=True))
     for name in added:
         if name in mixture.names:
-            raise InvalidArgumentError(f"--add must name a new source, got {name!r}, which the mixture has")
+            raise InvalidArgumentError(
+                f"--add must name a new source, got {name!r}, which the mixture has. Choose another name, or use "
+                "--weights"
+            )
         if name not in weights:
-            raise InvalidArgumentError(f"--weights must have a weight for the added source {name!r}: give one")
+            raise InvalidArgumentError(f"--weights must have a weight for the added source {name!r}. Give one")
     for name in (*weights, *retired):
         if name not in names:
-            raise InvalidArgumentError(f"a source must be one of {', '.join(names)}, got {name!r}: see --add")
+            raise InvalidArgumentError(
+                f"a source must be one of {', '.join(names)}, got {name!r}. Correct the name, or add the source by "
+                "--add"
+            )
     for name in retired:
         if name in weights:
             raise InvalidArgumentError(
-                f"a source must be in --weights or --retire, got {name!r} in both: leave out one"
+                f"a source must be in --weights or --retire, got {name!r} in both. Leave out one"
             )
     given: Mapping[str, Any] = weights or before
     missing = [name for name, part in before.items() if part and name not in given and name not in retired]
     if missing:
         raise InvalidArgumentError(
-            f"--weights must have each source that has a weight now, got none for {', '.join(missing)}: give its "
+            f"--weights must have each source that has a weight now, got none for {', '.join(missing)}. Give its "
             "weight, or --retire it"
         )
     values = [0 if name in retired else given.get(name, 0) for name in names]
-    return dict(zip(names, parts_of(values), strict=True))
+    return dict(zip(names, parts_of(values, names), strict=True))

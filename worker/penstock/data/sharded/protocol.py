@@ -96,7 +96,7 @@ def is_traced(cursor: Any) -> bool:
 
 
 def summed(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-    """Return the sums of two mappings from names to counts."""
+    """Return, for each name in one of two dicts of counts, the sum of its counts."""
     return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
 
 

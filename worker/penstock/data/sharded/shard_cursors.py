@@ -81,7 +81,7 @@ class ShardReaders:
         self._source, self._epoch, self._seed, self._position_of, self._key = source, epoch, seed, position_of, key
         self._cursors: dict[int, Cursor] = {}
         self._at: dict[int, int] = {}
-        """Index of the next sample of each shard's cursor."""
+        """Index of the next sample that each shard's cursor returns, by shard."""
         self._latest = -1
         """Number of the shard that was read last; -1 if no shard was read yet."""
         self._states = states.copy()

@@ -46,7 +46,7 @@ class KeyStage:
     source: ShardedSource
     """Source with the changes of weights up to the stage's beginning."""
     order: str
-    """Digest of the order with these changes."""
+    """Digest of the order with the changes of weights up to the stage's beginning."""
     sources: int
     """Number of sources that the mixture has in this stage."""
     pieces: bool
@@ -66,7 +66,7 @@ def as_made_before(saved: SavedPosition, stage: KeyStage) -> SavedPosition:
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Content of a restore key of a ShardLoader."""
+    """Content of a restore key: the place of a sample, and where to begin to read it again."""
 
     epoch: int
     shard: int
@@ -94,7 +94,8 @@ class SampleKey:
         parts = text.split(".") if isinstance(text, str) else []
         if len(parts) != 5 or not all(part.isdecimal() and len(part) < 19 for part in parts[:3]):
             raise InvalidArgumentError(
-                f"a restore key must be a text that a ShardLoader with keys= put into a batch, got {text!r:.200}"
+                f"a restore key must be a text that a ShardLoader with keys= put into a batch, got {text!r:.200}. Copy "
+                "the text from the batch's field"
             )
         epoch, shard, index = (int(part) for part in parts[:3])
         try:

@@ -192,7 +192,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """Batches of this worker in the epoch in progress. An iterator over an older share has ended."""
         lengths = None if source.endless else source.lengths(0)
         self._counts.want(wanted_shares(source))
-        counts = self._counts.tally is not None  # the samples between two states must then be read
+        counts = self._counts.tally is not None  # counting needs the samples between two states
         self._wants_change = counts and changes_shares(source)
         if counts or not is_keyed(self._order["source"]) or (lengths is None and not source.endless):
             self.advance_state = None  # type: ignore[method-assign, assignment]
@@ -234,7 +234,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         epoch was loaded, at that state's position."""
         number = whole("epoch", epoch)
         if number is None or number < 0:
-            raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
+            raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}. Count epochs from 0")
         epoch = number
         if not self._at_position or epoch != self._begun.progress.epoch:
             self._move_to_epoch(epoch)
@@ -403,7 +403,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
         Raises InvalidArgumentError or StateMismatchError for an impossible change.
         """
-        mixture_of(self.source)  # raises an error without one
+        mixture_of(self.source)  # raises an error if there is none
         epoch, begin = 0, 0
         if state is not None:
             self._check_order(state, strict=True)
@@ -444,7 +444,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         changes = self._history = merged(listed(state), self._assigned, reached)
         later = still_to_come(changes, reached)
         if later != changes:
-            with contextlib.suppress(InvalidArgumentError):  # they need sources that the code does not have
+            with contextlib.suppress(InvalidArgumentError):  # raised if the code lacks a source of a change
                 self._use(later, reached[0])
                 if not differences(self._with_later_weights(state)["order"], self._order):
                     return
@@ -565,7 +565,7 @@ class _Epoch:
         return batch
 
     def skip_batch(self) -> None:
-        """Advance the position by one batch, without making that batch."""
+        """Advance the loader's position by one batch, without making the batch."""
         self._next(read=False)
         if self._share is not None and self._loader._counts.tally is not None:
             self._loader._counts.handed_out(skipped_rows({"": self._share.rows}))

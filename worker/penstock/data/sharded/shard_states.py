@@ -66,7 +66,7 @@ class ShardedPosition:
     ended: Mapping[int, int] = field(default_factory=dict)
     """Number of samples in each shard whose end was found by reading, by the shard's number."""
     endless_order: EndlessOrder | None = None
-    """Order of an endless source; None for a finite one."""
+    """Order of the samples, if the source is endless; None for a finite source."""
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Return the position as a state. The cursor states are stored as lists, one for each field, because a thousand
@@ -103,10 +103,12 @@ class FixedOrder:
         if lengths is not None and len(lengths) != self.source.num_shards:
             raise DatasetError(
                 f"lengths() of the source must return one length for each of its {self.source.num_shards} shards, got "
-                f"{len(lengths)}"
+                f"{len(lengths)}. Correct lengths()"
             )
         if lengths is not None and len(lengths) and min(lengths) < 0:
-            raise DatasetError(f"lengths() of the source must be at least 0, got {min(lengths)} in epoch {epoch}")
+            raise DatasetError(
+                f"lengths() of the source must be at least 0, got {min(lengths)} in epoch {epoch}. Correct lengths()"
+            )
         return RoundRobin(self.source.num_shards, ended if lengths is None else [int(length) for length in lengths])
 
     def endless_order(self, block: int) -> EndlessOrder | None:
@@ -152,7 +154,7 @@ class FixedOrder:
                 )
             length = None if endless_order is not None else self.round_robin(progress.epoch, ended).length
             if length is not None and progress.start > length:
-                raise ValueError(f"{progress} is beyond the {length} samples of the epoch")
+                raise ValueError(f"its position must be within the {length} samples of the epoch, got {progress}")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise damaged_state("the ShardLoader's state is damaged", error) from error
         return ShardedPosition(progress, cursors, ended, endless_order)
@@ -161,7 +163,10 @@ class FixedOrder:
         """Return one state merged from the states of all workers, which are in order of global_worker_id. The topology
         is taken from the states, because any process may call this."""
         if not states:
-            raise InvalidArgumentError("aggregate_state_dict needs the states of all workers, got an empty list")
+            raise InvalidArgumentError(
+                "aggregate_state_dict needs the states of all workers, got an empty list. Pass one state for each "
+                "worker"
+            )
         positions = [self.read(state) for state in states]
         _check_same_order([{**state["order"], "topology": dict(state["topology"])} for state in states])
         newest = max((each.progress for each in positions), key=lambda progress: progress.epoch)
@@ -381,7 +386,9 @@ def check_source(source: ShardedSource, partitions: int, block: int | None, tail
     shards = checked(source, "ShardLoader").num_shards
     one_of("tail", tail, [name for name in get_args(Tail) if name != APART])
     if shards < 1:
-        raise InvalidArgumentError(f"num_shards of the source must be at least 1, got {shards}")
+        raise InvalidArgumentError(
+            f"num_shards of the source must be at least 1, got {shards}. Make the source with more shards"
+        )
     if not source.endless and partitions != 1:
         raise InvalidArgumentError(
             f"partitions must be 1 for a finite source, whose shards are read round robin, got {partitions}. Leave "
@@ -393,4 +400,6 @@ def check_source(source: ShardedSource, partitions: int, block: int | None, tail
             "Leave block out"
         )
     if shards % partitions:
-        raise InvalidArgumentError(f"partitions must divide the source's {shards} shards, got {partitions}")
+        raise InvalidArgumentError(
+            f"partitions must divide the source's {shards} shards, got {partitions}. Pass a divisor of it"
+        )

@@ -20,7 +20,7 @@ _INPUT_FN = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 
 class _DefaultsByTarget(Group):
-    """Group of commands that reads `penstock doctor` as `doctor machine`, and `penstock doctor TARGET` as `doctor
+    """Group of commands in which `penstock doctor` means `doctor machine`, and `penstock doctor TARGET` means `doctor
     loader TARGET`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -32,7 +32,7 @@ class _DefaultsByTarget(Group):
 
 
 def _has_target(args: list[str]) -> bool:
-    """Return whether the arguments name a loader or a checkpoint: the first or the last argument, unless it is an
+    """Return True if the arguments name a loader or a checkpoint: the first or the last argument does, unless it is an
     option or an option's value."""
     if not args:
         return False

@@ -18,7 +18,7 @@ __all__ = ["state"]
 
 
 class _ShowsByDefault(Group):
-    """Group of commands that reads `penstock state RUN` as `penstock state show RUN`."""
+    """Group of commands in which `penstock state RUN` means `penstock state show RUN`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
@@ -26,7 +26,7 @@ class _ShowsByDefault(Group):
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return the completions: the group's commands, and the completions of `show`."""
+        """Return the words that complete the text: the group's commands, and what `show` completes."""
         completed = super().shell_complete(ctx, incomplete)
         if incomplete.startswith("-"):
             return completed

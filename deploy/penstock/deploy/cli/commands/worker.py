@@ -52,7 +52,7 @@ def _worker(
 
 
 def _refuse_options_of_the_daemon(context: typer.Context) -> None:
-    """Refuse the daemon's options before a subcommand such as `drain`, which would ignore them."""
+    """Raise an error for options of the daemon before a subcommand such as `drain`, which would ignore them."""
     for parameter in context.command.params:
         name = parameter.name or ""
         given = context.get_parameter_source(name)

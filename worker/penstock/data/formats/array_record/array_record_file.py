@@ -48,7 +48,7 @@ class _Records:
                 f"/proc/self/fd/{self._file.fileno()}", options=OPTIONS, file_reader_buffer_size=BUFFER
             )
             if not self._reader.ok():
-                self._reader.read([0])  # raises an error that says why
+                self._reader.read([0])  # the error of the library says why
                 raise ValueError("the index at the file's end cannot be read")
             self.count = int(self._reader.num_records())
         except Exception as error:  # errors of the library, and of the system
@@ -129,13 +129,14 @@ class ArrayRecordReader:
 
 def open_array_record(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrayRecordReader:
     """Return a reader of an ArrayRecord shard (the function `Format.open` of this format)."""
-    del options  # there are no pickles, and images are as stored
+    del options  # no pickles here, and images stay as stored
     return ArrayRecordReader(shard, paths[0])
 
 
 def index_array_record(path: Path, name: str) -> Shard:
     """Return the shard of an ArrayRecord file. All its records are taken for tf.train.Examples if the first record is
-    one. `name`: path of the file, relative to the dataset's folder. Raises ShardCorruptError."""
+    one. `name`: path of the file, relative to the dataset's folder. Raises ShardCorruptError if the file cannot be
+    read."""
     opened = _Records(path, name)
     kind = "example" if opened.count and is_example(opened.read([0])[0]) else "bytes"
     stored = ShardFile(StoredFile(name, opened.size))

@@ -15,19 +15,20 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from penstock.data.formats.arrow.extension_types import conversion_of, storage_of
 from penstock.data.formats.arrow.ipc_messages import BatchLayout
-from penstock.data.formats.parquet.extension_values import is_extension, meaning_of
 from penstock.data.formats.parquet.parquet_values import value_of
 
 __all__ = ["Batch", "Column", "column_plans"]
 
 
 KEPT_ROW_BYTES = 16
-"""Largest number of bytes for each row that a buffer may have to be kept in memory."""
+"""Largest size of a buffer, in bytes for each row of its record batch, at which the buffer is kept in memory."""
 KEPT_BUFFER_BYTES = 1 << 20
 """Largest size in bytes of a buffer that is kept in memory."""
 PART_COST_BYTES = 4096
@@ -53,11 +54,11 @@ class Batch:
     read: Callable[[int, int], bytes]
     """Function (begin, size) that returns exactly these bytes of the file."""
     fill: Callable[[np.ndarray[Any, Any], int], None]
-    """Function (array, begin) that fills an array from the file."""
+    """Function (array, begin) that fills an array with bytes of the file from offset `begin` on."""
     count: Callable[[int], None]
     """Function that counts the bytes of the buffers that are kept in memory."""
     kept: dict[int, bytes] = field(default_factory=dict)
-    """Buffers that are in memory, by number."""
+    """Buffers of the record batch that are in memory, by number."""
     asked: Counter[int] = field(default_factory=Counter)
     """Number of parts that were read of each small buffer that is not in memory, by the buffer's number."""
 
@@ -96,7 +97,9 @@ class Batch:
         `size` bytes from there."""
         first, length = self.layout.buffers[2 * buffer : 2 * buffer + 2]
         if min(begin, size, first) < 0 or begin + size > length or first + length > self.body_size:
-            raise ValueError(f"bytes {begin} to {begin + size} must lie in buffer {buffer} of the record batch")
+            raise ValueError(
+                f"bytes {begin} to {begin + size} must lie within buffer {buffer} of the record batch, which is damaged"
+            )
         return self.body + first + begin
 
     def nulls(self, node: int) -> int:
@@ -110,17 +113,30 @@ class Column(ABC):
 
     def __init__(self, kind: Any, node: int, buffer: int) -> None:
         self.kind, self.node, self.buffer = kind, node, buffer
+        self.name, self.declared = "", kind
+        """Name of the column, and its type in the file's schema: an extension, if `kind` only stores it."""
         self.children: list[Column] = []
         self._value = value_of(kind)
 
+    @cached_property
+    def convert(self) -> Callable[[Any], Any] | None:
+        """Conversion of the values of an extension, see extension_types.py."""
+        return conversion_of(self.name, self.declared)
+
+    def value(self, batch: Batch, row: int) -> Any:
+        """Return the value of a row. Raises as `row` does."""
+        value = self.row(batch, row)
+        return value if self.convert is None else self.convert(value)
+
     def row(self, batch: Batch, row: int) -> Any:
-        """Return the value of a row. Raises ValueError, IndexError, or an error of pyarrow if the bytes are damaged."""
+        """Return the value of a row, of the type that stores it. Raises ValueError, IndexError, or an error of pyarrow
+        if the bytes are damaged."""
         array = self.array(batch, row, row + 1)
         array.validate(full=True)
         return self._value(array[0])
 
     def array(self, batch: Batch, begin: int, end: int) -> Any:
-        """Return rows `begin` to `end` - 1 as a pyarrow array."""
+        """Return the rows from `begin` to `end` as a pyarrow array of `kind`."""
         arrow = importlib.import_module("pyarrow")
         # Validity bits are read by whole bytes, so the rows begin at a whole byte, too.
         first = begin - begin % 8 if batch.nulls(self.node) else begin
@@ -143,8 +159,8 @@ class Column(ABC):
         child columns."""
 
     def valid(self, batch: Batch, row: int) -> bool:
-        """Return True if a row is not null."""
-        if not batch.layout.nodes[2 * self.node + 1]:  # as in `nulls`, without a call for each row
+        """Return True if the value in a row is not null."""
+        if not batch.layout.nodes[2 * self.node + 1]:  # number of nulls, read without a call for each row
             return True
         return bool(batch.part(self.buffer, row // 8, 1)[0] >> row % 8 & 1)
 
@@ -206,7 +222,7 @@ class _Varying(Column):
         else:
             begin, end = self._pair.unpack(batch.part(self.buffer + 1, row * self._size, 2 * self._size))
         if not 0 <= begin <= end:
-            raise ValueError(f"the offsets of row {row} of the record batch must ascend")
+            raise ValueError(f"the offsets of row {row} of the record batch must ascend, but are damaged")
         return begin, end
 
     def offsets(self, batch: Batch, begin: int, end: int) -> tuple[bytes, int, int]:
@@ -216,7 +232,7 @@ class _Varying(Column):
         offsets = np.frombuffer(data, f"<i{self._size}")
         first, last = int(offsets[0]), int(offsets[-1])
         if first < 0 or (offsets[1:] < offsets[:-1]).any():
-            raise ValueError(f"the offsets of rows {begin} to {end} of the record batch must ascend")
+            raise ValueError(f"the offsets of rows {begin} to {end} of the record batch must ascend, but are damaged")
         return (offsets - offsets[0]).tobytes(), first, last
 
 
@@ -302,9 +318,6 @@ def column_plans(schema: Any) -> list[tuple[str, Column]] | None:
 
     def plan(kind: Any) -> Column | None:
         nonlocal node, buffer
-        if is_extension(kind):
-            stored = plan(kind.storage_type)
-            return stored and _Extension(kind, stored)
         made = _plan(kind, node, buffer)
         if made is None:
             return None
@@ -319,9 +332,10 @@ def column_plans(schema: Any) -> list[tuple[str, Column]] | None:
 
     plans = []
     for one in schema:
-        column = plan(one.type)
+        column = plan(storage_of(one.type))
         if column is None:
             return None
+        column.name, column.declared = one.name, one.type
         plans.append((one.name, column))
     return plans
 
@@ -344,24 +358,6 @@ def _plan(kind: Any, node: int, buffer: int) -> Column | None:
     if types.is_dictionary(kind) or types.is_nested(kind):
         return None
     return _Fixed(kind, node, buffer) if _has_bits(kind) else None
-
-
-class _Extension(Column):
-    """Column of an extension type, such as a tensor of a fixed shape, over the column of its storage."""
-
-    def __init__(self, kind: Any, stored: Column) -> None:
-        super().__init__(kind, stored.node, stored.buffer)
-        self._stored, self._meaning = stored, meaning_of(kind)
-
-    def row(self, batch: Batch, row: int) -> Any:
-        return self._meaning.one(self._stored.row(batch, row))
-
-    def array(self, batch: Batch, begin: int, end: int) -> Any:
-        arrow = importlib.import_module("pyarrow")
-        return arrow.ExtensionArray.from_storage(self.kind, self._stored.array(batch, begin, end))
-
-    def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
-        return self._stored.buffers(batch, begin, end)
 
 
 class _Map(_List):
@@ -388,7 +384,7 @@ def _buffers(column: Column) -> int:
 def _has_bits(kind: Any) -> bool:
     try:
         return int(kind.bit_width) > 0
-    except ValueError:  # texts of other layouts (views)
+    except ValueError:  # a type without a fixed width, such as a view
         return False
 
 
@@ -400,5 +396,5 @@ def _dtype(kind: Any) -> np.dtype[Any] | None:
 
 
 def _code(dtype: np.dtype[Any]) -> str:
-    """Return the letter of `struct` for a dtype."""
+    """Return the letter that stands for a dtype in formats of Python's module struct."""
     return _CODES[dtype.kind + str(dtype.itemsize)]

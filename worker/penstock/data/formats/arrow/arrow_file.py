@@ -84,7 +84,7 @@ class ArrowPart:
     """Part of an Arrow file that the cache stores as a file of its own."""
 
     header: bytes
-    """Bytes of the whole file up to its first record batch."""
+    """Bytes of the whole file before its first record batch."""
     begin: int
     """Offset of the part's first byte, counted in the whole file."""
     first: int
@@ -118,7 +118,7 @@ class _ArrowFile:
                 raise ValueError("the file must begin with a schema")
             self.schema = arrow.ipc.read_schema(arrow.py_buffer(self._bytes(self.head)))
             self.names: list[str] = list(self.schema.names)
-            """Names of the columns."""
+            """Names of the file's columns."""
             self.plans = column_plans(self.schema)
             """Reader of single rows of each column; None if a column of the file cannot be read row by row."""
             for message in found:
@@ -280,7 +280,7 @@ class ArrowReader:
                 return sample
             batch = self._layouts.get(number) or self._laid_out(number)
             for column, plan in self._plans:
-                sample[column] = plan.row(batch, row)
+                sample[column] = plan.value(batch, row)
             return sample
         except DatasetError:
             raise
@@ -332,7 +332,7 @@ class ArrowReader:
         for name, plan in self._plans:
             array = plan.array(batch, first, first + end - begin)
             array.validate(full=True)
-            columns.append((name, column_of(chunked([array]))))
+            columns.append((name, column_of(name, chunked([array]), plan.declared)))
         return columns
 
     def get_columns(self, rows: Ints) -> Columns | None:
@@ -358,7 +358,7 @@ class ArrowReader:
             at += count
         if alone:
             found = [self._found(row) for row in rows[alone].tolist()]
-            by_row: Columns = {name: [plan.row(batch, row) for batch, row in found] for name, plan in self._plans}
+            by_row: Columns = {name: [plan.value(batch, row) for batch, row in found] for name, plan in self._plans}
             parts.append((np.array(alone), by_row))
         return joined(len(rows), parts)
 
@@ -372,7 +372,10 @@ class ArrowReader:
         names = self._file.names
         missing = [name for name in columns if name not in names]
         if missing:
-            raise DatasetError(f"{self.name}: columns must be some of {', '.join(names)}, got {', '.join(missing)}")
+            raise DatasetError(
+                f"{self.name}: columns must be some of {', '.join(names)}, got {', '.join(missing)}. Correct the "
+                "argument columns"
+            )
         self._columns, self._whole = list(columns), {}
         if self._plans is not None:
             plans = dict(self._plans)
@@ -421,7 +424,7 @@ class ArrowReader:
             return kept
         MEMORY.make_room(self._file.batches[number][2])
         batch, chunked = self._file.whole(number), _pyarrow().chunked_array
-        columns = [(name, column_of(chunked([batch[name]]))) for name in self._columns]
+        columns = [(name, column_of(name, chunked([batch[name]]))) for name in self._columns]
         self._whole[number] = columns
         MEMORY.add(self._owner, number, batch.nbytes)
         return columns
@@ -439,7 +442,7 @@ def _runs(rows: Sequence[int], bounds: frozenset[int]) -> Iterator[tuple[int, in
 
 def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrowReader:
     """Return a reader of an Arrow shard (the function `Format.open` of this format)."""
-    del options  # there are no pickles, and images are as stored
+    del options  # no pickles here, and images stay as stored
     return ArrowReader(shard, paths[0])
 
 
@@ -466,7 +469,8 @@ def open_arrow_part(shard: Shard, part: int, path: Path, table: bytes, options: 
 
 
 def index_arrow(path: Path, name: str) -> Shard:
-    """Return the shard of an Arrow IPC file. `name`: path of the file in the dataset's folder. Raises DatasetError."""
+    """Return the shard of an Arrow IPC file. `name`: path of the file in the dataset's folder. Raises DatasetError if
+    two columns have the same name, or the file is damaged."""
     file = _ArrowFile(path, name)
     if len(set(file.names)) != len(file.names):
         raise DatasetError(

@@ -34,7 +34,7 @@ MAGIC = b"ARROW1"
 MAGIC_BYTES = 8
 """Bytes before the first message of a file that begins with MAGIC."""
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3
-"""Kinds of messages."""
+"""Numbers by which Arrow marks the kind of a message."""
 FIRST_READ = 4096
 """Number of bytes that are read at a message's beginning: enough for the metadata of most messages."""
 MAX_METADATA = 256 << 20
@@ -55,17 +55,17 @@ class Message:
     body: int
     """Offset of the first byte of the message's body."""
     body_size: int
-    """Size of the body in bytes."""
+    """Size of the message's body in bytes."""
 
     @property
     def end(self) -> int:
-        """Offset of the byte after the message."""
+        """Offset in the file of the byte after the message."""
         return self.body + self.body_size
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Rows and buffers of a record batch."""
+    """Numbers of rows, and places of the buffers, of a record batch."""
 
     rows: int
     nodes: memoryview
@@ -135,7 +135,7 @@ def messages(read: Read, size: int) -> Iterator[Message]:
     found = messages_between(read, 0, size)
     first = next(found, None)
     if first is None:
-        raise ValueError("the file is empty")
+        raise ValueError("the file must have messages, but is empty")
     yield first
     yield from found
 
@@ -170,7 +170,7 @@ def _file_messages(read: Read, size: int) -> Iterator[Message]:
     footer = _Table.root(read(size - 10 - length, length))
     schema = _message(read, MAGIC_BYTES, size)
     if schema is None:
-        raise ValueError("the schema is missing")
+        raise ValueError("the file must begin with a schema, but has none")
     yield schema
     for kind, number in ((DICTIONARY, 2), (BATCH, 3)):
         for begin, _, _ in _BLOCK.iter_unpack(footer.vector(number, _BLOCK.size)):

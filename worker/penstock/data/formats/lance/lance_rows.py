@@ -45,7 +45,7 @@ class _Table:
 
     @staticmethod
     def of(table: Any, first: int) -> _Table:
-        columns = zip(table.column_names, map(column_of, table.columns), strict=True)
+        columns = zip(table.column_names, map(column_of, table.column_names, table.columns), strict=True)
         return _Table(first, table.num_rows, list(columns))
 
 
@@ -90,7 +90,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._version = version
         dataset = self._dataset()
         self.version = self._version = int(dataset.version)
-        """Version of the dataset that is read."""
+        """Number of the dataset's version that is read."""
         self._rows: int = dataset.count_rows()
         schema = dataset.schema
         self.columns = list(schema.names) if columns is None else list(columns)
@@ -98,10 +98,11 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         missing = [name for name in self.columns if name not in schema.names]
         if missing or not self.columns:
             raise InvalidArgumentError(
-                f"columns must be some of {', '.join(schema.names)}, got {', '.join(missing) or 'none'}"
+                f"columns must be some of {', '.join(schema.names)}, got {', '.join(missing) or 'none'}. Correct the "
+                "argument columns"
             )
         self.fingerprint = self._digest(dataset)
-        """Digest of the version's files, which changes with the data."""
+        """Digest of the files of the dataset's version. It changes with the data."""
 
     def __len__(self) -> int:
         return self._rows
@@ -111,14 +112,15 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     def __getitem__(self, index: Any) -> Any:
         """Return a row; for a slice, a list or an array of numbers, the list of these rows, read in one call of the
-        library. Raises IndexError, ShardCorruptError."""
+        library. Raises IndexError for a row that does not exist, ShardCorruptError for files that cannot be read."""
         several = many_numbers(index, self._rows, self.uri, "a row's number")
         if several is not None:
             return self._taken(several)
         return self._taken([one_number(index, self._rows, self.uri, "a row's number")])[0]
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[dict[str, Any]]:
-        """Return several rows, read in one call of the library. Raises IndexError, ShardCorruptError."""
+        """Return several rows, read in one call of the library. Raises IndexError for a row that does not exist,
+        ShardCorruptError for files that cannot be read."""
         rows: list[dict[str, Any]] = self[list(indices)]
         return rows
 

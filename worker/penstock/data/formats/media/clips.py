@@ -118,7 +118,9 @@ class AudioClip:
         for name in ("sample_rate", "channels"):
             value = getattr(self, name)
             if value is not None and (whole(name, value) or 0) < 1:
-                raise InvalidArgumentError(f"{name} must be at least 1, got {value}")
+                raise InvalidArgumentError(
+                    f"{name} must be at least 1, got {value}. Leave it out to keep the file's value"
+                )
 
     @property
     def positions(self) -> Positions:
@@ -208,7 +210,8 @@ def check_clips(clips: Mapping[str, Clip] | None) -> dict[str, Clip]:
     for name, clip in (clips or {}).items():
         if not isinstance(name, str) or not isinstance(clip, VideoClip | AudioClip):
             raise InvalidArgumentError(
-                f"clips must be a dict from columns to VideoClip or AudioClip, got {clip!r:.100} for {name!r}"
+                f"clips must be a dict from columns to VideoClip or AudioClip, got {clip!r:.100} for {name!r}. Pass "
+                "such a dict"
             )
     if clips:
         _decoders()

@@ -120,7 +120,7 @@ def decode_pixels(file: bytes, layout: Layout) -> Pixels | None:
     decode = library.decode_image_png_u8 if layout.bits == 8 else library.decode_image_png_u16
     try:
         pixels = decode(file, (layout.height, layout.width), layout.kind)
-    except Exception:  # it has no exceptions of its own
+    except Exception:  # kornia-rs has no error class of its own
         return None
     return pixels[..., 0] if layout.kind == "mono" else pixels  # type: ignore[no-any-return]
 

@@ -55,7 +55,7 @@ class _TokenFile:
                     f"{self.index.name}: document {number} must end within the {self.size} bytes of {self.name}, got "
                     f"byte {end}. Write the files again"
                 )
-        else:  # checked when the index was opened
+        else:  # bounds in memory were checked when the index was opened
             begin, end = extents[number], extents[number + 1]
         file = self._file
         if file is None:
@@ -109,7 +109,9 @@ class MegatronDocuments:
         Raises ShardCorruptError if a file is missing or damaged.
         """
         if not isinstance(prefix, str | os.PathLike):
-            raise InvalidArgumentError(f"prefix must be a path without .bin and .idx, got {prefix!r:.100}")
+            raise InvalidArgumentError(
+                f"prefix must be a path without .bin and .idx, got {prefix!r:.100}. Leave out the ending"
+            )
         self.prefix = os.fspath(prefix)
         """Path of the files without .bin and .idx."""
         self._file = self._opened()
@@ -117,7 +119,7 @@ class MegatronDocuments:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """dtype of the tokens."""
+        """dtype of the tokens, as the .idx file stores it."""
         return self._file.index.dtype
 
     @property
@@ -127,7 +129,7 @@ class MegatronDocuments:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the boundaries of all documents."""
+        """Digest of where each document begins and ends in the .bin file."""
         return f"{self._file.index.digest()}:{self._range.start}:{self._range.stop}"
 
     def __len__(self) -> int:
@@ -189,7 +191,7 @@ class MegatronDocuments:
             if not os.path.exists(path):
                 raise DatasetError(
                     f"{path} must exist: prefix must be the path of a .bin and an .idx file without that ending, got "
-                    f"{self.prefix!r}"
+                    f"{self.prefix!r}. Correct the prefix"
                 )
         return _TokenFile(Path(data), Path(index), data, index)
 
@@ -248,13 +250,13 @@ class MegatronReader:
 
 def open_megatron(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> MegatronReader:
     """Return a reader of a Megatron shard (the function `Format.open` of this format)."""
-    del options  # there are no pickles, and images are as stored
+    del options  # no pickles here, and images stay as stored
     return MegatronReader(shard, *paths)
 
 
 def index_megatron(path: Path, name: str) -> Shard:
     """Return the shard that a .bin file and its .idx file form. `path`: the .bin file; `name`: path of the .bin file,
-    relative to the dataset's folder. Raises ShardCorruptError."""
+    relative to the dataset's folder. Raises ShardCorruptError if a file is missing or damaged."""
     if path.suffix != ".bin":
         raise InvalidArgumentError(f"path must end in .bin, got {path}. Pass the .bin file of the pair")
     index_name = name.removesuffix(".bin") + ".idx"

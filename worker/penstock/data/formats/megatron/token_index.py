@@ -58,7 +58,8 @@ class TokenIndex:
     """Boundaries of the documents in a .bin file. Safe for threads and for forked children."""
 
     def __init__(self, path: Path, name: str) -> None:
-        """Open an .idx file and check it. `name`: name of the file in errors. Raises ShardCorruptError."""
+        """Open an .idx file and check it. `name`: name of the file in errors. Raises ShardCorruptError if it is missing
+        or damaged."""
         self.name = name
         try:
             self._file = Descriptor(path)
@@ -79,7 +80,7 @@ class TokenIndex:
                 f"the code of the dtype must be one of {', '.join(map(str, DTYPES))}, got {code}. Write the data again"
             )
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
-        """dtype of the tokens."""
+        """dtype of the tokens in the .bin file."""
         self.documents: int = max(0, bounds - 1)
         plain = HEAD.size + 12 * self.sequences + 8 * bounds
         if bounds < 1 or self.size not in (plain, plain + self.sequences):
@@ -106,7 +107,7 @@ class TokenIndex:
 
     def extent(self, number: int) -> tuple[int, int]:
         """Return the offsets in the .bin file of a document's first byte and of its end. The number must be valid.
-        Raises ShardCorruptError."""
+        Raises ShardCorruptError if the document's entry in the .idx file is damaged."""
         if self.extents is not None:
             return self.extents[number], self.extents[number + 1]
         first, last = TWO.unpack(self._read(self._tables[2] + 8 * number, 16))

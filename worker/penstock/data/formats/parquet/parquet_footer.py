@@ -55,7 +55,7 @@ class RowGroup:
     begin: int = 0
     """Offset in the file of the row group's first byte."""
     end: int = 0
-    """Offset in the file after the row group's last byte."""
+    """Offset in the file of the byte after the row group."""
 
 
 def tail_of(file: Descriptor) -> bytes:
@@ -83,7 +83,7 @@ def row_groups(footer: bytes) -> list[RowGroup]:
         found, _ = _struct(footer, 0, _FILE, 0)
         return [_row_group(group) for group in found.get(4, [])]
     except (IndexError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError("the footer is damaged") from error
+        raise ValueError("the footer is damaged: its structure cannot be read") from error
 
 
 def _row_group(group: dict[int, Any]) -> RowGroup:

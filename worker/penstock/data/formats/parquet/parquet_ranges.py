@@ -27,9 +27,9 @@ class Footer:
 
     groups: list[RowGroup]
     metadata: Any
-    """pyarrow's FileMetaData."""
+    """Sizes and types that the footer gives: pyarrow's FileMetaData."""
     schema: Any
-    """pyarrow's Schema."""
+    """Names and types of the columns: pyarrow's Schema."""
 
     @staticmethod
     def parse(tail: bytes) -> Footer:
@@ -37,7 +37,7 @@ class Footer:
         an error of pyarrow."""
         if footer_length(tail[-8:], len(tail) + 4) != len(tail):
             raise ValueError("the footer must have the length that the dataset's index lists")
-        groups = row_groups(tail[:-8])  # before pyarrow reads it, see parquet_footer.py
+        groups = row_groups(tail[:-8])  # checked before pyarrow reads it (parquet_footer.py)
         metadata = pyarrow_parquet().read_metadata(io.BytesIO(tail))
         return Footer(groups, metadata, metadata.schema.to_arrow_schema())
 
@@ -48,7 +48,7 @@ class FileRange:
 
     footer: Footer
     group: int
-    """Number of the row group."""
+    """Number of the row group in the file, from 0."""
     begin: int
     """Offset of the row group's first byte in the whole file."""
     size: int

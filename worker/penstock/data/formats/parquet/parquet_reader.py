@@ -186,7 +186,7 @@ class ParquetReader:
         if missing:
             raise DatasetError(
                 f"{self.name} must have the columns {', '.join(missing)} that the argument columns names, got "
-                f"{', '.join(known)}"
+                f"{', '.join(known)}. Correct the argument columns"
             )
         paths = [self._footer.schema.column(leaf).path for leaf in range(len(self._footer.schema))]
         self._leaves = [
@@ -218,7 +218,7 @@ class ParquetReader:
         if not rows:
             return []
         if min(rows) < 0 or max(rows) >= len(self):
-            self._group_of(min(rows)), self._group_of(max(rows))  # raises IndexError
+            self._group_of(min(rows)), self._group_of(max(rows))  # raise IndexError for wrong numbers
         begins = self._begins
         first = bisect.bisect_right(begins, rows[0]) - 1
         if begins[first] <= min(rows) and max(rows) < begins[first + 1]:
@@ -246,7 +246,7 @@ class ParquetReader:
         try:
             values = [column.many(inside) for _, column in columns]
         except (ValueError, OverflowError):
-            return [self[row] for row in rows]  # names the sample
+            return [self[row] for row in rows]  # the error then names the sample
         keys = [name for name, _ in columns]
         if len(keys) == 1:
             return [{keys[0]: value} for value in values[0]]
@@ -384,7 +384,7 @@ class ParquetReader:
         self._check_unchanged(opened)
         arrays = dict(zip(table.column_names, map(_expand_texts, table.columns), strict=True))
         read = table.column_names if self._wanted is None else self._wanted
-        columns = [(name, column_of(arrays[name])) for name in read]
+        columns = [(name, column_of(name, arrays[name])) for name in read]
         with self._lock:
             if self._opened is None:
                 return columns

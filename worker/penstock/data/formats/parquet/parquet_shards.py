@@ -56,11 +56,11 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
     for name, tail_and_size in files:
         try:
             tail, size = tail_and_size()
-            groups = row_groups(tail[:-8])  # before pyarrow reads it, see parquet_footer.py
+            groups = row_groups(tail[:-8])  # checked before pyarrow reads it (parquet_footer.py)
             footer = library.read_metadata(io.BytesIO(tail))
             columns = list(footer.schema.to_arrow_schema().names)
             if sum(group.rows for group in groups) != footer.num_rows:
-                raise ValueError("the numbers of rows of its row groups do not add up to the file's")
+                raise ValueError("the row groups must have as many rows as the file, but have other numbers")
         except PenstockError:
             raise
         except Exception as error:  # errors of pyarrow, of the system, and of the file's source

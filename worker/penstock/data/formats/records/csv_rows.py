@@ -31,7 +31,7 @@ LONE_RETURN = "new-line character seen in unquoted field"
 
 
 class CSVRowsReader(RecordFile):
-    """Reader of a CSV file."""
+    """Reader of a CSV file, see formats.shards.ShardReader. A sample is a row: a dict from column name to text."""
 
     def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
         super().__init__(shard, data, offsets)
@@ -79,7 +79,7 @@ def check_csv_rows(settings: dict[str, Any]) -> None:
 
 def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> CSVRowsReader:
     """Return a reader of a CSV shard (the function `Format.open` of this format)."""
-    del options  # there are neither pickles nor images
+    del options  # options are about pickles and images
     return CSVRowsReader(shard, *paths)
 
 

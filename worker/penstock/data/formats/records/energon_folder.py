@@ -54,7 +54,7 @@ EVERY_SPLIT = "*"
 META_FILES = (*SPLITS, DATASET, *INFOS)
 """Names of the files in META from which an index is made."""
 MAX_BYTES = 64 << 20
-"""Largest size in bytes of a file in META."""
+"""Largest size in bytes of a file in META (the folder .nv-meta)."""
 MAX_NAMES = 1 << 20
 """Largest number of archives that one name with braces, such as `shard_{000..127}.tar`, may stand for."""
 
@@ -85,7 +85,7 @@ def prepared_files(folder: Path) -> list[Path] | None:
 
 def prepared_names(folder: Path) -> list[str]:
     """Return the paths of all splits' archives, relative to the dataset's folder. `folder`: local folder with a copy of
-    META; the archives need not be in it. Raises DatasetError."""
+    META; the archives need not be in it. Raises DatasetError for an invalid file in META."""
     return list(_splits(folder))
 
 
@@ -142,7 +142,8 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
     """Return the shards of a folder. If Energon has prepared the folder, each shard also gets the names of its splits
-    and the fields of its samples. Raises DatasetError."""
+    and the fields of its samples. Raises DatasetError if META is invalid, or lists another number of samples for an
+    archive."""
     if not is_prepared(folder):
         return shards
     splits, fields, counts = _splits(folder), _fields(folder), _counts(folder)
@@ -181,7 +182,8 @@ def select_split(
     if not chosen:
         known = sorted({name for _, splits in of_each for name in splits})
         raise InvalidArgumentError(
-            f"{where}: split must be one of {', '.join(known)}, got {split!r}; split={EVERY_SPLIT!r} takes all"
+            f"{where}: split must be one of {', '.join(known)}, got {split!r}. Pass one of these, or {EVERY_SPLIT!r} "
+            "for all"
         )
     return chosen
 

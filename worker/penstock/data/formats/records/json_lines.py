@@ -39,7 +39,7 @@ class JSONLinesReader(RecordFile):
 
 def open_json_lines(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> JSONLinesReader:
     """Return a reader of a JSON lines shard (the function `Format.open` of this format)."""
-    del options  # there are neither pickles nor images
+    del options  # options are about pickles and images
     return JSONLinesReader(shard, *paths)
 
 

@@ -3,11 +3,11 @@
     [b"PENSTOCK OFFSET2"] [size of the data file: 8] [fingerprint of the data file: 8]
     [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
+The fingerprint is a checksum of some pieces of the data file. It shows that the data file was replaced by one of the
+same size, whose records begin elsewhere: with the old offsets, its records would be cut wrongly without an error.
+
 The file is named like the data file, with ENDING, and lies beside it or in the index's own folder. Record i begins at
 offset i; the last offset is the end of the last record. The file is read whole and checked when it is opened.
-
-The fingerprint shows that the data file was replaced by one of the same size, whose records begin elsewhere: the
-offsets would cut its records without an error.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ ENDING = ".penstock-index"
 MAGIC = b"PENSTOCK OFFSET2"
 HEAD = struct.Struct("<16sQQQQ")
 NO_FINGERPRINT = 0
-"""Fingerprint of a remote file, whose bytes were not read."""
+"""Value in place of the fingerprint for a remote data file, whose bytes were not read."""
 PROBES, PROBE_BYTES = 8, 4096
-"""Number and size of the pieces of a file from which its fingerprint is made. Reading them takes some 10 us."""
+"""Number and size in bytes of the pieces of a file from which its fingerprint is made. Reading them takes some 10
+us."""
 
 
 def fingerprint(file: Descriptor, size: int) -> int:
-    """Return the xxh3 of pieces of a file, from its beginning to its end at equal distances. Raises OSError."""
+    """Return the fingerprint of a file of `size` bytes: the xxh3 checksum of pieces at equal distances, from its
+    beginning to its end. Raises OSError."""
     last = max(0, size - PROBE_BYTES)
     digest = xxhash.xxh3_64()
     for place in sorted({last * number // (PROBES - 1) for number in range(PROBES)}):
@@ -46,15 +48,15 @@ def fingerprint(file: Descriptor, size: int) -> int:
 
 
 def write_offsets(path: Path, size: int, fingerprint: int, offsets: Ints) -> int:
-    """Write the file of the offsets of a file's records, whole or not at all.
+    """Write the file of the offsets of a data file's records, whole or not at all, and return its size in bytes.
 
     Args:
-        path: the file of offsets.
+        path: path of the file of offsets.
         size: size of the data file in bytes.
-        fingerprint: that of the data file.
-        offsets: offsets of the records, and the end of the last one.
+        fingerprint: fingerprint of the data file.
+        offsets: offsets of the records, and of the end of the last one; shape (records + 1,).
 
-    Returns the size of the file of offsets in bytes. Raises OSError.
+    Raises OSError.
     """
     table = np.ascontiguousarray(offsets, "<i8").tobytes()
     content = HEAD.pack(MAGIC, size, fingerprint, len(offsets) - 1, xxhash.xxh3_64_intdigest(table)) + table
@@ -63,8 +65,9 @@ def write_offsets(path: Path, size: int, fingerprint: int, offsets: Ints) -> int
 
 
 def read_offsets(path: Path, stored: StoredFile, size: int, records: int) -> tuple[memoryview, int]:
-    """Return the offsets of a file's records, as 64-bit integers, and the fingerprint of the file that they belong to.
-    `size`: size of the data file in bytes; `records`: expected number of records. Raises ShardCorruptError."""
+    """Return the offsets of a data file's records, as 64-bit integers, and the fingerprint of the data file to which
+    they belong. `size`: size of the data file in bytes; `records`: expected number of records. Raises ShardCorruptError
+    if the file of offsets is damaged, or belongs to a data file of another size."""
     data = read_checked(path, stored)
     remedy = "Write the index again with index_folder"
     if len(data) < HEAD.size or not data.startswith(MAGIC):

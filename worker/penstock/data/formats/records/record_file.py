@@ -163,7 +163,7 @@ def record_shard(
 
     Args:
         format: name of the shard's format.
-        data: the data file; None for a remote one.
+        data: path of the data file, of which a fingerprint is made; None: the data file is remote.
         out: folder of the index.
         name: path of the data file, relative to the dataset's folder. The path of the file of offsets, relative to
             `out`, is `name` with an ending.

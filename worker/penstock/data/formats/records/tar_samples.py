@@ -105,7 +105,7 @@ class TarReader(RecordFile):
                 if sample.setdefault(KEY, key) != key:
                     raise ValueError(f"a sample must have the members of one key, got {sample[KEY]} and {key}")
                 sample[column] = self._value(column, record, begin, end)
-        except DatasetError:  # raised for a missing package
+        except DatasetError:  # a package for this type is missing
             raise
         except Exception as error:
             self._corrupt(index, f"cannot be read: {name}: {type(error).__name__}: {error}")
@@ -200,7 +200,7 @@ def _any_members(record: bytes) -> Iterator[Member]:
             if end > len(record):
                 raise tarfile.ReadError("the archive is truncated")
             yield name, key, column, begin, end
-        if archive.offset != len(record):  # tarfile mistakes a damaged header for the end of the archive
+        if archive.offset != len(record):  # at a damaged header tarfile stops, as at the end
             raise tarfile.ReadError(f"the header {archive.offset} bytes after the sample's beginning is damaged")
 
 
@@ -342,7 +342,8 @@ def _tarfile_found(file: BinaryIO, archive: tarfile.TarFile, name: str) -> Itera
 
 def _offsets(members: Iterable[Found], name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the offsets of an archive's samples and of the end of the last one. `members`: members that belong to
-    samples, in the order of the archive; `size`: size of the archive in bytes. Raises ShardCorruptError."""
+    samples, in the order of the archive; `size`: size of the archive in bytes. Raises ShardCorruptError if the archive
+    is truncated, or the members of a sample do not fit together."""
     begins = array("q")
     keys: set[str] = set()
     last, columns, end = "", set[str](), 0

@@ -18,10 +18,10 @@ from penstock.data.formats.fields import InvalidField
 __all__ = ["check_records", "example_of", "is_example"]
 
 KINDS = ("example", "bytes")
-"""Kind of a dataset's records: tf.train.Example, or any bytes."""
+"""Allowed values of the setting `records`: tf.train.Example, or any bytes."""
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
-"""Wire types of protobuf."""
+"""Numbers by which protobuf marks how the value of a field is stored (wire types)."""
 SHORT = 16
 """Largest size in bytes of packed integers that are decoded one by one; longer ones are decoded by numpy."""
 

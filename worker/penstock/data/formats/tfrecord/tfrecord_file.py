@@ -79,7 +79,7 @@ class TFRecordReader(RecordFile):
 
 def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> TFRecordReader:
     """Return a reader of a TFRecord shard (the function `Format.open` of this format)."""
-    del options  # there are no pickles, and images are as stored
+    del options  # no pickles here, and images stay as stored
     return TFRecordReader(shard, *paths)
 
 

@@ -34,9 +34,9 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["Balance", "Balanced", "BalancedOrder", "Imbalance"]
 
 WINDOW_LIMIT = 1 << 20
-"""Largest number of rows in a window."""
+"""Largest number of rows in a window (the consecutive steps whose rows are assigned together)."""
 STEPS_LIMIT = 1 << 16
-"""Largest number of steps in a window."""
+"""Largest number of steps in a window (the consecutive steps whose rows are assigned together)."""
 WINDOWS_KEPT = 4
 """Number of windows whose assigned rows are kept in memory: those of the batches that are planned now, and those of
 samples that a resume restores."""
@@ -73,9 +73,9 @@ class Imbalance:
     step takes as long as its most expensive box."""
 
     plain: float
-    """Cost ratio without balancing."""
+    """Cost of the most expensive box divided by the mean over all boxes, without balancing."""
     balanced: float
-    """Cost ratio with the loader's `balance`, also with report=True."""
+    """The same with the loader's `balance`; with report=True, as it would be."""
 
 
 class BalancedOrder:
@@ -110,7 +110,7 @@ class BalancedOrder:
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
         """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
         at = np.asarray(positions, np.int64)
-        if self._window == self._batch:  # each step has the same rows as without balance
+        if self._window == self._batch:  # a window of one step has the same rows as without balance
             return self._own.ids(epoch, at)
         windows = at // self._window
         found = np.empty_like(at)
@@ -153,7 +153,7 @@ class Balanced:
                 f"balance must be a penstock.data.Balance or None, got {balance!r}. Pass Balance(cost, over_steps=1)"
             )
         if not isinstance(balance.report, bool):
-            raise InvalidArgumentError(f"balance: report must be True or False, got {balance.report!r}")
+            raise InvalidArgumentError(f"balance: report must be True or False, got {balance.report!r}. Correct report")
         self._plain, self._costs = plain, Costs(balance.cost, dataset, length)
         self._assigned = BalancedOrder(plain, self._costs, batch, balance.over_steps)
         self.order: SampleOrder = plain if balance.report else self._assigned

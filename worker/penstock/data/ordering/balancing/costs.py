@@ -50,7 +50,7 @@ class Costs:
             if len(self._array) != length:
                 raise InvalidArgumentError(
                     f"balance: cost must have one number for each of the dataset's {length} samples, got "
-                    f"{len(self._array)}"
+                    f"{len(self._array)}. Pass the costs of this dataset"
                 )
             for begin in range(0, length, CHUNK):
                 digest.update(self.of(np.arange(begin, min(begin + CHUNK, length))).tobytes())
@@ -69,7 +69,7 @@ class Costs:
             if len(costs) != len(ids):
                 raise InvalidArgumentError(
                     f"balance: the cost function must return one number for each of {len(ids)} samples, got "
-                    f"{len(costs)}"
+                    f"{len(costs)}. Correct the function"
                 )
         found: npt.NDArray[np.float64] = np.asarray(costs, np.float64)
         wrong = np.flatnonzero(~((found >= 0) & (found < np.inf)))
@@ -88,7 +88,7 @@ def _array(given: Any) -> npt.NDArray[Any]:
     if array.ndim != 1 or array.dtype.kind not in "iufb":
         raise InvalidArgumentError(
             "balance: cost must be a one-dimensional array of numbers, a column's name or a function, got an array "
-            f"with {array.ndim} dimensions of {array.dtype}"
+            f"with {array.ndim} dimensions of {array.dtype}. Pass one of these"
         )
     return array
 
@@ -102,7 +102,8 @@ def _column(name: str, dataset: Any) -> Any:
     if isinstance(known, list) and hasattr(dataset, "with_format"):
         if name not in known:
             raise InvalidArgumentError(
-                f"balance: cost must be a column of the dataset ({', '.join(known)}), got {name!r}"
+                f"balance: cost must be a column of the dataset ({', '.join(known)}), got {name!r}. Name one of these "
+                "columns"
             )
         return dataset.select_columns([name]).with_format("numpy")[:][name]
     raise InvalidArgumentError(

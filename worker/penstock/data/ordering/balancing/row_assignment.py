@@ -51,7 +51,7 @@ def assign_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
         if worst <= 1 / SHARES:
             break
     assert best is not None
-    # otherwise the first step would always get the largest row
+    # otherwise the first step would always get the most expensive row
     best.sort(key=lambda step: int(step[np.argmax(units[step])]))
     return [np.sort(step) for step in best]
 
@@ -86,7 +86,7 @@ def cost_ratio(costs: npt.NDArray[np.float64], assigned: Sequence[Ints]) -> floa
         costs: costs of the step's rows.
         assigned: rows of each box.
     """
-    relative = costs / max(float(costs.max(initial=0)), np.finfo(float).tiny)  # sums of any costs are finite
+    relative = costs / max(float(costs.max(initial=0)), np.finfo(float).tiny)  # at most 1, so that sums are finite
     sums = np.array([relative[rows].sum() for rows in assigned])
     return float(sums.max() / sums.mean()) if sums.any() else 1.0
 

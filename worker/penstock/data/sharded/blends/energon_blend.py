@@ -103,7 +103,8 @@ def energon_concat(
 
 
 class _Member(StreamingDataset):
-    """Dataset of one prepared folder whose samples a function loads, or get subflavors."""
+    """Dataset of one prepared folder of a blend. A function loads its samples, or subflavors (Energon's word for values
+    that are added to each sample) are added to them."""
 
     def __init__(self, *args: Any, subflavors: Mapping[str, Any] | None, loader: SampleLoader | None, **options: Any):
         super().__init__(*args, **options)
@@ -138,11 +139,14 @@ def _opened(
     loaders: Mapping[str, SampleLoader],
     options: dict[str, Any],
 ) -> list[StreamingDataset]:
-    """Return a dataset for each folder of a plan."""
+    """Return an opened dataset for each folder of a blend's plan."""
     known = {member.name for member in plan.members}
     unknown = [name for name in loaders if name not in known]
     if unknown:
-        raise InvalidArgumentError(f"sample_loaders must be of {', '.join(sorted(known))}, got {', '.join(unknown)}")
+        raise InvalidArgumentError(
+            f"sample_loaders must be of {', '.join(sorted(known))}, got {', '.join(unknown)}. Name only folders of "
+            "this blend"
+        )
     return [_dataset(plan, member, local, loaders.get(member.name), options) for member in plan.members]
 
 

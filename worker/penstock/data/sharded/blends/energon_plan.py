@@ -103,7 +103,9 @@ class _Reader:
             raise DatasetError(f"{path}: at most {DEEPEST} files may name each other. Remove the cycle")
         splits = self._splits(path)
         if split not in splits:
-            raise InvalidArgumentError(f"{path}: split must be one of {', '.join(map(str, splits))}, got {split!r}")
+            raise InvalidArgumentError(
+                f"{path}: split must be one of {', '.join(map(str, splits))}, got {split!r}. Pass one of these"
+            )
         content = splits[split]
         if not isinstance(content, dict):
             raise DatasetError(f"{path}: the split {split!r} must be a mapping, got {content!r:.200}. Correct it")
@@ -158,7 +160,7 @@ class _Reader:
         own = entry.get("subflavors") or {}
         if not isinstance(own, dict):
             raise DatasetError(f"{path}: subflavors must be a mapping, got {own!r:.200}. Correct the file")
-        if entry.get("subflavor") is not None:  # of old files
+        if entry.get("subflavor") is not None:  # a field of old files
             own = {"__subflavor__": entry["subflavor"], **own}
         where, part, flavors = _beside(path, target), str(entry.get("split_part") or split), {**own, **outer}
         if where.endswith((".yaml", ".yml")):
@@ -181,7 +183,10 @@ class _Reader:
             raise DatasetError(f"{path} cannot be read: {error}. Correct the file") from error
         found = content.get("splits") if isinstance(content, dict) else None
         if not isinstance(found, dict) or content.get("__class__", _CLASSES[0]) not in _CLASSES:
-            raise DatasetError(f"{path} must be a metadataset of Energon, with splits, got {content!r:.200}")
+            raise DatasetError(
+                f"{path} must be a metadataset of Energon, with splits, got {content!r:.200}. Pass the path of a "
+                "metadataset file"
+            )
         return {str(name): value for name, value in found.items()}
 
     def _refuse(self, path: str, entry: Mapping[str, Any]) -> None:
@@ -189,7 +194,9 @@ class _Reader:
         Energon."""
         for field, why in _REFUSED.items():
             if entry.get(field) not in (None, _DEFAULTS.get(field)):
-                raise DatasetError(f"{path}: {field} must be left out, because {why}")
+                raise DatasetError(
+                    f"{path}: {field} must be left out, because {why}. Remove it, or use Energon for this blend"
+                )
         over = entry.get("shuffle_over_epochs_multiplier", 1)
         if type(over) is not int or over < 1:
             raise DatasetError(

@@ -98,7 +98,8 @@ def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: Megatron
         return [str(each).strip() for each in lists[part]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DatasetError(
-            f"the blend file {path} must be a JSON object with a list for {part!r}: {type(error).__name__}: {error}"
+            f"the blend file {path} must be a JSON object with a list for {part!r}: {type(error).__name__}: {error}. "
+            "Correct the file"
         ) from error
 
 
@@ -106,7 +107,7 @@ def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
     """Return the prefixes in a list, and their weights, or None if the list has no weights. As in Megatron, a list of
     even length has weights if every other entry is a number."""
     if not given:
-        raise InvalidArgumentError("blend must have at least one prefix, got none")
+        raise InvalidArgumentError("blend must have at least one prefix, got none. Name the token files to mix")
     if len(given) % 2:
         return given, None
     weights = []
@@ -117,7 +118,8 @@ def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
             continue
     if weights and len(weights) < len(given) // 2:
         raise InvalidArgumentError(
-            f"blend must have a weight before each prefix, or no weights, got {' '.join(given)[:300]!r}"
+            f"blend must have a weight before each prefix, or no weights, got {' '.join(given)[:300]!r}. Correct the "
+            "list"
         )
     return (given[1::2], weights) if weights else (given, None)
 
@@ -129,7 +131,9 @@ def _bounds(split: str, part: MegatronPart) -> tuple[float, float]:
     weights += [0.0] * (len(PARTS) - len(weights))
     total = sum(weights)
     if len(weights) > len(PARTS) or not total:
-        raise InvalidArgumentError(f"split must be up to three weights such as '969,30,1', got {split!r:.100}")
+        raise InvalidArgumentError(
+            f"split must be up to three weights such as '969,30,1', got {split!r:.100}. Pass such a text"
+        )
     ends = [0.0, *itertools.accumulate(weight / total for weight in weights)]
     at = PARTS.index(part)
     return ends[at], ends[at + 1]

@@ -327,7 +327,7 @@ class _ChunkedCursor:
         self.continues = False
         """True if the piece that was yielded last is not the first one of its document."""
         self._origin = NOWHERE
-        """Origin of the document in `_document`."""
+        """Origin of the document that is being cut into pieces."""
         self.origin = NOWHERE
 
     traced = True
@@ -401,13 +401,13 @@ def token_of(name: str, value: int | None) -> int | None:
     """Return the token id that was given as argument `name`. Raises InvalidArgumentError unless it is an int64."""
     number = whole(name, value)
     if number is not None and not -MAX_TOKEN - 1 <= number <= MAX_TOKEN:
-        raise InvalidArgumentError(f"{name} must be a token id, an int64, got {number}")
+        raise InvalidArgumentError(f"{name} must be a token id, an int64, got {number}. Pass an id of the tokenizer")
     return number
 
 
 def _tokens_of(name: str, values: Iterable[int]) -> frozenset[int]:
     if isinstance(values, int) or not isinstance(values, Iterable):
-        raise InvalidArgumentError(f"{name} must be a list of token ids, got {values!r}")
+        raise InvalidArgumentError(f"{name} must be a list of token ids, got {values!r}. Pass a list, such as [0, 2]")
     return frozenset(number for value in values if (number := token_of(name, value)) is not None)
 
 

@@ -51,7 +51,10 @@ class _PerSample(Layer):
     def __init__(self, source: ShardedSource, function: _Function, random: bool, name: str | None) -> None:
         super().__init__(source)
         if not callable(function):
-            raise InvalidArgumentError(f"{type(self).__name__} needs a function, got {function!r}")
+            raise InvalidArgumentError(
+                f"{type(self).__name__} needs a function, got {function!r}. Pass the function itself, without calling "
+                "it"
+            )
         self._function, self._random, self._name = function, bool(random), title(function, name)
 
     def settings(self) -> dict[str, Any]:
@@ -97,7 +100,9 @@ class Mapped(_PerSample):
         super().__init__(source, fn, random, name)
         self._skip_failures = whole("skip_failures", skip_failures)
         if self._skip_failures < 0:
-            raise InvalidArgumentError(f"skip_failures must be at least 0, got {skip_failures}")
+            raise InvalidArgumentError(
+                f"skip_failures must be at least 0, got {skip_failures}. Pass 0 to raise every exception"
+            )
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "skip_failures": self._skip_failures}

@@ -97,12 +97,13 @@ class Mixture:
         if not isinstance(sources, Sized) or not isinstance(weights, Sized | Schedule):
             raise InvalidArgumentError(
                 f"Mixture needs a list of sources and a list of weights, got a {type(sources).__name__} and a "
-                f"{type(weights).__name__}"
+                f"{type(weights).__name__}. Pass two lists, or two dicts by name"
             )
         count = len(sources) if isinstance(weights, Mapping | Schedule) else len(weights)
         if not sources or count != len(sources):
             raise InvalidArgumentError(
-                f"Mixture needs one weight for each source, got {len(sources)} sources and {count} weights"
+                f"Mixture needs one weight for each source, got {len(sources)} sources and {count} weights. Pass as "
+                "many weights as sources"
             )
         shards = [checked(source, "Mixture").num_shards for source in sources]
         if len(set(shards)) > 1:
@@ -150,7 +151,7 @@ class Mixture:
         }
 
     def _weights(self) -> dict[str, Any]:
-        """Return the weights as a JSON value."""
+        """Return the weights as a JSON value, for the mixture's description in states."""
         if self.changes:
             return {"schedule": [segment.described() for segment in self._segments]}
         return {"parts": list(self._parts)}
@@ -226,7 +227,7 @@ class Mixture:
             if source.num_shards != self.num_shards:
                 raise InvalidArgumentError(
                     f"the added source {name!r} must have {self.num_shards} shards, as the others, got "
-                    f"{source.num_shards}"
+                    f"{source.num_shards}. Make it with the same shards="
                 )
         found.sources = [*self.sources, *(one if one.endless else Repeated(one) for one in added.values())]
         more = (0,) * len(added)
@@ -237,7 +238,7 @@ class Mixture:
 
     @property
     def changes(self) -> bool:
-        """True if the weights change with the position."""
+        """True if the mixture's weights change with the position."""
         return len(self._segments) > 1
 
     @property
@@ -252,7 +253,8 @@ def _checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
     found = () if isinstance(names, str) else tuple(names)
     if len(set(found)) != count or not all(isinstance(name, str) and name and "/" not in name for name in found):
         raise InvalidArgumentError(
-            f"names must be {count} different texts without '/', one for each source, got {names!r:.200}"
+            f"names must be {count} different texts without '/', one for each source, got {names!r:.200}. Name each "
+            "source once"
         )
     return found
 

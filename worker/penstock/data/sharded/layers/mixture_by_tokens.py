@@ -38,7 +38,7 @@ class TokenWeights(NamedTuple):
     order: SegmentedOrder
     position_of: PositionOf
     changes: bool
-    """True if the weights change with the position."""
+    """True if the mixture's weights change with the position."""
 
     def piece(self, index: int) -> Piece:
         """Return the piece of constant weights in which the shard's sample number `index` lies."""
@@ -174,7 +174,7 @@ class ByTokens:
         for number in live:
             given, part = self._given[number], self._parts[number]
             if given * whole > part * total:
-                continue  # it has given more than its share
+                continue  # the source has given more than its share
             until = given + (self._next[number][0] if number in self._next else 0)
             if best < 0 or until * self._parts[best] < due * part:
                 best, due = number, until

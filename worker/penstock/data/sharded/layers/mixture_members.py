@@ -61,7 +61,7 @@ class MixtureMembers:
         return self._saved.copy()
 
     def restore(self, saved: Sequence[SavedPosition | None]) -> None:
-        """Move the sources back to these saved positions."""
+        """Move the cursors of all sources back to these saved positions."""
         self.close()
         self._saved = list(saved)
 

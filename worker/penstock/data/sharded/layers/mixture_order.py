@@ -96,7 +96,7 @@ def _shares(parts: Sequence[int]) -> list[float]:
 
 @lru_cache(maxsize=64)
 def order_of(segments: tuple[Segment, ...]) -> SegmentedOrder:
-    """Return the order that these segments make."""
+    """Return the order of a mixture whose weights these segments give."""
     return SegmentedOrder(segments)
 
 

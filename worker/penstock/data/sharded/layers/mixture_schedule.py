@@ -67,7 +67,7 @@ class Schedule:
         if not isinstance(changes, Mapping) or not changes:
             raise InvalidArgumentError(
                 "Schedule needs a dict from positions to weights, such as {0: {'web': 0.7, 'code': 0.3}, 50_000: "
-                f"{{'code': 1}}}}, got {changes!r:.200}"
+                f"{{'code': 1}}}}, got {changes!r:.200}. Pass such a dict"
             )
         unit, before = at_least_one("rows_per_step", rows_per_step), -1
         found: dict[int, Weights | Ramp] = {}
@@ -78,7 +78,9 @@ class Schedule:
                     f"the first position of a Schedule must be 0, got {position}. Give the weights from the beginning"
                 )
             if position <= before:
-                raise InvalidArgumentError(f"the positions of a Schedule must ascend, got {position} after {before}")
+                raise InvalidArgumentError(
+                    f"the positions of a Schedule must ascend, got {position} after {before}. Sort the positions"
+                )
             found[position * unit], before = weights, position
         self._changes, self._unit = found, unit
 
@@ -145,7 +147,7 @@ class Segment:
         return replace(self, parts=(*self.parts, *parts), begin=begin)
 
     def described(self) -> dict[str, Any]:
-        """Return the segment as a JSON value."""
+        """Return the segment as a JSON value, for the mixture's description in states."""
         ramp = {"over": self.over, "begin": list(self.begin)} if self.over else {}
         return {"start": self.start, "parts": list(self.parts), **ramp}
 
@@ -159,20 +161,23 @@ def segments_of(weights: Weights | Schedule, names: Sequence[str]) -> tuple[Segm
 
 
 def _parts(weights: Any, names: Sequence[str], where: str) -> tuple[int, ...]:
+    keys = names if isinstance(weights, Mapping) else None
     if isinstance(weights, Mapping):
         unknown = [name for name in weights if name not in names]
         if unknown:
             raise InvalidArgumentError(
-                f"{where} must name sources of the Mixture ({', '.join(names)}), got {unknown[0]!r}"
+                f"{where} must name sources of the Mixture ({', '.join(names)}), got {unknown[0]!r}. Correct the name"
             )
         weights = [weights.get(name, 0) for name in names]
     elif isinstance(weights, str) or not isinstance(weights, Sized) or len(weights) != len(names):
         count = f"a {type(weights).__name__}"
         if isinstance(weights, Sized) and not isinstance(weights, str):
             count = f"{len(weights)} weights"
-        raise InvalidArgumentError(f"{where} must be one weight for each of {len(names)} sources, got {count}")
+        raise InvalidArgumentError(
+            f"{where} must be one weight for each of {len(names)} sources, got {count}. Pass as many weights as sources"
+        )
     try:
-        return parts_of(weights)
+        return parts_of(weights, keys)
     except InvalidArgumentError as error:
         if where == "the weights":
             raise
@@ -183,6 +188,7 @@ def _position(given: Any, unit: int) -> int:
     position: int | None = whole("a position of a Schedule", given)
     if isinstance(given, bool) or position is None or not 0 <= position * unit < NUMBER_LIMIT:
         raise InvalidArgumentError(
-            f"a position of a Schedule must be a whole number >= 0, at most {(NUMBER_LIMIT - 1) // unit}, got {given!r}"
+            f"a position of a Schedule must be a whole number >= 0, at most {(NUMBER_LIMIT - 1) // unit}, got "
+            f"{given!r}. Correct the position"
         )
     return position

@@ -182,7 +182,9 @@ class Packed(Layer):
         if not self._split and self._pad is None:
             raise InvalidArgumentError("split=False needs a token that fills up lines. Give pad")
         if self._long not in ("split", "truncate", "refuse"):
-            raise InvalidArgumentError(f"long must be 'split', 'truncate' or 'refuse', got {self._long!r}")
+            raise InvalidArgumentError(
+                f"long must be 'split', 'truncate' or 'refuse', got {self._long!r}. Pass one of these"
+            )
         if self._split and (self._long != "split" or self._window is not None):
             raise InvalidArgumentError(
                 "long and window must be left out with split=True, because they are for whole documents. Give "
@@ -403,7 +405,7 @@ class _PackedCursor:
 
 def _flag(name: str, value: bool, otherwise: str = "") -> bool:
     if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{name} must be True or False{otherwise}, got {value!r}")
+        raise InvalidArgumentError(f"{name} must be True or False{otherwise}, got {value!r}. Pass one of these")
     return bool(value)
 
 

@@ -76,15 +76,20 @@ class RowFields:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("int32", "int64"):
-            raise InvalidArgumentError(f"dtype must be 'int32' or 'int64', got {self.dtype!r}")
+            raise InvalidArgumentError(f"dtype must be 'int32' or 'int64', got {self.dtype!r}. Pass one of these")
         if type(self.ignore_index) is not int:
-            raise InvalidArgumentError(f"ignore_index must be a whole number, got {self.ignore_index!r}")
+            raise InvalidArgumentError(
+                f"ignore_index must be a whole number, got {self.ignore_index!r}. Use -100, the default of torch's "
+                "losses"
+            )
         for name, token in (("pad", self.pad), ("ignore_index", self.ignore_index if self.labels else None)):
             if token is not None and not np.iinfo(self.dtype).min <= token <= np.iinfo(self.dtype).max:
-                raise InvalidArgumentError(f"{name} must fit {self.dtype}, got {token}")
+                raise InvalidArgumentError(
+                    f"{name} must fit {self.dtype}, got {token}. Use a smaller token id, or dtype='int64'"
+                )
         names = self.names
         if not all(isinstance(name, str) and name for name in names):
-            raise InvalidArgumentError(f"names of fields must be texts, got {names}")
+            raise InvalidArgumentError(f"names of fields must be texts, got {names}. Correct the names")
         names += [name + _ROWS for name in self.attached] + (["max_seqlen"] if self.cu_seqlens else [])  # in batches
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:

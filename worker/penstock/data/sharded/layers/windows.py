@@ -180,14 +180,14 @@ class WindowCursor:
         self._number = number
         """Number of the window whose items are being yielded."""
         self._done = done
-        """Number of items of this window that have been yielded."""
+        """Number of items of the present window that have been yielded."""
         self._held: list[Any] | None = None
         """Items of this window, in the order in which they are yielded; None if the window still has to be read."""
         self._origins: list[Origin] = []
         """Origin of each item in `_held`; empty if the source's samples have no different origins."""
         self._origin = NOWHERE
         self._begin: SavedPosition | None = None
-        """Source's saved position before the window in `_held`."""
+        """Source's saved position before the window that is in memory."""
 
     def __iter__(self) -> WindowCursor:
         return self

@@ -63,7 +63,7 @@ class PieceParts:
 
     @property
     def fetches(self) -> bool:
-        """True if any piece may have to be fetched from a remote."""
+        """True if any piece may have to be downloaded from remote storage."""
         return bool(self._streaming)
 
     def want(self, cursor: int, parts: Ints) -> None:

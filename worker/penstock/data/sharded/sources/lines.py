@@ -39,7 +39,9 @@ class LineFile:
         Raises DatasetError for a file that cannot be read.
         """
         if not callable(parse):
-            raise InvalidArgumentError(f"parse must be a function from a line to a record, got {parse!r}")
+            raise InvalidArgumentError(
+                f"parse must be a function from a line to a record, got {parse!r}. Pass a function, such as json.loads"
+            )
         self.path, self._parse = Path(path), parse
         try:
             self.size = self.path.stat().st_size
@@ -73,7 +75,7 @@ def cut_files(pieces: Sequence[Any], shards: int) -> list[list[Any]]:
 
 @dataclass(frozen=True)
 class LineRange:
-    """Lines of a file that begin in a range of bytes."""
+    """Those lines of a file that begin in one range of bytes."""
 
     path: Path
     parse: Callable[[bytes], Any]

@@ -149,7 +149,9 @@ class LogicalShards:
         position_of: PositionOf | None = None,
     ) -> Cursor:
         if not 0 <= shard < self._shards:
-            raise InvalidArgumentError(f"shard must be at least 0 and below {self._shards}, got {shard}")
+            raise InvalidArgumentError(
+                f"shard must be at least 0 and below {self._shards}, got {shard}. Count shards from 0"
+            )
         if self._parts is None:
             run, seed_of = self._runs.run(shard, epoch, seed), self._runs.seeds(epoch, seed)
             return RunCursor(self._runs, run, seed_of, saved)

@@ -67,7 +67,7 @@ class StreamMark:
     again."""
 
     passed: int = 0
-    """Number of samples before the position."""
+    """Number of samples of the stream before the position."""
     digest: int | None = BEGINNING
     """Chained digest of the samples before the position; None if it is unknown."""
     snapshot: dict[str, Any] | None = None
@@ -358,7 +358,10 @@ class OpaqueStream(Iterator[Any]):
                     "or closed before. Make the generator inside the function"
                 )
             if not hasattr(type(made), "__iter__"):
-                raise InvalidArgumentError(f"{self._name} must be iterable, got {type(made).__qualname__}")
+                raise InvalidArgumentError(
+                    f"{self._name} must be iterable, got {type(made).__qualname__}. Return an iterable from the "
+                    "function"
+                )
             self._made = made
             if snapshot is None:
                 self._iterator = iter(made)
@@ -399,7 +402,7 @@ def _load(holder: Any, state: Any) -> None:
 
 
 def close_quietly(owner: Any) -> None:
-    """Close an object, if it has a `close` method."""
+    """Call the method `close` of an object, if it has one."""
     close = getattr(owner, "close", None)
     if callable(close):
         close()

@@ -73,7 +73,7 @@ class OpenPieces:
             close_oldest()
 
     def forget(self, key: object) -> None:
-        """Remove a piece that other code has closed."""
+        """Remove a piece that was closed elsewhere, without closing it."""
         self._closers.pop(key, None)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class OpenPieces:
 
 
 class Pieces:
-    """Pieces of a source and their records, by the numbers of both."""
+    """Pieces of a source, found by number, and the records in each piece, found by offset."""
 
     def __init__(
         self, pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, max_open: int
@@ -102,11 +102,12 @@ class Pieces:
         """
         if not isinstance(pieces, Iterable) or isinstance(pieces, _NOT_PIECES):
             raise InvalidArgumentError(
-                f"pieces must be a list of pieces, such as [piece] for a single piece, got {type(pieces).__qualname__}"
+                "pieces must be a list of pieces, such as [piece] for a single piece, got "
+                f"{type(pieces).__qualname__}. Put the piece into a list"
             )
         self._pieces = list(pieces)
         if not self._pieces:
-            raise InvalidArgumentError("pieces must have at least one piece, got none")
+            raise InvalidArgumentError("pieces must have at least one piece, got none. Check how the list is made")
         self.names = None if names is None else [str(name) for name in self._one_each("names", names)]
         given = None if counts is None else [_count(number) for number in self._one_each("counts", counts)]
         self._nothing_open(max_open)
@@ -264,7 +265,7 @@ class Pieces:
         if not callable(piece):
             raise InvalidArgumentError(
                 f"{self.name(number)} must have len() and records by index, or be iterable, or be a function that "
-                f"returns such an object, got {type(piece).__qualname__}"
+                f"returns such an object, got {type(piece).__qualname__}. Wrap it in such a function"
             )
         return True
 
@@ -302,10 +303,15 @@ class Pieces:
 
     def _one_each(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
         if not isinstance(values, Iterable) or isinstance(values, str):
-            raise InvalidArgumentError(f"{name} must be a list, with one entry for each piece, got {values!r:.200}")
+            raise InvalidArgumentError(
+                f"{name} must be a list, with one entry for each piece, got {values!r:.200}. Pass such a list"
+            )
         values = list(values)
         if len(values) != len(self):
-            raise InvalidArgumentError(f"{name} must have one entry for each of {len(self)} pieces, got {len(values)}")
+            raise InvalidArgumentError(
+                f"{name} must have one entry for each of {len(self)} pieces, got {len(values)}. Pass as many entries "
+                "as pieces"
+            )
         return values
 
     def __getstate__(self) -> dict[str, Any]:
@@ -403,5 +409,5 @@ def _count(value: int) -> int:
             "counts must have the number of each piece's records, got None. Pass all numbers, or leave counts out"
         )
     if number < 0:
-        raise InvalidArgumentError(f"each of counts must be at least 0, got {number}")
+        raise InvalidArgumentError(f"each of counts must be at least 0, got {number}. Correct counts")
     return number

@@ -89,7 +89,7 @@ class _Side:
         self._torch = torch_rng_state()
 
     def enter(self) -> None:
-        """Set the random generators to the saved states."""
+        """Set the global random generators to the states that `leave` saved."""
         random.setstate(self._python)
         mtrand.set_bit_generator(self._numpy)
         if self._numpy_gauss is not None and self._words is not None:

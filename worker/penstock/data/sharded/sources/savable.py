@@ -84,13 +84,16 @@ class Savable:
         """
         if not callable(make):
             raise InvalidArgumentError(
-                f"make must be a function from a shard's number to an iterable, got {type(make).__name__}"
+                f"make must be a function from a shard's number to an iterable, got {type(make).__name__}. Pass a "
+                "function"
             )
         self._make = make
         self._shards = at_least_one("shards", shards)
         self._every = at_least_one("snapshot_every", snapshot_every)
         if not isinstance(snapshot_s, int | float) or not snapshot_s > 0:
-            raise InvalidArgumentError(f"snapshot_s must be a number of seconds above 0, got {snapshot_s!r}")
+            raise InvalidArgumentError(
+                f"snapshot_s must be a number of seconds above 0, got {snapshot_s!r}. Pass a larger number"
+            )
         self._seconds, self._own_random = float(snapshot_s), bool(capture_rng)
         self._rows = None if batch_rows is None else at_least_one("batch_rows", batch_rows)
         self._collect = None if collect_every is None else at_least_one("collect_every", collect_every)
@@ -122,7 +125,9 @@ class Savable:
         position_of: PositionOf | None = None,
     ) -> _Cursor:
         if not 0 <= shard < self._shards:
-            raise InvalidArgumentError(f"shard must be at least 0 and below {self._shards}, got {shard}")
+            raise InvalidArgumentError(
+                f"shard must be at least 0 and below {self._shards}, got {shard}. Count shards from 0"
+            )
         name = f"stream {shard} of {self._shards}"
         stream = OpaqueStream(
             lambda: self._make(shard),
@@ -149,7 +154,7 @@ class Savable:
                 )
             divisor = "" if rows is None else ", or a divisor of it"
             raise StateMismatchError(
-                f"{name}: batch_rows must be {rows}, as in the saved state{divisor}, got {self._rows}"
+                f"{name}: batch_rows must be {rows}, as in the saved state{divisor}, got {self._rows}. Pass that number"
             )
         if rows % self._rows:
             raise StateMismatchError(
@@ -205,4 +210,6 @@ def _json(name: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"{name} must be a JSON value: {error}") from None
+        raise InvalidArgumentError(
+            f"{name} must be a JSON value: {error}. Use dicts, lists, texts and numbers"
+        ) from None
