@@ -56,6 +56,10 @@ class ColumnSource:
         """
         raise NotImplementedError
 
+    def is_at_hand(self, samples: Ints) -> bool:
+        """Return True if the files of these samples are open, so that reading them waits for none."""
+        raise NotImplementedError
+
 
 def makes_all_samples(dataset: Any) -> bool:
     """Return True if a dataset is a ColumnSource, and no subclass makes samples in a method of its own."""
