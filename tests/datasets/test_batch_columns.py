@@ -324,7 +324,9 @@ def test_a_closed_reader_gives_no_columns(tmp_path: Path) -> None:
     reader = arrow_file.ArrowReader(arrow_file.index_arrow(path, path.name), path)
     rows = np.array([0, 2, 4])
     for _ in range(3):
-        assert list(reader.get_columns(rows)["int64"]) == [3 - 2**62, 5 - 2**62, 7 - 2**62]
+        found = reader.get_columns(rows)
+        assert found is not None
+        assert list(found["int64"]) == [3 - 2**62, 5 - 2**62, 7 - 2**62]
     reader.close()
     with pytest.raises(ValueError, match="closed"):
         reader.get_columns(rows)
