@@ -177,9 +177,9 @@ def test_whole_record_batches_are_kept_once(tmp_path: Path, monkeypatch: pytest.
     read: list[int] = []
     whole = arrow_file._ArrowFile.whole
 
-    def counted(self: Any, number: int) -> Any:
-        read.append(number)
-        return whole(self, number)
+    def counted(self: Any, first: int, end: int) -> Any:
+        read.extend(range(first, end))
+        return whole(self, first, end)
 
     monkeypatch.setattr(arrow_file._ArrowFile, "whole", counted)
     reader = opened(path)

@@ -58,6 +58,10 @@ class ColumnSource:
         """
         raise NotImplementedError
 
+    def is_at_hand(self, samples: Ints) -> bool:
+        """Return True if the files of these samples are open, so that reading them waits for none."""
+        raise NotImplementedError
+
 
 def makes_all_samples(dataset: Any) -> bool:
     """Return True if a dataset is a ColumnSource whose samples all have the values in its columns: no subclass makes

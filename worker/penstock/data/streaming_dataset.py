@@ -373,6 +373,11 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             parts.append((chosen, columns))
         return joined(len(samples), parts)
 
+    def is_at_hand(self, samples: Ints) -> bool:
+        """Return True if the shards of the samples with these numbers are open."""
+        shards = np.searchsorted(self._units.bounds, samples, side="right") - 1
+        return all(self._open.peek(shard) is not None for shard, _ in by_number(shards))
+
     def _overridden(self, index: int) -> dict[str, Any]:
         """Return a sample by calling a subclass's `__getitem__`, which may raise any exception."""
         what = f"{type(self).__qualname__} for sample {index}"

@@ -183,9 +183,6 @@ class MapLoader(PositionLoader):
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
         return self._reader.samples(plan)
 
-    def _make_batch(self, plan: BatchPlan) -> Any:
-        return self._reader.batch(plan)
-
     def _sources_of(self, numbers: Ints) -> Sequence[str] | None:
         return self._reader.sources(numbers)
 

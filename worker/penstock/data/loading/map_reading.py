@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.data.batch_columns import Columns, makes_all_samples
 from penstock.data.loading.collating import collate_columns, collates_as_torch, empty_batch
+from penstock.data.loading.columns_ahead import ColumnsAhead
 from penstock.data.loading.counting import CountedBatch, SampleCounter
 from penstock.data.loading.keyed_random import Seeds, seed_generators, seeds_of
 from penstock.data.ordering.epoch_plan import BatchPlan
@@ -81,19 +82,30 @@ class MapReader:
         finally:
             restore_rng(before)
 
-    def read(self, plan: BatchPlan) -> list[Any] | Columns:
-        """Return what `collated` needs to make a plan's batch: its columns if they suffice, otherwise its samples."""
+    def columns_ahead(self) -> ColumnsAhead:
+        """Return what reads the columns of an epoch's batches, several at a time."""
+        return ColumnsAhead(self.dataset)
+
+    def read(
+        self, plan: BatchPlan, ahead: ColumnsAhead | None = None, plans: Sequence[BatchPlan] = ()
+    ) -> list[Any] | Columns:
+        """Return what `collated` makes the batch of a plan of: its columns where that suffices, otherwise its samples.
+
+        Args:
+            ahead: reader of the columns of the epoch's batches; None: read this batch alone.
+            plans: plans of the epoch's next batches, see `ColumnsAhead.take`.
+        """
         if self._by_column and not plan.empty and collates_as_torch():
-            columns: Columns | None = self.dataset.get_columns(plan.ids)
+            columns: Columns | None = self.dataset.get_columns(plan.ids) if ahead is None else ahead.take(plan, plans)
             if columns is not None:
                 return columns
         return self.samples(plan)
 
-    def batch(self, plan: BatchPlan) -> Any:
+    def batch(self, plan: BatchPlan, ahead: ColumnsAhead | None = None, plans: Sequence[BatchPlan] = ()) -> Any:
         """Return the collated batch of a plan. With `reseed_collate`, the random generators are seeded for the collate
-        function from the position of the batch's first row."""
+        function from the position of the batch's first row. `ahead`, `plans`: as in `read`."""
         if not self.reseeds:
-            return self._collated(plan, self.read(plan))
+            return self._collated(plan, self.read(plan, ahead, plans))
         before = capture_rng()
         try:
             return self._seeded(plan, self._all(plan) if self._key is None else self._each(plan, self._key))

@@ -19,6 +19,7 @@ import torch.utils.data
 
 from penstock.data.arguments import at_least_one, one_of, whole
 from penstock.data.loading.counting import LoaderCounts, skipped_rows
+from penstock.data.loading.map_reading import MapReader
 from penstock.data.loading.restore_keys import PositionKeys, checked_name, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity
 from penstock.data.ordering.balancing.balanced_order import Balance, Balanced, Imbalance
@@ -91,7 +92,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             tail: treatment of an incomplete last batch, as in MapLoader.
             skip: ranges of sample numbers to leave out, as in MapLoader.
             keys: name of the field for restore keys; None: batches have none.
-            counts: counts of the samples. If the loader counts, `_make_batch` and fetchers return a CountedBatch.
+            counts: counts of the samples. If the loader counts, its reader and fetchers return a CountedBatch.
             balance: assignment of rows to boxes by cost, see Balanced; None: rows are assigned to the boxes in turn.
         """
         super().__init__()
@@ -138,9 +139,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
         """Return the samples that the plan of a batch names."""
 
-    @abstractmethod
-    def _make_batch(self, plan: BatchPlan) -> Any:
-        """Return the collated batch that the plan describes."""
+    _reader: MapReader
+    """Reader of samples and maker of batches, which a subclass sets."""
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
         """Prepare to prefetch data for the next batches. `own_batches`: this worker's batches of the epoch; `plans`:
@@ -407,6 +407,7 @@ class _Epoch:
     def __init__(self, loader: PositionLoader, own_batches: WorkerBatches) -> None:
         self._loader, self._worker_batches, self._number = loader, own_batches, loader._epochs_begun
         self._fetcher = loader._fetcher(own_batches)
+        self._ahead = loader._reader.columns_ahead()
         self._ready: list[BatchPlan] = []
         """Plans of the next batches, in reverse order."""
 
@@ -415,7 +416,11 @@ class _Epoch:
 
     def __next__(self) -> Any:
         loader, plan = self._loader, self._plan()
-        batch = loader._make_batch(plan) if self._fetcher is None else self._fetcher.take(loader._done)
+        batch = (
+            loader._reader.batch(plan, self._ahead, self._ready)
+            if self._fetcher is None
+            else self._fetcher.take(loader._done)
+        )
         counted = None
         if loader._counts.tally is not None:
             batch, counted = batch

@@ -59,6 +59,9 @@ FIRST_BATCHES = 2
 """Number of a worker's upcoming batches whose shards are fetched while the rate of reading is unknown."""
 EXAMINED_POSITIONS = 1 << 14
 """Largest number of upcoming positions that are examined to find the shards to prefetch."""
+EXAMINED_OF_UNIT = 64
+"""Positions that are examined for each shard or row group of the dataset, if that is fewer: more of them would cost a
+small dataset half of the time of its shuffled order, and find no other shards."""
 
 
 class StreamingLoader(PositionLoader):
@@ -265,6 +268,8 @@ class StreamingLoader(PositionLoader):
         self._seconds = math.inf if predownload and prefetch_seconds is None else prefetch_s
         self._first_batches = FIRST_BATCHES + PREFETCHED_BATCHES * fetch_threads
         """Number of upcoming batches whose shards are fetched while the rate of reading is unknown."""
+        self._examined = min(EXAMINED_POSITIONS, EXAMINED_OF_UNIT * sum(map(len, dataset.sizes)))
+        """Largest number of upcoming positions that are examined to find the shards to prefetch."""
         self._turns = 1
         """Number of workers that make the box's batches in turn."""
         self._rate = ReadingRate()
@@ -346,9 +351,6 @@ class StreamingLoader(PositionLoader):
 
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
         return self._reader.samples(plan)
-
-    def _make_batch(self, plan: BatchPlan) -> Any:
-        return self._reader.batch(plan)
 
     def _sources_of(self, numbers: Ints) -> Sequence[str] | None:
         return self._reader.sources(numbers)
@@ -447,7 +449,7 @@ class StreamingLoader(PositionLoader):
         """Return those of the next `count` positions, from `position` on, whose rows this box gets. If they are many,
         return only some runs of them, evenly spread; each run touches all partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
-        return remainder.near(self._box, position, count, run=run, runs=max(1, EXAMINED_POSITIONS // run))
+        return remainder.near(self._box, position, count, run=run, runs=max(1, self._examined // run))
 
 
 def _reader(

@@ -1,10 +1,10 @@
 """Samples of Arrow IPC files, in the file format and in the stream format: a row is a sample, a file is a shard.
 
 A row is read by itself (arrow_columns.py), so rows in any order cost the same. Rows of a record batch that follow each
-other are read together, in half the time. Files with compressed record batches, or with columns that are not stored row
-by row (dictionaries), are read by whole record batches. Such record batches are blocks of their shard, like the row
-groups of Parquet: the order keeps the samples of a block near each other, and
-decoded blocks share one memory limit per process (decoded_blocks.py).
+other are read together, in half the time, and small rows come from memory after some time (kept_spans.py). Files with
+compressed record batches, or with columns that are not stored row by row (dictionaries), are read by whole record
+batches. Such record batches are blocks of their shard, like the row groups of Parquet: the order keeps the samples of a
+block near each other, and decoded blocks share one memory limit per process (decoded_blocks.py).
 
 A remote file may be fetched in parts (ranges/file_ranges.py): record batches that are blocks, or spans of some record
 batches. The reader of a part also has the file's header: all that comes before the first record batch.
@@ -39,6 +39,7 @@ from penstock.data.formats.arrow.ipc_messages import (
     messages,
     messages_between,
 )
+from penstock.data.formats.arrow.kept_spans import KeptSpans
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import names
@@ -147,23 +148,29 @@ class _ArrowFile:
         data = self.read(begin, body - begin)
         return layout_of(data[8 if data[:4] == END[:4] else 4 :])
 
-    def whole(self, number: int) -> Any:
-        """Return record batch `number` as pyarrow reads it."""
+    def whole(self, first: int, end: int) -> Any:
+        """Return the record batches from `first` to `end`, which follow each other, as a pyarrow table."""
         arrow = _pyarrow()
-        begin, body, size, dictionaries = self.batches[number]
-        needed, free = size, free_memory()
+        begin, _, _, dictionaries = self.batches[first]
+        _, body, size, _ = self.batches[end - 1]
+        needed, free = body + size - begin, free_memory()
         if needed > free:
             raise DatasetError(
-                f"{self.name}: record batch {number} must fit into memory: it takes {needed} bytes, but {free} are "
+                f"{self.name}: record batch {first} must fit into memory: it takes {needed} bytes, but {free} are "
                 "free. Write the file in smaller record batches"
             )
-        # A stream of the schema, the dictionaries, and this record batch alone.
+        # A stream of the schema, the dictionaries, and these record batches alone.
         parts = [self._bytes(message) for message in (self.head, *self.dictionaries[:dictionaries])]
         stream = b"".join([*parts, self.read(begin, body + size - begin), END])
         with arrow.ipc.open_stream(arrow.py_buffer(stream)) as reader:
-            batch = reader.read_next_batch()
-        batch.validate(full=True)
-        return batch
+            table = reader.read_all()
+        if table.num_rows != self.begins[end] - self.begins[first]:
+            raise ShardCorruptError(
+                f"{self.name} must not change while it is read, but record batch {first} did. Index the folder again, "
+                "and open the dataset again"
+            )
+        table.validate(full=True)
+        return table
 
     def read(self, begin: int, size: int) -> bytes:
         """Return `size` bytes from offset `begin` of the whole file. Raises ShardCorruptError if the file has become
@@ -248,11 +255,13 @@ class ArrowReader:
         """Readers of single rows of each column that samples have; None if record batches are read as a whole."""
         self._columns: list[str] = self._file.names
         """Names of the columns that samples have."""
-        self._bounds = frozenset(self._file.begins)
-        """Numbers of the rows at which a record batch begins."""
+        self._begins = np.array(self._file.begins)
+        """First row of each record batch, then the number of rows."""
         self._layouts: dict[int, Batch] = {}
         self._whole: dict[int, Whole] = {}
-        """Columns of the record batches that are in memory as a whole, by number of the record batch."""
+        """Columns of the record batches that are in memory."""
+        self._spans = self._new_spans()
+        """Spans of record batches in memory; None if all columns are never read together."""
         self._owner = MEMORY.add_owner(self)
         if shard.blocks and shard.blocks != self._file.blocks:
             self.close()
@@ -303,8 +312,9 @@ class ArrowReader:
         if self._plans is None:
             return [self[row] for row in rows]
         found: list[dict[str, Any]] = []
-        for begin, end in _runs(rows, self._bounds):
-            found += self._together(begin, end) or [self[row] for row in range(begin, end)]
+        for begin, end in _runs(np.array(rows, np.int64), self._begins, 1):
+            first, after = rows[begin], rows[begin] + end - begin
+            found += self._together(first, after) or [self[row] for row in range(first, after)]
         return found
 
     def _together(self, begin: int, end: int) -> list[dict[str, Any]]:
@@ -345,22 +355,35 @@ class ArrowReader:
                 inside = rows[places] - self._file.begins[number]
                 parts.append((places, {name: column.batch(inside) for name, column in self._batch(number)}))
             return joined(len(rows), parts)
-        alone: list[int] = []
-        at = 0
-        for begin, end in _runs(rows.tolist(), self._bounds):
-            count = end - begin
-            columns = self._run(begin, end)
+        left = np.arange(len(rows))
+        if self._spans:
+            parts, left = self._spans.read(rows)
+        alone = np.zeros(len(rows), np.bool_)
+        alone[left] = True
+        for begin, end in _runs(rows[left], self._begins, TOGETHER):
+            places, first = left[begin:end], int(rows[left[begin]])
+            columns = self._run(first, first + end - begin)
             if columns:
-                values = {name: column.batch(np.arange(count)) for name, column in columns}
-                parts.append((np.arange(at, at + count), values))
-            else:
-                alone += range(at, at + count)
-            at += count
-        if alone:
+                parts.append((places, {name: column.batch(np.arange(end - begin)) for name, column in columns}))
+                alone[places] = False
+        if alone.any():
             found = [self._found(row) for row in rows[alone].tolist()]
             by_row: Columns = {name: [plan.value(batch, row) for batch, row in found] for name, plan in self._plans}
-            parts.append((np.array(alone), by_row))
+            parts.append((np.flatnonzero(alone), by_row))
         return joined(len(rows), parts)
+
+    def _new_spans(self) -> KeptSpans | None:
+        """Return spans of which none is in memory; None if record batches do not follow each other, or if some of the
+        columns are not wanted: the others would be read in vain."""
+        file = self._file
+        ends = [body + size for _, body, size, _ in file.batches]
+        if self._plans is None or [begin for begin, _, _, _ in file.batches[1:]] != ends[:-1]:
+            return None
+        if sorted(self._columns) != sorted(file.names):
+            return None
+        sizes = [end - begin for end, (begin, _, _, _) in zip(ends, file.batches, strict=True)]
+        names = list(self._columns)
+        return KeptSpans(file.begins, sizes, lambda first, end: file.whole(first, end).select(names))
 
     def _found(self, index: int) -> tuple[Batch, int]:
         """Return the record batch that contains row `index` of the file, and the number of the row in it."""
@@ -380,11 +403,14 @@ class ArrowReader:
         if self._plans is not None:
             plans = dict(self._plans)
             self._plans = [(name, plans[name]) for name in columns]
+        self._spans = self._new_spans()
 
     def close(self) -> None:
         """Close the file. Values that were read stay valid."""
         self._file.file = None
         self._whole, self._layouts = {}, {}
+        if self._spans is not None:
+            self._spans.clear()
         MEMORY.remove_owner(self._owner)
 
     def load(self, block: int) -> None:
@@ -423,21 +449,23 @@ class ArrowReader:
             MEMORY.used(self._owner, (number,))
             return kept
         MEMORY.make_room(self._file.batches[number][2])
-        batch, chunked = self._file.whole(number), _pyarrow().chunked_array
-        columns = [(name, column_of(name, chunked([batch[name]]))) for name in self._columns]
+        batch = self._file.whole(number, number + 1)
+        columns = [(name, column_of(name, batch[name])) for name in self._columns]
         self._whole[number] = columns
         MEMORY.add(self._owner, number, batch.nbytes)
         return columns
 
 
-def _runs(rows: Sequence[int], bounds: frozenset[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of each group of consecutive rows that lie in one record batch. `bounds`: rows at which a
-    record batch begins."""
-    at = 0
-    for number in range(1, len(rows) + 1):
-        if number == len(rows) or rows[number] != rows[number - 1] + 1 or rows[number] in bounds:
-            yield rows[at], rows[number - 1] + 1
-            at = number
+def _runs(rows: Ints, begins: Ints, fewest: int) -> list[tuple[int, int]]:
+    """Return (first, end) in `rows` of each run of at least `fewest` rows that follow each other and lie in one record
+    batch. `begins`: first row of each record batch."""
+    if len(rows) < fewest or not len(rows):
+        return []
+    numbers = np.searchsorted(begins, rows, side="right")
+    edges = np.flatnonzero((rows[1:] - rows[:-1] != 1) | (numbers[1:] != numbers[:-1])) + 1
+    bounds = np.concatenate([[0], edges, [len(rows)]])
+    long = bounds[1:] - bounds[:-1] >= fewest
+    return list(zip(bounds[:-1][long].tolist(), bounds[1:][long].tolist(), strict=True))
 
 
 def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ArrowReader:

@@ -1,0 +1,201 @@
+"""Batches whose columns are read together: each as if it were read alone, and none that waits for a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from penstock.data import StreamingDataset, StreamingLoader, index_folder, index_parquet
+from penstock.data.batch_columns import Columns, ColumnSource
+from penstock.data.formats.arrow import arrow_file, kept_spans
+from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.loading.columns_ahead import AHEAD_BATCHES, FEWEST, ColumnsAhead
+from penstock.data.ordering.epoch_plan import BatchPlan
+from penstock.data.ordering.permutation import Ints
+from penstock.proto.errors import ShardCorruptError
+
+ROWS = 4
+
+
+class Numbers(ColumnSource):
+    """Rows of `width` numbers, and a text. Samples from `bad` on fail, and those from `far` on are not at hand."""
+
+    def __init__(self, width: int = 1, *, bad: int = 1 << 40, far: int = 1 << 40) -> None:
+        self.width, self.bad, self.far = width, bad, far
+        self.calls: list[int] = []
+
+    def get_columns(self, samples: Ints) -> Columns | None:
+        self.calls.append(len(samples))
+        if samples.max() >= self.bad:
+            raise ShardCorruptError(f"sample {samples.max()}")
+        wide = np.repeat(samples[:, None], self.width, 1)
+        return {"wide": wide, "text": [f"row {number}" for number in samples.tolist()]}
+
+    def is_at_hand(self, samples: Ints) -> bool:
+        return bool(samples.max() < self.far)
+
+
+def plans_of(batches: int) -> list[BatchPlan]:
+    return [BatchPlan(0, np.arange(ROWS), own) for own in np.split(np.arange(batches * ROWS), batches)]
+
+
+def taken(source: Numbers, plans: list[BatchPlan]) -> list[Any]:
+    """Take all batches, as the iterator of an epoch does."""
+    ahead, left = ColumnsAhead(source), plans[::-1]
+    found: list[Any] = []
+    while left:
+        try:
+            found.append(ahead.take(left[-1], left))
+        except ShardCorruptError as error:
+            found.append(str(error))
+        left.pop()
+    return found
+
+
+def check(found: list[Any], plans: list[BatchPlan], width: int = 1) -> None:
+    for columns, plan in zip(found, plans, strict=True):
+        assert columns["wide"].tolist() == [[number] * width for number in plan.ids.tolist()]
+        assert columns["text"] == [f"row {number}" for number in plan.ids.tolist()]
+        assert columns["wide"].flags.owndata
+        assert columns["wide"].flags.writeable
+
+
+def test_small_rows_are_read_together() -> None:
+    source, plans = Numbers(), plans_of(100)
+    check(taken(source, plans), plans)
+    assert source.calls[:3] == [ROWS, FEWEST * ROWS, 2 * FEWEST * ROWS]
+    assert max(source.calls) == AHEAD_BATCHES * ROWS
+    assert sum(source.calls) == 100 * ROWS
+
+
+def test_large_rows_are_read_by_batch() -> None:
+    source, plans = Numbers(10_000), plans_of(5)
+    check(taken(source, plans), plans, 10_000)
+    assert source.calls == [ROWS] * 5
+
+
+def test_batches_of_another_place_are_read() -> None:
+    """Of a loader that went elsewhere: what was read ahead is for other plans, even if they are equal."""
+    source, plans = Numbers(), plans_of(30)
+    ahead = ColumnsAhead(source)
+    for _ in range(2):
+        again = [BatchPlan(*plan) for plan in plans]
+        check([ahead.take(again[0], again[::-1]) for _ in range(3)], [again[0]] * 3)
+        check([ahead.take(again[9], again[:8:-1]), ahead.take(again[10], again[:9:-1])], again[9:11])
+
+
+def test_a_batch_has_its_own_error() -> None:
+    plans = plans_of(40)
+    source = Numbers(bad=30 * ROWS + 1)
+    found = taken(source, plans)
+    check(found[:30], plans[:30])
+    assert found[30:] == [f"sample {plan.ids.max()}" for plan in plans[30:]]
+
+
+def test_batches_not_at_hand_are_read_alone() -> None:
+    plans = plans_of(40)
+    source = Numbers(far=0)
+    check(taken(source, plans), plans)
+    assert source.calls == [ROWS] * 40
+
+
+def written(folder: Path, rows: int, *, kind: str) -> Any:
+    folder.mkdir()
+    table = pyarrow.table({"number": list(range(rows)), "data": [b"%05d" % n * 100 for n in range(rows)]})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=100)
+        return index_parquet(folder)
+    with pyarrow.ipc.new_file(str(folder / "a.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=10)
+    return index_folder(folder)
+
+
+def numbers_of(batches: Any) -> list[int]:
+    found = []
+    for batch in batches:
+        assert batch["number"].untyped_storage().nbytes() == 8 * len(batch["number"])
+        assert [b"%05d" % number * 100 for number in batch["number"].tolist()] == batch["data"]
+        found += batch["number"].tolist()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_states_do_not_see_what_is_read_ahead(kind: str, shuffle: bool, tmp_path: Path) -> None:
+    written(tmp_path / kind, 900, kind=kind)
+
+    def loader() -> StreamingLoader:
+        return StreamingLoader(StreamingDataset(local=tmp_path / kind), batch_size=10, shuffle=shuffle, seed=1)
+
+    whole = numbers_of(loader())
+    assert sorted(whole) == list(range(900))
+    first = loader()
+    batches = iter(first)
+    read = numbers_of(next(batches) for _ in range(23))
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert read + numbers_of(second) == whole
+    assert read + numbers_of(batches) == whole
+
+
+class Reads:
+    """Record batches that were read as a whole, and those of them in memory."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spans: list[tuple[int, int]] = []
+        plain = arrow_file._ArrowFile.whole
+
+        def counted(file: Any, first: int, end: int) -> Any:
+            self.spans.append((first, end))
+            return plain(file, first, end)
+
+        monkeypatch.setattr(arrow_file._ArrowFile, "whole", counted)
+        self.folder = folder
+
+    def epoch(self, **options: Any) -> list[int]:
+        dataset = StreamingDataset(local=self.folder, **options)
+        return numbers_of(StreamingLoader(dataset, batch_size=10, shuffle=True, seed=1))
+
+
+def test_small_record_batches_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "a", 900, kind="arrow")
+    monkeypatch.setattr(kept_spans, "SPAN_BYTES", 100_000)
+    reads = Reads(tmp_path / "a", monkeypatch)
+    kept = reads.epoch()
+    assert len(reads.spans) == len(set(reads.spans)) > 3
+    assert {number for span in reads.spans for number in range(*span)} == set(range(90))
+    monkeypatch.setattr(kept_spans, "ROW_COST_BYTES", 0)
+    assert reads.epoch() == kept
+    monkeypatch.setattr(kept_spans, "ROW_COST_BYTES", 4096)
+    monkeypatch.setattr(MEMORY, "limit", 150_000)
+    assert reads.epoch() == kept
+    assert len(reads.spans) > 2 * len(set(reads.spans))
+
+
+def test_damage_in_a_kept_span_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    table = pyarrow.table({"text": [f"row {n:04}" for n in range(900)]})
+    with pyarrow.ipc.new_file(str(folder / "a.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=10)
+    index_folder(folder)
+    path = folder / "a.arrow"
+    path.write_bytes(path.read_bytes().replace(b"row 0777", b"row \xff777"))
+    batches = iter(StreamingLoader(StreamingDataset(local=folder), batch_size=10))
+    assert len([next(batches) for _ in range(77)]) == 77
+    with pytest.raises(ShardCorruptError, match="sample 777, column 'text' cannot be read"):
+        next(batches)
+
+
+def test_columns_that_are_left_out_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "a", 900, kind="arrow")
+    reads = Reads(tmp_path / "a", monkeypatch)
+    dataset = StreamingDataset(local=tmp_path / "a", columns=["number"])
+    assert len(list(StreamingLoader(dataset, batch_size=10, shuffle=True))) == 90
+    assert reads.spans == []

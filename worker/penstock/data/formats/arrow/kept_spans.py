@@ -1,0 +1,111 @@
+"""Record batches of an Arrow file in memory, for files of small rows that are read in any order.
+
+A row that is read by itself takes a system call or two for each column. So spans of record batches that follow each
+other, some MiB in all, are read as a whole once so many of their rows were asked for that this costs less. Spans, and
+not record batches: writers make record batches of some hundred rows, and a batch of shuffled rows would have one row of
+each. Spans are dropped with other decoded blocks, when the memory for these is needed (decoded_blocks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.data.batch_columns import Columns, by_number
+from penstock.data.formats.decoded_blocks import MEMORY
+from penstock.data.formats.parquet.parquet_columns import Column, column_of
+from penstock.data.ordering.permutation import Ints
+
+__all__ = ["KeptSpans"]
+
+SPAN_BYTES = 2 << 20
+"""Largest size in bytes of a span."""
+ROW_COST_BYTES = 4096
+"""Number of bytes that are read from the page cache in the time that the reading of one row takes besides."""
+NEVER = -(1 << 62)
+"""Number of asked rows of a span that is not read as a whole."""
+
+
+class KeptSpans:
+    """Spans of a file's record batches, those in memory with their columns. Safe for threads."""
+
+    def __init__(self, begins: Sequence[int], sizes: Sequence[int], table: Callable[[int, int], Any]) -> None:
+        """
+        Args:
+            begins: first row of each record batch, then the number of rows.
+            sizes: size of each record batch in bytes.
+            table: function (first, end) that reads and checks these record batches, and returns a pyarrow table of the
+                wanted columns.
+        """
+        bounds, total = [0], 0
+        for number, size in enumerate(sizes):
+            if total and total + size > SPAN_BYTES:
+                bounds.append(number)
+                total = 0
+            total += size
+        self._bounds = [*bounds, len(sizes)]
+        """First record batch of each span, then the number of record batches."""
+        self._begins: Ints = np.array([begins[number] for number in self._bounds])
+        """First row of each span, then the number of rows."""
+        self._sizes = [sum(sizes[first:end]) for first, end in zip(self._bounds, self._bounds[1:], strict=False)]
+        self._table = table
+        rows = np.diff(self._begins).tolist()
+        self._asked = [
+            0 if size <= min(SPAN_BYTES, ROW_COST_BYTES * count) else NEVER
+            for size, count in zip(self._sizes, rows, strict=True)
+        ]
+        """Number of rows of each span that were asked for while it was not in memory; NEVER for a span that is too
+        large, or whose rows are so large that an epoch of them does not make it worth to be read."""
+        self._kept: dict[int, list[tuple[str, Column]]] = {}
+        self._owner = MEMORY.add_owner(self)
+
+    def __bool__(self) -> bool:
+        """Return True if any span may be kept."""
+        return max(self._asked, default=NEVER) >= 0
+
+    def read(self, rows: Ints) -> tuple[list[tuple[Ints, Columns]], Ints]:
+        """Return (parts, rest): parts (places in `rows`, columns of the rows there) of the rows whose spans are in
+        memory, or are read now, and the places of all other rows, ascending. Raises as `table` does if the file is
+        closed."""
+        parts, rest = [], []
+        found = list(by_number(np.searchsorted(self._begins, rows, side="right") - 1))
+        for span, places in found:
+            columns = self._kept.get(span) or self._loaded(span, len(places))
+            if columns is None:
+                rest.append(places)
+                continue
+            inside = rows[places] - self._begins[span]
+            parts.append((places, {name: column.batch(inside) for name, column in columns}))
+        MEMORY.used(self._owner, [span for span, _ in found])
+        return parts, np.sort(np.concatenate(rest)) if rest else np.zeros(0, np.int64)
+
+    def _loaded(self, span: int, rows: int) -> list[tuple[str, Column]] | None:
+        """Read a span if that is worth it, now that `rows` more of its rows are asked for. Return None if it is not, or
+        if the span cannot be read: reading by row names the sample."""
+        self._asked[span] += rows
+        if self._asked[span] * ROW_COST_BYTES < self._sizes[span]:
+            return None
+        MEMORY.make_room(self._sizes[span])
+        try:
+            table = self._table(self._bounds[span], self._bounds[span + 1])
+            table = table.combine_chunks()
+            columns = [
+                (name, column_of(name, column)) for name, column in zip(table.column_names, table.columns, strict=True)
+            ]
+        except Exception:
+            self._asked[span] = NEVER
+            return None
+        self._asked[span], self._kept[span] = 0, columns
+        MEMORY.add(self._owner, span, table.nbytes)
+        return columns
+
+    def drop(self, block: int) -> None:
+        """Drop a span from memory."""
+        self._kept.pop(block, None)
+
+    def clear(self) -> None:
+        """Drop all spans."""
+        self._kept = {}
+        MEMORY.remove_owner(self._owner)
