@@ -1,126 +1,184 @@
-"""Columns of Arrow's extension types: the same values from each format, row by row, together, and in batches."""
+"""Extension types of Arrow have the same values in every file that may hold them."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import pyarrow
+import pyarrow.parquet
 import pytest
-import torch
-from pyarrow import parquet
+from format_folders import plainly
 
-from penstock.data import StreamingDataset, StreamingLoader, index_folder
-from penstock.data.converting.convert import convert_dataset
-from penstock.data.formats.parquet.extension_values import meaning_of
+from penstock.data import LanceRows, StreamingDataset, StreamingLoader, convert_dataset, index_folder
+from penstock.proto.errors import DatasetError
 
-ROWS = 40
-FLAT = [[float(row + place) for place in range(6)] for row in range(ROWS)]
-UUIDS = [uuid.UUID(int=row) for row in range(ROWS)]
-
-
-def tensors(permutation: list[int] | None = None) -> Any:
-    kind = pa.fixed_shape_tensor(pa.float32(), (2, 3), permutation=permutation)
-    return pa.ExtensionArray.from_storage(kind, pa.array(FLAT, pa.list_(pa.float32(), 6)))
+ROWS = 20
 
 
 def stored(kind: Any, values: list[Any]) -> Any:
-    return pa.ExtensionArray.from_storage(kind, pa.array(values, kind.storage_type))
+    return pyarrow.ExtensionArray.from_storage(kind, pyarrow.array(values, kind.storage_type))
 
 
-def columns() -> dict[str, Any]:
-    ids = stored(pa.uuid(), [one.bytes for one in UUIDS])
-    return {
-        "tensor": tensors(),
-        "turned": tensors([1, 0]),
-        "flag": stored(pa.bool8(), [row % 3 for row in range(ROWS)]),
-        "maybe": stored(pa.bool8(), [row % 3 if row % 4 else None for row in range(ROWS)]),
-        "text": stored(pa.json_(), [f'{{"a": {row}}}' for row in range(ROWS)]),
-        "id": ids,
-        "ids": pa.StructArray.from_arrays([ids, tensors()], ["id", "tensor"]),
-        "foreign": stored(pa.opaque(pa.int32(), "point", "a database"), list(range(ROWS))),
-    }
+def in_lists(array: Any) -> Any:
+    """A list of the values of each two rows."""
+    return pyarrow.ListArray.from_arrays([0, *range(2, 2 * ROWS + 1, 2)], pyarrow.concat_arrays([array, array]))
 
 
-def expected(row: int) -> dict[str, Any]:
-    flat = np.array(FLAT[row], np.float32).reshape(2, 3)
-    return {
-        "tensor": flat,
-        "turned": flat.T,
-        "flag": row % 3 > 0,
-        "maybe": row % 3 > 0 if row % 4 else None,
-        "text": f'{{"a": {row}}}',
-        "id": str(UUIDS[row]),
-        "ids": {"id": str(UUIDS[row]), "tensor": flat},
-        "foreign": row,
-    }
+TENSOR = pyarrow.fixed_shape_tensor(pyarrow.float32(), [2, 3])
+TURNED = pyarrow.fixed_shape_tensor(pyarrow.int16(), [2, 3, 4], permutation=[2, 1, 0])
+CYCLIC = pyarrow.fixed_shape_tensor(pyarrow.int16(), [2, 3, 4], permutation=[2, 0, 1])
+NUMBERS = np.arange(ROWS * 24)
+TENSORS = NUMBERS[: ROWS * 6].astype(np.float32).reshape(ROWS, 2, 3)
+UUIDS = [uuid.UUID(int=number).bytes for number in range(ROWS)]
+TEXTS = [f'{{"n": {number}}}' for number in range(ROWS)]
+BOOLS = [number % 3 == 0 for number in range(ROWS)]
+tensors = stored(TENSOR, TENSORS.reshape(ROWS, 6).tolist())
+turned = stored(TURNED, NUMBERS.reshape(ROWS, 24).tolist())
+bools = stored(pyarrow.bool8(), list(map(int, BOOLS)))
+uuids = stored(pyarrow.uuid(), UUIDS)
+texts = stored(pyarrow.json_(), TEXTS)
+
+COLUMNS: dict[str, tuple[Any, list[Any]]] = {
+    "tensor": (tensors, list(TENSORS)),
+    "turned": (turned, list(turned.to_numpy_ndarray())),
+    "bool8": (bools, BOOLS),
+    "json": (texts, TEXTS),
+    "uuid": (uuids, UUIDS),
+    "opaque": (stored(pyarrow.opaque(pyarrow.int32(), "kind", "vendor"), list(range(ROWS))), list(range(ROWS))),
+    "nulls": (stored(pyarrow.uuid(), [None, *UUIDS[1:]]), [None, *UUIDS[1:]]),
+    "no tensor": (stored(TENSOR, [None, *TENSORS.reshape(ROWS, 6)[1:].tolist()]), [None, *TENSORS[1:]]),
+    "null in tensor": (
+        stored(TENSOR, [[None, 1, 2, 3, 4, 5], *TENSORS.reshape(ROWS, 6)[1:].tolist()]),
+        [[[None, 1.0, 2.0], [3.0, 4.0, 5.0]], *TENSORS[1:]],
+    ),
+    "list of json": (in_lists(texts), [(TEXTS * 2)[2 * row : 2 * row + 2] for row in range(ROWS)]),
+    "list of bool8": (in_lists(bools), [(BOOLS * 2)[2 * row : 2 * row + 2] for row in range(ROWS)]),
+    "list of tensors": (in_lists(tensors), [[*TENSORS, *TENSORS][2 * row : 2 * row + 2] for row in range(ROWS)]),
+    "struct": (
+        pyarrow.StructArray.from_arrays([uuids, bools], ["id", "ok"]),
+        [{"id": one, "ok": other} for one, other in zip(UUIDS, BOOLS, strict=True)],
+    ),
+    "map": (
+        pyarrow.MapArray.from_arrays(range(ROWS + 1), pyarrow.array(map(str, range(ROWS))), bools),
+        [[(str(row), BOOLS[row])] for row in range(ROWS)],
+    ),
+}
 
 
-@pytest.fixture(params=["parquet", "arrow", "compressed arrow"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Folder of one indexed file with all columns."""
-    table = pa.table(columns())
-    if request.param == "parquet":
-        parquet.write_table(table, tmp_path / "a.parquet", row_group_size=16)
-    else:
-        options = pa.ipc.IpcWriteOptions(compression="zstd" if request.param != "arrow" else None)
-        with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema, options=options) as writer:
-            writer.write_table(table, max_chunksize=16)
+def write_arrow(table: Any, folder: Path, compression: str | None = None) -> None:
+    options = pyarrow.ipc.IpcWriteOptions(compression=compression)
+    with pyarrow.ipc.new_file(folder / "a.arrow", table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=12)
+
+
+def write_packed(table: Any, folder: Path) -> None:
+    write_arrow(table, folder, "zstd")
+
+
+def write_parquet(table: Any, folder: Path) -> None:
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=12)
+
+
+def written_by_others(table: Any, folder: Path) -> None:
+    """Without Arrow's own schema in the file: JSON and UUID are types of Parquet itself."""
+    pyarrow.parquet.write_table(table, folder / "a.parquet", store_schema=False)
+
+
+def same(found: list[Any], expected: list[Any]) -> bool:
+    return bool(plainly(found) == plainly(expected))
+
+
+@pytest.mark.parametrize("write", [write_arrow, write_packed, write_parquet])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_values_are_the_same(name: str, write: Callable[[Any, Path], None], tmp_path: Path) -> None:
+    """One by one, in order, and as columns of a batch."""
+    array, expected = COLUMNS[name]
+    write(pyarrow.table({"c": array}), tmp_path)
     index_folder(tmp_path)
-    return tmp_path
+    with closing(StreamingDataset(str(tmp_path))) as dataset:
+        assert same([dataset[row]["c"] for row in range(ROWS)], expected)
+        assert same([sample["c"] for sample in dataset[:]], expected)
+        columns = dataset.get_columns(np.arange(ROWS))
+        if columns is not None:
+            values = columns["c"]
+            assert same(values if isinstance(values, list) else values.tolist(), expected)
 
 
-def assert_equal(found: Any, wanted: Any) -> None:
-    if isinstance(wanted, dict):
-        assert list(found) == list(wanted)
-        for name in wanted:
-            assert_equal(found[name], wanted[name])
-    elif isinstance(wanted, np.ndarray):
-        assert (found.dtype, found.shape, found.flags.writeable) == (wanted.dtype, wanted.shape, True)
-        np.testing.assert_array_equal(found, wanted)
-    else:
-        assert (type(found), found) == (type(wanted), wanted)
+@pytest.mark.parametrize("name", ["json", "uuid"])
+def test_types_of_parquet_itself_are_read(name: str, tmp_path: Path) -> None:
+    array, expected = COLUMNS[name]
+    written_by_others(pyarrow.table({"c": array}), tmp_path)
+    index_folder(tmp_path)
+    with closing(StreamingDataset(str(tmp_path))) as dataset:
+        assert [sample["c"] for sample in dataset[:]] == expected
 
 
-def test_rows_are_what_the_types_mean(folder: Path) -> None:
-    dataset = StreamingDataset(local=folder)
-    for row in (0, 7, 19, ROWS - 1):
-        assert_equal(dataset[row], expected(row))
-    for row, found in enumerate(dataset[0:ROWS]):
-        assert_equal(found, expected(row))
+def test_tensors_are_one_batch(tmp_path: Path) -> None:
+    write_arrow(pyarrow.table({"c": tensors}), tmp_path)
+    index_folder(tmp_path)
+    with closing(StreamingDataset(str(tmp_path))) as dataset:
+        batch = next(iter(StreamingLoader(dataset, batch_size=4)))["c"]
+    assert batch.tolist() == TENSORS[:4].tolist()
 
 
-def test_permutation_is_that_of_the_format() -> None:
-    """Arrow's own example: data of shape (100, 200, 500) in memory mean (500, 100, 200) with permutation 2, 0, 1."""
-    kind = pa.fixed_shape_tensor(pa.int32(), (2, 3, 4), permutation=[2, 0, 1])
-    memory = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
-    found = meaning_of(kind).one(memory.ravel())
-    assert found.shape == (4, 2, 3)
-    assert all(found[k, i, j] == memory[i, j, k] for i in range(2) for j in range(3) for k in range(4))
-    both = meaning_of(kind).many(np.stack([memory.ravel(), memory.ravel() + 1]))
-    np.testing.assert_array_equal(both, [found, found + 1])
+def test_array_of_a_row_can_be_changed(tmp_path: Path) -> None:
+    """It is a copy: another read has the stored values."""
+    write_parquet(pyarrow.table({"c": tensors}), tmp_path)
+    index_folder(tmp_path)
+    with closing(StreamingDataset(str(tmp_path))) as dataset:
+        dataset[3]["c"][:] = -1
+        assert dataset[3]["c"].tolist() == TENSORS[3].tolist()
 
 
-def test_batches_are_those_of_rows(folder: Path) -> None:
-    names = ["tensor", "turned", "flag", "text", "id", "ids", "foreign"]
-    dataset = StreamingDataset(local=folder, columns=names)
-    batches = list(StreamingLoader(dataset, batch_size=10))
-    assert [batch["tensor"].shape for batch in batches] == [(10, 2, 3)] * 4
-    assert torch.cat([batch["turned"] for batch in batches]).tolist() == [
-        expected(row)["turned"].tolist() for row in range(ROWS)
-    ]
-    assert torch.cat([batch["flag"] for batch in batches]).dtype == torch.bool
-    assert [one for batch in batches for one in batch["id"]] == [str(one) for one in UUIDS]
-    assert [one for batch in batches for one in batch["ids"]["id"]] == [str(one) for one in UUIDS]
+@pytest.mark.parametrize("write", [write_arrow, write_packed, write_parquet])
+def test_doubtful_tensors_are_refused(write: Callable[[Any, Path], None], tmp_path: Path) -> None:
+    """By name, and only if the column is read: pyarrow and the specification differ in such a permutation."""
+    doubtful = stored(CYCLIC, NUMBERS.reshape(ROWS, 24).tolist())
+    write(pyarrow.table({"c": doubtful, "id": uuids}), tmp_path)
+    index_folder(tmp_path)
+    with closing(StreamingDataset(str(tmp_path))) as dataset:
+        for rows in (slice(3, 4), slice(None)):
+            with pytest.raises(DatasetError, match=r"column 'c': a tensor's permutation must be .*Write the tensors"):
+                dataset[rows]
+    with closing(StreamingDataset(str(tmp_path), columns=["id"])) as dataset:
+        assert [sample["id"] for sample in dataset[:]] == UUIDS
 
 
-def test_tensors_become_arrays_of_mds(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "mds"
-    convert_dataset(folder, out, "mds", columns=["tensor", "flag", "id"])
-    dataset = StreamingDataset(local=out)
-    for row in (0, ROWS - 1):
-        wanted = expected(row)
-        np.testing.assert_array_equal(dataset[row]["tensor"], wanted["tensor"])
-        assert (bool(dataset[row]["flag"]), dataset[row]["id"]) == (wanted["flag"], wanted["id"])
+def test_extension_in_a_union_is_refused(tmp_path: Path) -> None:
+    union = pyarrow.UnionArray.from_sparse(pyarrow.array([0] * ROWS, pyarrow.int8()), [uuids])
+    write_arrow(pyarrow.table({"c": union}), tmp_path)
+    index_folder(tmp_path)
+    words = r"column 'c': an extension type must not be within a union.*Write the"
+    with closing(StreamingDataset(str(tmp_path))) as dataset, pytest.raises(DatasetError, match=words):
+        dataset[3]
+
+
+@pytest.mark.parametrize("to", ["mds", "parquet"])
+def test_extensions_are_converted(to: str, tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    names = ["tensor", "turned", "bool8", "json", "uuid", "list of json"]
+    write_arrow(pyarrow.table({name: COLUMNS[name][0] for name in names}), tmp_path / "from")
+    index_folder(tmp_path / "from")
+    done = convert_dataset(tmp_path / "from", tmp_path / "to", to, processes=1)
+    assert done.samples == ROWS
+    with closing(StreamingDataset(str(tmp_path / "to"))) as dataset:
+        for row, sample in enumerate(dataset[:]):
+            for name in names:
+                assert np.array_equal(sample[name], COLUMNS[name][1][row]), name
+
+
+def test_lance_has_the_same_values(tmp_path: Path) -> None:
+    lance = pytest.importorskip("lance")
+    for name in ("tensor", "json", "uuid", "bool8"):
+        array, expected = COLUMNS[name]
+        folder = str(tmp_path / f"{name}.lance")
+        try:
+            lance.write_dataset(pyarrow.table({"c": array}), folder)
+        except (OSError, ValueError, DatasetError):
+            continue  # Lance itself refuses the type
+        assert same([row["c"] for row in LanceRows(folder)[list(range(ROWS))]], expected)

@@ -161,9 +161,14 @@ def test_without_validator_it_begins_again(tmp_path: Path, server: ShardServer) 
     place.close()
 
 
-def test_file_changed_during_read_is_never_mixed(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("any_version", [False, True])
+def test_file_changed_during_read_is_never_mixed(
+    place: RemoteFolder, server: ShardServer, tmp_path: Path, any_version: bool
+) -> None:
+    """Also if the server sends a range of the new file, though another version was asked for."""
     other = raw_bytes(2, SIZE)
-    server.faults[NAME] = [Fault(cut_after=50_000, then=lambda: (server.folder / NAME).write_bytes(other))]
+    changes = Fault(cut_after=50_000, then=lambda: (server.folder / NAME).write_bytes(other))
+    server.faults[NAME] = [changes, Fault(any_version=any_version)]
     assert fetch(place, tmp_path) == other
     assert len(server.ranges) == 1
 

@@ -15,7 +15,7 @@ from given_shards import Given, again, first, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data import Mixture, Repeated, ShardedSource, WindowShuffled
+from penstock.data import LogicalShards, Mixture, Repeated, Schedule, ShardedSource, WindowShuffled
 from penstock.data.sharded.layers import mixture, mixture_shares
 from penstock.data.sharded.layers.mixture import Stop
 from penstock.data.sharded.layers.mixture_shares import MAX_PARTS, MixtureShares, parts_of, shares_of
@@ -68,9 +68,16 @@ def test_odd_weights_are_rounded_to_parts(weights: list[float]) -> None:
         ([1, 1e-6], r"weights\[1\] must be at least 1/65,536 .*, 1, got 1e-06"),
     ],
 )
-def test_weights_that_cannot_be_meant(weights: Any, message: str) -> None:
+def test_invalid_weights_are_refused(weights: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         parts_of(weights)
+
+
+def test_errors_name_the_source_of_a_weight() -> None:
+    sources = {name: LogicalShards([[1]], shards=1) for name in ("web", "code")}
+    for weights in ({"web": 1, "code": -2}, Schedule({0: {"web": 1}, 9: {"web": 1, "code": -2}})):
+        with pytest.raises(InvalidArgumentError, match=r"weights\['code'\] must be at least 0, got -2"):
+            Mixture(sources, weights=weights)
 
 
 # --- turns

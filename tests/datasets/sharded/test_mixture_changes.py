@@ -272,8 +272,8 @@ def test_retired_source_needs_no_weights() -> None:
     ("weights", "added", "retired", "says"),
     [
         ({"a": "1", "x": "1"}, {}, [], r"a source must be one of a, b, got 'x'"),
-        ({"a": "-1", "b": "2"}, {}, [], r"weights\[0\] must be at least 0, got -1"),
-        ({"a": "nan", "b": "2"}, {}, [], r"weights\[0\] must be a finite number, got 'nan'"),
+        ({"a": "-1", "b": "2"}, {}, [], r"weights\['a'\] must be at least 0, got -1"),
+        ({"a": "nan", "b": "2"}, {}, [], r"weights\['a'\] must be a finite number, got 'nan'"),
         ({"a": "1e400", "b": "0"}, {}, ["x"], r"must be one of a, b, got 'x'"),
         ({"a": "0", "b": "0"}, {}, [], r"at least one weight must be above 0"),
         ({"a": "1e400", "b": "1"}, {}, [], r"at least 1/65,536 of the sum of all weights, more than 1e\+308, got 1"),

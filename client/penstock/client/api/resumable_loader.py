@@ -89,7 +89,7 @@ class ResumableLoader(OpenedLoader):
         first = session.first_step if session is not None else self.step
         if not first <= step <= self.step:
             raise StateUnavailableError(
-                f"{self.name}: step of state_at(step) must be from {first} to {self.step}, got {step}: pass a step "
+                f"{self.name}: state_at(): step must be from {first} to {self.step}, got {step}: pass a step "
                 "that was delivered since the loader was made or a state was loaded"
             )
         if session is None or step == first:

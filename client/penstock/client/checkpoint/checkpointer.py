@@ -53,9 +53,9 @@ class Progress:
     step: int | None
     """Step whose checkpoint is being written; None if none is being written."""
     written: int
-    """Number of bytes written so far, for all these saves."""
+    """Number of bytes written so far, for all saves that are not on the disk yet."""
     total: int
-    """Number of bytes to write in all."""
+    """Number of bytes that these saves must write in all."""
 
 
 class AsyncCheckpointer:

@@ -462,7 +462,7 @@ class OrderedReader:
             warn_user(f"{self._label}: {note}")
 
     def _log_not_used(self, views: Sequence[pb.SlotView]) -> None:
-        """Log once why a worker replays instead of using the loader's state methods; saves are slower then."""
+        """Log once why the loader's own state methods are not used, so that saves and recoveries are slower."""
         why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
         if why and not self._logged_not_used:
             self._logged_not_used = True

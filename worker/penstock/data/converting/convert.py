@@ -32,6 +32,7 @@ from penstock.data.converting.convert_part import PartConverter, data_of, source
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
 from penstock.data.converting.target_settings import target_settings
 from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
+from penstock.data.formats.parquet.extension_types import storage_of
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import ReadOptions, Shard, rows_of
 from penstock.data.indexes.order_layout import OrderLayout
@@ -212,7 +213,7 @@ def _chosen(
 
 
 def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
-    """Return the Arrow types (of pyarrow) of a source's columns by name; empty if its files declare none."""
+    """Return pyarrow's types that store a source's columns, by name; empty if its files have no Arrow types."""
     if shard.format not in ("parquet", "arrow"):
         return {}
     arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
@@ -223,7 +224,7 @@ def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
             begin = file.read(len(ARROW_FILE))
             file.seek(0)
             schema = (arrow.ipc.open_file if begin == ARROW_FILE else arrow.ipc.open_stream)(file).schema
-        return {field.name: field.type for field in schema}
+        return {field.name: storage_of(field.type) for field in schema}
 
 
 def _image_types(shards: Sequence[Shard], names: Sequence[str]) -> dict[str, str]:

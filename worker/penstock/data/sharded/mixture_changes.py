@@ -302,4 +302,4 @@ def new_parts(
             "weight, or --retire it"
         )
     values = [0 if name in retired else given.get(name, 0) for name in names]
-    return dict(zip(names, parts_of(values), strict=True))
+    return dict(zip(names, parts_of(values, names), strict=True))

@@ -412,8 +412,8 @@ class SaveJob:
             raise WriteFailed(causes)
 
     def _explain(self, error: BaseException, where: Path, nbytes: int = 0) -> str:
-        """Return the text of an error for the user: the file `where`, the cause, and the remedy for a full disk of
-        `nbytes`."""
+        """Return the text of an error for the user: the file, the cause, and the remedy. `where`: path of the file, of
+        which `nbytes` bytes were to be written."""
         if not isinstance(error, OSError) or isinstance(error, PenstockError):
             return str(error)
         text = f"{error.filename or where}: {error.strerror or error}"

@@ -15,12 +15,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from penstock.data.formats.arrow.ipc_messages import BatchLayout
-from penstock.data.formats.parquet.extension_values import is_extension, meaning_of
+from penstock.data.formats.parquet.extension_types import conversion_of, storage_of
 from penstock.data.formats.parquet.parquet_values import value_of
 
 __all__ = ["Batch", "Column", "column_plans"]
@@ -112,17 +113,30 @@ class Column(ABC):
 
     def __init__(self, kind: Any, node: int, buffer: int) -> None:
         self.kind, self.node, self.buffer = kind, node, buffer
+        self.name, self.declared = "", kind
+        """Name of the column, and its type in the file's schema: an extension, if `kind` only stores it."""
         self.children: list[Column] = []
         self._value = value_of(kind)
 
+    @cached_property
+    def convert(self) -> Callable[[Any], Any] | None:
+        """Conversion of the values of an extension, see extension_types.py."""
+        return conversion_of(self.name, self.declared)
+
+    def value(self, batch: Batch, row: int) -> Any:
+        """Return the value of a row. Raises as `row` does."""
+        value = self.row(batch, row)
+        return value if self.convert is None else self.convert(value)
+
     def row(self, batch: Batch, row: int) -> Any:
-        """Return the value of a row. Raises ValueError, IndexError, or an error of pyarrow if the bytes are damaged."""
+        """Return the value of a row, of the type that stores it. Raises ValueError, IndexError, or an error of pyarrow
+        if the bytes are damaged."""
         array = self.array(batch, row, row + 1)
         array.validate(full=True)
         return self._value(array[0])
 
     def array(self, batch: Batch, begin: int, end: int) -> Any:
-        """Return rows `begin` to `end` - 1 as a pyarrow array."""
+        """Return the rows from `begin` to `end` as a pyarrow array of `kind`."""
         arrow = importlib.import_module("pyarrow")
         # Validity bits are read by whole bytes, so the rows begin at a whole byte, too.
         first = begin - begin % 8 if batch.nulls(self.node) else begin
@@ -304,9 +318,6 @@ def column_plans(schema: Any) -> list[tuple[str, Column]] | None:
 
     def plan(kind: Any) -> Column | None:
         nonlocal node, buffer
-        if is_extension(kind):
-            stored = plan(kind.storage_type)
-            return stored and _Extension(kind, stored)
         made = _plan(kind, node, buffer)
         if made is None:
             return None
@@ -321,9 +332,10 @@ def column_plans(schema: Any) -> list[tuple[str, Column]] | None:
 
     plans = []
     for one in schema:
-        column = plan(one.type)
+        column = plan(storage_of(one.type))
         if column is None:
             return None
+        column.name, column.declared = one.name, one.type
         plans.append((one.name, column))
     return plans
 
@@ -346,25 +358,6 @@ def _plan(kind: Any, node: int, buffer: int) -> Column | None:
     if types.is_dictionary(kind) or types.is_nested(kind):
         return None
     return _Fixed(kind, node, buffer) if _has_bits(kind) else None
-
-
-class _Extension(Column):
-    """Column of an extension type, such as a tensor of a fixed shape. Its stored values are read by the column
-    `stored`."""
-
-    def __init__(self, kind: Any, stored: Column) -> None:
-        super().__init__(kind, stored.node, stored.buffer)
-        self._stored, self._meaning = stored, meaning_of(kind)
-
-    def row(self, batch: Batch, row: int) -> Any:
-        return self._meaning.one(self._stored.row(batch, row))
-
-    def array(self, batch: Batch, begin: int, end: int) -> Any:
-        arrow = importlib.import_module("pyarrow")
-        return arrow.ExtensionArray.from_storage(self.kind, self._stored.array(batch, begin, end))
-
-    def buffers(self, batch: Batch, begin: int, end: int) -> tuple[list[bytes], list[Any]]:
-        return self._stored.buffers(batch, begin, end)
 
 
 class _Map(_List):

@@ -280,7 +280,7 @@ class ArrowReader:
                 return sample
             batch = self._layouts.get(number) or self._laid_out(number)
             for column, plan in self._plans:
-                sample[column] = plan.row(batch, row)
+                sample[column] = plan.value(batch, row)
             return sample
         except DatasetError:
             raise
@@ -332,7 +332,7 @@ class ArrowReader:
         for name, plan in self._plans:
             array = plan.array(batch, first, first + end - begin)
             array.validate(full=True)
-            columns.append((name, column_of(chunked([array]))))
+            columns.append((name, column_of(name, chunked([array]), plan.declared)))
         return columns
 
     def get_columns(self, rows: Ints) -> Columns | None:
@@ -358,7 +358,7 @@ class ArrowReader:
             at += count
         if alone:
             found = [self._found(row) for row in rows[alone].tolist()]
-            by_row: Columns = {name: [plan.row(batch, row) for batch, row in found] for name, plan in self._plans}
+            by_row: Columns = {name: [plan.value(batch, row) for batch, row in found] for name, plan in self._plans}
             parts.append((np.array(alone), by_row))
         return joined(len(rows), parts)
 
@@ -424,7 +424,7 @@ class ArrowReader:
             return kept
         MEMORY.make_room(self._file.batches[number][2])
         batch, chunked = self._file.whole(number), _pyarrow().chunked_array
-        columns = [(name, column_of(chunked([batch[name]]))) for name in self._columns]
+        columns = [(name, column_of(name, chunked([batch[name]]))) for name in self._columns]
         self._whole[number] = columns
         MEMORY.add(self._owner, number, batch.nbytes)
         return columns

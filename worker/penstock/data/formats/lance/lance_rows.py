@@ -45,7 +45,7 @@ class _Table:
 
     @staticmethod
     def of(table: Any, first: int) -> _Table:
-        columns = zip(table.column_names, map(column_of, table.columns), strict=True)
+        columns = zip(table.column_names, map(column_of, table.column_names, table.columns), strict=True)
         return _Table(first, table.num_rows, list(columns))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data.batch_columns import Values, as_python_numbers, by_number, placed, stacked_slices
-from penstock.data.formats.parquet.extension_values import Meaning, is_extension, meaning_of
+from penstock.data.formats.parquet.extension_types import conversion_of, storage_of
 from penstock.data.formats.parquet.parquet_values import Value, value_of
 from penstock.data.ordering.permutation import Ints
 
@@ -47,9 +47,15 @@ class Column(Protocol):
         """Return the values in these rows (at least one) joined into one column of a batch."""
 
 
-def column_of(chunks: Any) -> Column:
-    """Return the column of a pyarrow ChunkedArray. It may have several chunks, because an array of text has at most 2
-    GiB."""
+def column_of(name: str, chunks: Any, kind: Any = None) -> Column:
+    """Return the column of a pyarrow ChunkedArray. An array of text has at most 2 GiB, so there may be several. `kind`:
+    pyarrow type of the values, if the array has `storage_of(kind)`; None: that of the array. Raises DatasetError."""
+    convert, plain = conversion_of(name, chunks.type if kind is None else kind), storage_of(chunks.type)
+    column = _column_of(chunks if plain is chunks.type else chunks.cast(plain))
+    return column if convert is None else _Converted(column, convert)
+
+
+def _column_of(chunks: Any) -> Column:
     parts = [_column(chunk) for chunk in chunks.chunks]
     return parts[0] if len(parts) == 1 else _Chunks(parts, [len(chunk) for chunk in chunks.chunks])
 
@@ -62,8 +68,6 @@ def _column(array: Any) -> Column:
 def _maker(kind: Any) -> Callable[[Any], Column]:
     """Return the function that makes a Column of a pyarrow array of type `kind`."""
     types = importlib.import_module("pyarrow.types")
-    if is_extension(kind):
-        return partial(_Extension, meaning=meaning_of(kind))
     number = _number(types, kind)
     if number is not None and kind.bit_width > 1:
         return partial(_Numbers, dtype=number)
@@ -118,27 +122,6 @@ class _Scalars:
 
     def batch(self, rows: Ints) -> Values:
         return self.many(rows.tolist())
-
-
-class _Extension:
-    """Column of an extension type. Its stored values are read by another column, and converted
-    (extension_values.py)."""
-
-    def __init__(self, array: Any, meaning: Meaning) -> None:
-        self._stored, self._meaning = _column(array.storage), meaning
-
-    def at(self, row: int) -> Any:
-        return self._meaning.one(self._stored.at(row))
-
-    def view(self, row: int) -> Any:
-        return self._meaning.one(self._stored.view(row))
-
-    def many(self, rows: Sequence[int]) -> list[Any]:
-        return [self._meaning.one(value) for value in self._stored.many(rows)]
-
-    def batch(self, rows: Ints) -> Values:
-        found: Values = self._meaning.many(self._stored.batch(rows))
-        return found
 
 
 class _Numbers:
@@ -228,6 +211,25 @@ class _Lists:
             sizes = self._offsets[rows + 1] - begins
             if (sizes == sizes[0]).all():
                 return stacked_slices(self._all, begins, int(sizes[0]))
+        return self.many(rows.tolist())
+
+
+class _Converted:
+    """Column of an extension type, made of the column that stores it."""
+
+    def __init__(self, column: Column, convert: Callable[[Any], Any]) -> None:
+        self._column, self._convert = column, convert
+
+    def at(self, row: int) -> Any:
+        return self._convert(self._column.at(row))
+
+    def view(self, row: int) -> Any:
+        return self._convert(self._column.view(row))
+
+    def many(self, rows: Sequence[int]) -> list[Any]:
+        return [self._convert(value) for value in self._column.many(rows)]
+
+    def batch(self, rows: Ints) -> Values:
         return self.many(rows.tolist())
 
 

@@ -384,7 +384,7 @@ class ParquetReader:
         self._check_unchanged(opened)
         arrays = dict(zip(table.column_names, map(_expand_texts, table.columns), strict=True))
         read = table.column_names if self._wanted is None else self._wanted
-        columns = [(name, column_of(arrays[name])) for name in read]
+        columns = [(name, column_of(name, arrays[name])) for name in read]
         with self._lock:
             if self._opened is None:
                 return columns

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.formats.parquet.extension_values import is_extension, meaning_of
-
 __all__ = ["value_of"]
 
 Value = Callable[[Any], Any]
@@ -31,17 +29,13 @@ def _as_py(scalar: Any) -> Any:
 
 
 def _fine(kind: Any) -> Value | None:
-    """Return the function that converts scalars of a type with nanoseconds, or of an extension type; None for any other
-    type."""
+    """Return the conversion for a type with nanoseconds; None for any other type."""
     types = importlib.import_module("pyarrow.types")
     if types.is_timestamp(kind) or types.is_duration(kind) or types.is_time64(kind):
         if kind.unit != "ns":
             return None
         make = np.datetime64 if types.is_timestamp(kind) else np.timedelta64
         return lambda scalar: make(scalar.value, "ns") if scalar.is_valid else None
-    if is_extension(kind):
-        stored, meaning = value_of(kind.storage_type), meaning_of(kind)
-        return lambda scalar: meaning.one(stored(scalar.value)) if scalar.is_valid else None
     if types.is_dictionary(kind):
         chosen = _fine(kind.value_type)
         return chosen and (lambda scalar: chosen(scalar.value) if scalar.is_valid else None)

@@ -161,6 +161,7 @@ def segments_of(weights: Weights | Schedule, names: Sequence[str]) -> tuple[Segm
 
 
 def _parts(weights: Any, names: Sequence[str], where: str) -> tuple[int, ...]:
+    keys = names if isinstance(weights, Mapping) else None
     if isinstance(weights, Mapping):
         unknown = [name for name in weights if name not in names]
         if unknown:
@@ -176,7 +177,7 @@ def _parts(weights: Any, names: Sequence[str], where: str) -> tuple[int, ...]:
             f"{where} must be one weight for each of {len(names)} sources, got {count}. Pass as many weights as sources"
         )
     try:
-        return parts_of(weights)
+        return parts_of(weights, keys)
     except InvalidArgumentError as error:
         if where == "the weights":
             raise

@@ -60,14 +60,17 @@ source half too often; a larger one makes sources alternate again."""
 Weight = float | int | Fraction | Decimal
 
 
-def parts_of(weights: Sequence[Weight]) -> tuple[int, ...]:
+def parts_of(weights: Sequence[Weight], names: Sequence[str] | None = None) -> tuple[int, ...]:
     """Return the weights as whole numbers (parts) in the same ratio: 0.7, 0.2 and 0.1 become 7, 2 and 1.
+
+    `names`: names of the sources, for errors; None: errors number them.
 
     A weight is taken as the fraction in its decimal text. If the parts would sum up to more than MAX_PARTS, the weights
     are rounded so that they sum up to MAX_PARTS; those with the largest remainders are rounded up. Raises
     InvalidArgumentError for invalid weights.
     """
-    exact = [_fraction(number, weight) for number, weight in enumerate(weights)]
+    keys: Sequence[Any] = range(len(weights)) if names is None else names
+    exact = [_fraction(key, weight) for key, weight in zip(keys, weights, strict=True)]
     total = sum(exact)
     if total == 0:
         raise InvalidArgumentError(f"at least one weight must be above 0, got {list(weights)}")
@@ -79,31 +82,31 @@ def parts_of(weights: Sequence[Weight]) -> tuple[int, ...]:
     largest = sorted(range(len(parts)), key=lambda number: (parts[number] - shares[number] * MAX_PARTS, number))
     for number in largest[: MAX_PARTS - sum(parts)]:
         parts[number] += 1
-    for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+    for key, part, weight in zip(keys, parts, weights, strict=True):
         if weight and not part:
             raise InvalidArgumentError(
-                f"weights[{number}] must be at least 1/{MAX_PARTS:,} of the sum of all weights, {_text(total)}, got "
+                f"weights[{key!r}] must be at least 1/{MAX_PARTS:,} of the sum of all weights, {_text(total)}, got "
                 f"{weight}, with which its source would never be read. Make it larger, or 0"
             )
     return _reduced(tuple(parts))
 
 
-def _fraction(number: int, weight: Any) -> Fraction:
+def _fraction(key: int | str, weight: Any) -> Fraction:
     text = str(weight)
     try:
         exponent = int(text.lower().partition("e")[2] or 0)
         exact = Fraction(text if abs(exponent) <= MAX_EXPONENT else 0)
     except (ValueError, ZeroDivisionError):
         raise InvalidArgumentError(
-            f"weights[{number}] must be a finite number, got {weight!r}. Correct the weight"
+            f"weights[{key!r}] must be a finite number, got {weight!r}. Correct the weight"
         ) from None
     if abs(exponent) > MAX_EXPONENT:
         raise InvalidArgumentError(
-            f"weights[{number}] must have an exponent from -{MAX_EXPONENT} to {MAX_EXPONENT}, got {weight!r}. Divide "
+            f"weights[{key!r}] must have an exponent from -{MAX_EXPONENT} to {MAX_EXPONENT}, got {weight!r}. Divide "
             "all weights by a common number"
         )
     if exact < 0:
-        raise InvalidArgumentError(f"weights[{number}] must be at least 0, got {weight}. Use 0 to leave the source out")
+        raise InvalidArgumentError(f"weights[{key!r}] must be at least 0, got {weight}. Use 0 to leave the source out")
     return exact
 
 

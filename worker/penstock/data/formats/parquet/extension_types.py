@@ -1,0 +1,134 @@
+"""Values of Arrow's extension types, such as tensors, JSON and UUIDs.
+
+An extension is a type of Arrow with a name. Whether pyarrow gives its values as objects of its own depends on pyarrow's
+release, and on the packages that were imported and registered extensions. So a value is always that of the type that
+stores it: JSON is text, a UUID is 16 bytes. There are two exceptions: a tensor is an array of its shape, and a bool8 is
+a bool.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from penstock.proto.errors import DatasetError
+
+__all__ = ["conversion_of", "storage_of"]
+
+Conversion = Callable[[Any], Any]
+"""Function from the value of the type that stores an extension, or None, to the value of a sample."""
+KEPT_TYPES = 256
+"""Number of pyarrow types whose storage and conversion are remembered."""
+
+
+@lru_cache(maxsize=KEPT_TYPES)
+def storage_of(kind: Any) -> Any:
+    """Return a pyarrow type with the types that store them in place of extensions, nested ones too; the same object if
+    it has no extension, or one that `conversion_of` refuses."""
+    arrow = importlib.import_module("pyarrow")
+    types = arrow.types
+    if hasattr(kind, "storage_type"):
+        return storage_of(kind.storage_type)
+    fields = _fields(kind)
+    plain = [field.with_type(storage_of(field.type)) for field in fields]
+    if all(now.type is field.type or now.type == field.type for now, field in zip(plain, fields, strict=True)):
+        return kind
+    if types.is_struct(kind):
+        return arrow.struct(plain)
+    if types.is_map(kind):
+        return arrow.map_(*plain, keys_sorted=kind.keys_sorted)
+    if types.is_fixed_size_list(kind):
+        return arrow.list_(*plain, kind.list_size)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return (arrow.large_list if types.is_large_list(kind) else arrow.list_)(*plain)
+    return kind
+
+
+def _fields(kind: Any) -> list[Any]:
+    """Return the fields of the types within a pyarrow type."""
+    types = importlib.import_module("pyarrow.types")
+    if types.is_map(kind):
+        return [kind.key_field, kind.item_field]
+    if types.is_struct(kind) or types.is_union(kind):
+        return [kind.field(number) for number in range(kind.num_fields)]
+    return [kind.value_field] if types.is_nested(kind) and hasattr(kind, "value_field") else []
+
+
+def conversion_of(column: str, kind: Any) -> Conversion | None:
+    """Return the function that converts values of `storage_of(kind)`; None if they stay as they are. `column`: name of
+    the column. Raises DatasetError, which names it, for a type whose values cannot be told."""
+    try:
+        return _conversion(kind)
+    except DatasetError as error:
+        raise DatasetError(f"column {column!r}: {error.message}") from None
+
+
+@lru_cache(maxsize=KEPT_TYPES)
+def _conversion(kind: Any) -> Conversion | None:
+    arrow = importlib.import_module("pyarrow")
+    types = arrow.types
+    if hasattr(kind, "storage_type"):
+        name = getattr(kind, "extension_name", "")
+        if name == "arrow.bool8":
+            return _present(bool)
+        return _tensor(kind) if name == "arrow.fixed_shape_tensor" else _conversion(kind.storage_type)
+    if types.is_struct(kind):
+        fields = {field.name: _conversion(field.type) for field in _fields(kind)}
+        return _struct({name: each for name, each in fields.items() if each is not None})
+    if types.is_map(kind):
+        key, item = _conversion(kind.key_type), _conversion(kind.item_type)
+        return _map(key or _same, item or _same) if key or item else None
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = _conversion(kind.value_type)
+        return inner and _present(lambda values: [inner(each) for each in values])
+    if any(storage_of(field.type) is not field.type for field in _fields(kind)):
+        raise DatasetError(
+            f"an extension type must not be within a union or a list view, got {kind}. Write the column with the type "
+            "that stores the extension, or leave it out with the argument columns"
+        )
+    return None
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _present(convert: Conversion) -> Conversion:
+    """Return the conversion that leaves None as it is."""
+    return lambda value: None if value is None else convert(value)
+
+
+def _struct(fields: Mapping[str, Conversion]) -> Conversion | None:
+    if not fields:
+        return None
+    return _present(lambda value: {name: fields.get(name, _same)(each) for name, each in value.items()})
+
+
+def _map(key: Conversion, item: Conversion) -> Conversion:
+    return _present(lambda pairs: [(key(one), item(other)) for one, other in pairs])
+
+
+def _tensor(kind: Any) -> Conversion:
+    """Return the conversion of a tensor: to an array of its logical shape, or to nested lists if an element is
+    null."""
+    shape, permutation = tuple(kind.shape), kind.permutation
+    if permutation is not None and [permutation[number] for number in permutation] != sorted(permutation):
+        # pyarrow 26 writes the inverse of what Arrow's specification says, and reads neither of the two.
+        raise DatasetError(
+            f"a tensor's permutation must be its own inverse, because writers differ in the meaning of others, got "
+            f"{kind}. Write the tensors in their logical order, or leave the column out with the argument columns"
+        )
+    dtype = np.dtype(kind.value_type.to_pandas_dtype())
+
+    def shaped(values: Any) -> Any:
+        is_whole = isinstance(values, np.ndarray) or None not in values
+        flat = values if isinstance(values, np.ndarray) else np.array(values, dtype if is_whole else object)
+        array = flat.reshape(shape)
+        array = array if permutation is None else np.ascontiguousarray(array.transpose(permutation))
+        return array if is_whole else array.tolist()
+
+    return _present(shaped)
