@@ -24,7 +24,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from penstock.data import CSVWriter, JSONWriter, MDSWriter, XSVWriter, index_folder
+from penstock.data import CSVWriter, JSONWriter, MDSWriter, index_folder
 from penstock.data.formats.index import INDEX, write_index
 from penstock.data.formats.megatron.token_documents import index_megatron
 from penstock.data.formats.shards import Shard
@@ -266,7 +266,6 @@ FOLDERS: dict[str, Callable[[Path], Samples]] = {
     "mds": partial(written, writer=MDSWriter, columns={kind: kind for kind in VALUES if kind != "float"}),
     "json": partial(written, writer=JSONWriter, columns=TEXTS),
     "csv": partial(written, writer=CSVWriter, columns=TEXTS),
-    "xsv": partial(written, writer=partial(XSVWriter, separator="<>", newline="\r\n"), columns=TEXTS),
     "parquet": parquet,
     "megatron": megatron,
     "arrow": arrow,
