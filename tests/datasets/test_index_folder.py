@@ -21,7 +21,7 @@ from forked_jobs import forked_jobs
 from penstock.data import CSVWriter, MDSWriter, StreamingDataset, index_folder, job_processes
 from penstock.data.formats.records import json_lines
 from penstock.data.writing import index_each, index_process
-from penstock.data.writing.index_each import JOURNAL
+from penstock.data.writing.index_each import STAMPS
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 
@@ -68,8 +68,8 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", code, tmp_path])
     try:
         deadline = time.monotonic() + 60
-        journal = tmp_path / JOURNAL
-        while not journal.exists() or journal.read_bytes().count(b"\n") < 5:
+        stamps = tmp_path / STAMPS
+        while not stamps.exists() or stamps.read_bytes().count(b"\n") < 6:
             assert time.monotonic() < deadline
             assert child.poll() is None
             time.sleep(0.02)
@@ -77,7 +77,7 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
         child.send_signal(signal.SIGKILL)
         child.wait(60)
     assert not (tmp_path / "index.json").exists()
-    with journal.open("ab") as log:
+    with stamps.open("ab") as log:
         log.write(b'["5.jsonl", 1')  # as a kill within a write leaves it
     changed = tmp_path / "1.jsonl"
     changed.write_bytes(changed.read_bytes()[::-1].replace(b"\n", b" ", 2)[::-1])  # of the same size
@@ -85,7 +85,45 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
     assert [shard.samples for shard in index_folder(tmp_path)] == [5, 4, 5, 5, 5, 5]
     kept = [n for n in range(3) if (tmp_path / f"{n}.jsonl.penstock-index").stat().st_ino == before[n]]
     assert kept == [0, 2]
-    assert not journal.exists()
+
+
+def test_unchanged_files_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what is new or changed is, also if size and time of change are the same."""
+    for part in range(5):
+        write(tmp_path / f"{part}.jsonl", range(3))
+    index_folder(tmp_path)
+    assert "have not changed" not in capsys.readouterr().err
+    indexed, read = index_each.indexed, list[str]()
+
+    def noted(index_file: Any, path: Path, name: str, out: Path) -> Any:
+        read.append(name)
+        return indexed(index_file, path, name, out)
+
+    monkeypatch.setattr(index_each, "indexed", noted)
+    first = (tmp_path / "index.json").read_bytes()
+    index_folder(tmp_path)
+    assert (read, (tmp_path / "index.json").read_bytes()) == ([], first)
+    assert f"{tmp_path}: 5 of 5 files have not changed since they were indexed" in capsys.readouterr().err
+    changed, times = tmp_path / "1.jsonl", (tmp_path / "1.jsonl").stat()
+    changed.write_text(changed.read_text()[::-1].replace("{\n}", "{ }", 1)[::-1])  # two lines, not three
+    os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert changed.stat().st_size == times.st_size
+    (tmp_path / "2.jsonl").unlink()
+    (tmp_path / "3.jsonl.penstock-index").unlink()
+    write(tmp_path / "9.jsonl", range(4))
+    assert [shard.samples for shard in index_folder(tmp_path)] == [3, 2, 3, 3, 4]
+    assert read == ["1.jsonl", "3.jsonl", "9.jsonl"]
+
+
+def test_entries_of_another_release_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.jsonl", range(3))
+    index_folder(tmp_path)
+    before = (tmp_path / "a.jsonl.penstock-index").stat().st_ino
+    monkeypatch.setattr(index_each, "STAMPS_VERSION", 2)
+    index_folder(tmp_path)
+    assert (tmp_path / "a.jsonl.penstock-index").stat().st_ino != before
 
 
 def test_folder_without_samples_is_refused(tmp_path: Path) -> None:
@@ -242,7 +280,7 @@ def test_killed_processes_are_continued(tmp_path: Path, monkeypatch: pytest.Monk
 
     child = Child(killed)
     assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == -signal.SIGKILL
-    lines = (tmp_path / JOURNAL).read_bytes().count(b"\n")
+    lines = (tmp_path / STAMPS).read_bytes().count(b"\n") - 1
     assert 10 <= lines < 30
     assert not (tmp_path / "index.json").exists()
     read: list[str] = []

@@ -1,4 +1,8 @@
-"""Indexing of files, in several processes if it takes long, with progress. A later call continues after a kill."""
+"""Indexing of files, in several processes if it takes long, with progress.
+
+The entries of indexed files stay in a hidden file beside the index. So a call continues one that was killed, and a call
+for a folder that has grown reads only the files that are new or were changed.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,12 @@ from penstock.proto.errors import DatasetError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
-__all__ = ["JOURNAL", "index_each", "indexed"]
+__all__ = ["STAMPS", "index_each", "indexed"]
 
-JOURNAL = ".penstock-indexing"
-"""Name of the file with the entries of the files that are finished, while a folder is indexed."""
+STAMPS = ".penstock-indexed"
+"""Name of the file with the entries of the files that were indexed, each with the identity of the file's content."""
+STAMPS_VERSION = 1
+"""Version of the entries. Raise it when an index of the same files gets other entries, so that they are read again."""
 PROGRAM = "penstock.data.writing.index_process"
 MEASURE_S = 0.5
 """Seconds of indexing in this process from which the time for the other files is estimated."""
@@ -42,24 +48,26 @@ def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: 
         format: name of their format, a key of INDEXABLE.
         out: folder of the index.
 
-    Files that an earlier call finished, and that have not changed since, are not read again. The caller removes
-    JOURNAL from the index's folder once the index is written. Raises DatasetError, and what `index_file` raises.
+    Files that an earlier call indexed, and that have not changed since, are not read again. Raises DatasetError, and
+    what `index_file` raises.
     """
     names = [name for name, _ in files]
     keys = {name: _key(root, name) for name in names}
-    done = {name: entry for name, entry in _finished(root, out).items() if entry[0] == keys.get(name)}
-    left, journal = [name for name in names if name not in done], out / JOURNAL
+    done = {name: entry for name, entry in _finished(root, out, format).items() if entry[0] == keys.get(name)}
+    left, stamps = [name for name in names if name not in done], out / STAMPS
     progress = Progress(FILES_S)
     try:
-        write_whole(journal, b"".join(_line(key, shard) for key, shard in done.values()))
-        with journal.open("ab") as log, contextlib.closing(_shards(root, left, format, out)) as found:
+        if done:
+            progress.show(f"{root}: {len(done)} of {len(names)} files have not changed since they were indexed")
+        write_whole(stamps, _head(format) + b"".join(_line(key, shard) for key, shard in done.values()))
+        with stamps.open("ab") as log, contextlib.closing(_shards(root, left, format, out)) as found:
             for name, shard in found:
                 done[name] = keys[name], shard
                 _append(log, *done[name])
                 progress.update(f"{root}: indexed {len(done)} of {len(names)} files")
     except OSError as error:
         raise DatasetError(
-            f"{journal} cannot be written: {error}. Give index_folder an argument `out`, a folder that you can write to"
+            f"{stamps} cannot be written: {error}. Give index_folder an argument `out`, a folder that you can write to"
         ) from error
     finally:
         progress.finish()
@@ -108,6 +116,11 @@ def _key(root: Path, name: str) -> _Key:
     return name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
+def _head(format: str) -> bytes:
+    """Return the first line of the file of entries."""
+    return json.dumps([STAMPS_VERSION, format.partition("-")[0]]).encode() + b"\n"
+
+
 def _line(key: _Key, shard: Shard) -> bytes:
     return json.dumps([*key, write_index([shard]).decode()]).encode() + b"\n"
 
@@ -117,19 +130,20 @@ def _append(log: IO[bytes], key: _Key, shard: Shard) -> None:
     log.flush()
 
 
-def _finished(root: Path, out: Path) -> dict[str, tuple[_Key, Shard]]:
-    """Return the files that an earlier run finished. A line that a kill cut short does not count, and a file whose file
+def _finished(root: Path, out: Path, format: str) -> dict[str, tuple[_Key, Shard]]:
+    """Return the files that an earlier run indexed. A line that a kill cut short does not count, and a file whose file
     of offsets is missing does not either."""
     found = {}
     try:
-        lines = (out / JOURNAL).read_bytes().splitlines()
+        text = (out / STAMPS).read_bytes()
     except FileNotFoundError:
         return {}
-    for line in lines:
+    head = _head(format)
+    for line in text.removeprefix(head).splitlines() if text.startswith(head) else ():
         try:
             *key, entry = json.loads(line)
             name, *numbers = key
-            (shard,) = read_index(entry.encode(), JOURNAL)
+            (shard,) = read_index(entry.encode(), STAMPS)
             whole = all(
                 (out if file.raw.name.endswith(ENDING) else root).joinpath(file.raw.name).stat().st_size
                 == file.raw.size

@@ -13,7 +13,7 @@ from penstock.data.formats.index import INDEX, SOURCE_NOTE, join_indexes, read_i
 from penstock.data.formats.records.energon_folder import prepared_note
 from penstock.data.formats.shards import Shard
 from penstock.data.remote.folders import RemoteFolder
-from penstock.data.writing.index_each import JOURNAL, index_each
+from penstock.data.writing.index_each import index_each
 from penstock.data.writing.index_parquet import index_parquet, is_hidden
 from penstock.data.writing.index_prepared import index_prepared, warn_of_loader
 from penstock.data.writing.indexable_files import INDEXABLE
@@ -46,8 +46,9 @@ def index_folder(
         dataset = StreamingDataset("s3://bucket/prepared", "/data/cache", split="train")
 
     Many files are indexed in several processes, with progress on standard error from the third second on. A call
-    continues one that was killed. Hidden files and folders, and those whose names begin with `_` and have no `=`, are
-    left out.
+    continues one that was killed, and does not read files again that have not changed since they were indexed (size,
+    times and inode). The hidden file .penstock-indexed beside the index lists them: remove it to have all files read.
+    Hidden files and folders, and those whose names begin with `_` and have no `=`, are left out.
 
     A remote folder must be one that Megatron Energon prepared, or have Parquet files. Of its archives only the offsets
     are read, which Energon has stored beside them. Other remote files: index a local copy, and upload index.json and
@@ -134,7 +135,6 @@ def _index_local(root: Path, format: str | None, out: Path, ranges: bool) -> lis
     if out != root:
         notes |= {SOURCE_NOTE: str(root)}
     write_whole(out / INDEX, write_index(shards, notes))
-    (out / JOURNAL).unlink(missing_ok=True)
     return shards
 
 
