@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ from forked_jobs import forked_jobs
 
 from penstock.data import CSVWriter, MDSWriter, StreamingDataset, index_folder, job_processes
 from penstock.data.formats.records import json_lines
-from penstock.data.formats.shards import Shard
 from penstock.data.writing import index_each, index_process
-from penstock.data.writing.index_each import JOURNAL
-from penstock.data.writing.indexable_files import INDEXABLE
+from penstock.data.writing.index_each import STAMPS
 from penstock.proto.errors import DatasetError, ShardCorruptError
 
 
@@ -71,8 +68,8 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", code, tmp_path])
     try:
         deadline = time.monotonic() + 60
-        journal = tmp_path / JOURNAL
-        while not journal.exists() or journal.read_bytes().count(b"\n") < 5:
+        stamps = tmp_path / STAMPS
+        while not stamps.exists() or stamps.read_bytes().count(b"\n") < 6:
             assert time.monotonic() < deadline
             assert child.poll() is None
             time.sleep(0.02)
@@ -80,7 +77,7 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
         child.send_signal(signal.SIGKILL)
         child.wait(60)
     assert not (tmp_path / "index.json").exists()
-    with journal.open("ab") as log:
+    with stamps.open("ab") as log:
         log.write(b'["5.jsonl", 1')  # as a kill within a write leaves it
     changed = tmp_path / "1.jsonl"
     changed.write_bytes(changed.read_bytes()[::-1].replace(b"\n", b" ", 2)[::-1])  # of the same size
@@ -90,25 +87,43 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
     assert kept == [0, 2]
 
 
-def test_later_call_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    lines = INDEXABLE["json_lines"]
-
-    def noted(path: Path, name: str, out: Path) -> Shard:
-        read.append(name)
-        return lines.index_file(path, name, out)
-
-    monkeypatch.setitem(INDEXABLE, "json_lines", replace(lines, index_file=noted))
-    for number in range(3):
-        write(tmp_path / f"{number}.jsonl", range(4))
+def test_unchanged_files_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what is new or changed is, also if size and time of change are the same."""
+    for part in range(5):
+        write(tmp_path / f"{part}.jsonl", range(3))
     index_folder(tmp_path)
-    write(tmp_path / "1.jsonl", range(4, 8))
-    write(tmp_path / "3.jsonl", range(5))
-    (tmp_path / "2.jsonl.penstock-index").unlink()
-    read.clear()
-    assert [shard.samples for shard in index_folder(tmp_path)] == [4, 4, 4, 5]
-    assert read == ["1.jsonl", "2.jsonl", "3.jsonl"]
-    assert [sample["n"] for sample in StreamingDataset(local=tmp_path)[0:9]] == [*range(8), 0]
+    assert "have not changed" not in capsys.readouterr().err
+    indexed, read = index_each.indexed, list[str]()
+
+    def noted(index_file: Any, path: Path, name: str, out: Path) -> Any:
+        read.append(name)
+        return indexed(index_file, path, name, out)
+
+    monkeypatch.setattr(index_each, "indexed", noted)
+    first = (tmp_path / "index.json").read_bytes()
+    index_folder(tmp_path)
+    assert (read, (tmp_path / "index.json").read_bytes()) == ([], first)
+    assert f"{tmp_path}: 5 of 5 files have not changed since they were indexed" in capsys.readouterr().err
+    changed, times = tmp_path / "1.jsonl", (tmp_path / "1.jsonl").stat()
+    changed.write_text(changed.read_text()[::-1].replace("{\n}", "{ }", 1)[::-1])  # two lines, not three
+    os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert changed.stat().st_size == times.st_size
+    (tmp_path / "2.jsonl").unlink()
+    (tmp_path / "3.jsonl.penstock-index").unlink()
+    write(tmp_path / "9.jsonl", range(4))
+    assert [shard.samples for shard in index_folder(tmp_path)] == [3, 2, 3, 3, 4]
+    assert read == ["1.jsonl", "3.jsonl", "9.jsonl"]
+
+
+def test_entries_of_another_release_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.jsonl", range(3))
+    index_folder(tmp_path)
+    before = (tmp_path / "a.jsonl.penstock-index").stat().st_ino
+    monkeypatch.setattr(index_each, "STAMPS_VERSION", 2)
+    index_folder(tmp_path)
+    assert (tmp_path / "a.jsonl.penstock-index").stat().st_ino != before
 
 
 def test_folder_without_samples_is_refused(tmp_path: Path) -> None:
@@ -119,23 +134,31 @@ def test_folder_without_samples_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "index.json").exists()
 
 
-def test_compressed_files_are_refused(tmp_path: Path) -> None:
+def test_hidden_files_are_left_out(tmp_path: Path) -> None:
+    for name in ("a/x.ndjson", "_temporary/x.jsonl", ".hidden/x.jsonl", "a/.x.jsonl", "_tmp.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, range(3))
+    assert [shard.name for shard in index_folder(tmp_path)] == ["a/x.ndjson"]
+
+
+def test_wrong_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="got none"):
+        index_folder(tmp_path)
     write(tmp_path / "a.jsonl", range(3))
+    (tmp_path / "b.parquet").write_bytes(b"")
+    with pytest.raises(DatasetError, match="1 of parquet and 1 of json_lines"):
+        index_folder(tmp_path)
+    assert len(index_folder(tmp_path, "json_lines")) == 1
     (tmp_path / "c.jsonl.gz").write_bytes(b"")
     with pytest.raises(DatasetError, match=r"c\.jsonl\.gz must not be compressed"):
         index_folder(tmp_path, "json_lines")
 
 
-@pytest.mark.parametrize(("writer", "beside"), [(CSVWriter, False), (MDSWriter, True)])
-def test_index_of_a_writer_is_kept(tmp_path: Path, writer: Any, beside: bool) -> None:
-    """Also beside files that can be indexed."""
-    with writer(tmp_path / "made", {"n": "int"}) as shards:
+def test_index_of_a_writer_is_kept(tmp_path: Path) -> None:
+    with CSVWriter(tmp_path / "made", {"n": "int"}) as shards:
         shards.write({"n": 1})
-    if beside:
-        pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "made" / "a.parquet")
     before = (tmp_path / "made" / "index.json").read_bytes()
-    says = f"must not be replaced, because a writer made it for shards of {writer.format}"
-    with pytest.raises(DatasetError, match=says):
+    with pytest.raises(DatasetError, match="must not be replaced, because a writer made it for shards of csv"):
         index_folder(tmp_path / "made")
     assert (tmp_path / "made" / "index.json").read_bytes() == before
 
@@ -174,6 +197,37 @@ def test_cached_results_of_map_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "below" / "state.json").write_text("{}")
     with pytest.raises(DatasetError, match=r"Index .*below instead"):
         index_folder(tmp_path)
+
+
+def test_index_of_a_writer_is_kept_beside_parquet(tmp_path: Path) -> None:
+    with MDSWriter(tmp_path / "made", {"n": "int"}) as shards:
+        shards.write({"n": 1})
+    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "made" / "a.parquet")
+    with pytest.raises(DatasetError, match="must not be replaced, because a writer made it for shards of mds"):
+        index_folder(tmp_path / "made")
+
+
+def test_missing_index_names_the_remedy(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", range(3))
+    with pytest.raises(DatasetError, match=r"Call index_folder\('.*'\) to index"):
+        StreamingDataset(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["magic", "count", "order", "short", "grown"])
+def test_damage_is_named(tmp_path: Path, damage: str) -> None:
+    write(tmp_path / "a.jsonl", range(5))
+    index_folder(tmp_path)
+    sidecar = tmp_path / "a.jsonl.penstock-index"
+    table = bytearray(sidecar.read_bytes())
+    if damage == "grown":
+        write(tmp_path / "a.jsonl", range(6))
+    elif damage == "short":
+        del table[-3:]
+    else:
+        table[{"magic": 0, "count": 16, "order": 24 + 16 + 6}[damage]] ^= 1
+    sidecar.write_bytes(table)
+    with pytest.raises(ShardCorruptError, match=r"a\.jsonl"):
+        StreamingDataset(tmp_path)[0]
 
 
 # ---- several processes
@@ -226,7 +280,7 @@ def test_killed_processes_are_continued(tmp_path: Path, monkeypatch: pytest.Monk
 
     child = Child(killed)
     assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == -signal.SIGKILL
-    lines = (tmp_path / JOURNAL).read_bytes().count(b"\n")
+    lines = (tmp_path / STAMPS).read_bytes().count(b"\n") - 1
     assert 10 <= lines < 30
     assert not (tmp_path / "index.json").exists()
     read: list[str] = []

@@ -1,6 +1,7 @@
 """Indexing of files, in several processes if it takes long, with progress.
 
-A later call reads only files that are new or were changed, whether the earlier call was killed or ended.
+The entries of indexed files stay in a hidden file beside the index. So a call continues one that was killed, and a call
+for a folder that has grown reads only the files that are new or were changed.
 """
 
 from __future__ import annotations
@@ -22,49 +23,51 @@ from penstock.proto.errors import DatasetError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
-__all__ = ["index_each", "indexed"]
+__all__ = ["STAMPS", "index_each", "indexed"]
 
-JOURNAL = ".penstock-indexing"
-"""Name of the file with the entries of the indexed files, which stays beside the index."""
+STAMPS = ".penstock-indexed"
+"""Name of the file with the entries of the files that were indexed, each with the identity of the file's content."""
+STAMPS_VERSION = 1
+"""Version of the entries. Raise it when an index of the same files gets other entries, so that they are read again."""
 PROGRAM = "penstock.data.writing.index_process"
 MEASURE_S = 0.5
-"""Seconds of indexing in this process after which the time for the remaining files is estimated."""
+"""Seconds of indexing in this process from which the time for the other files is estimated."""
 WORTH_S = 2.0
-"""Estimated seconds for the remaining files from which on other processes are started to help. Starting a process takes
-0.3 s of processor time."""
+"""Estimated seconds from which other processes are started. Each takes 0.3 s of processor time until it begins."""
 
-_Key = tuple[str, str, int, int, int, int]
-"""Identity of a file's content, read in a format: name, format, size in bytes, mtime and ctime in nanoseconds, inode
-number."""
+_Key = tuple[str, int, int, int, int]
+"""Identity of a file's content: name, size in bytes, mtime and ctime in nanoseconds, inode number."""
 
 
 def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:
-    """Return the shards of files, in the order of the files.
+    """Return the shards of files, in their order.
 
     Args:
         root: the dataset's folder.
-        files: (path relative to `root`, path) of each file.
+        files: (path relative to it, path) of each file.
         format: name of their format, a key of INDEXABLE.
         out: folder of the index.
 
-    Files that an earlier call finished, and that have not changed since, are not read again. Raises DatasetError, and
+    Files that an earlier call indexed, and that have not changed since, are not read again. Raises DatasetError, and
     what `index_file` raises.
     """
     names = [name for name, _ in files]
-    keys = {name: _key(root, name, format) for name in names}
-    done = {name: entry for name, entry in _finished(root, out).items() if entry[0] == keys.get(name)}
-    left, journal = [name for name in names if name not in done], out / JOURNAL
+    keys = {name: _key(root, name) for name in names}
+    done = {name: entry for name, entry in _finished(root, out, format).items() if entry[0] == keys.get(name)}
+    left, stamps = [name for name in names if name not in done], out / STAMPS
     progress = Progress(FILES_S)
     try:
-        write_whole(journal, b"".join(_line(key, shard) for key, shard in done.values()))
-        with journal.open("ab") as log, contextlib.closing(_shards(root, left, format, out)) as found:
+        if done:
+            progress.show(f"{root}: {len(done)} of {len(names)} files have not changed since they were indexed")
+        write_whole(stamps, _head(format) + b"".join(_line(key, shard) for key, shard in done.values()))
+        with stamps.open("ab") as log, contextlib.closing(_shards(root, left, format, out)) as found:
             for name, shard in found:
                 done[name] = keys[name], shard
                 _append(log, *done[name])
                 progress.update(f"{root}: indexed {len(done)} of {len(names)} files")
     except OSError as error:
         raise DatasetError(
-            f"{journal} cannot be written: {error}. Give index_folder an argument `out`, a folder that you can write to"
+            f"{stamps} cannot be written: {error}. Give index_folder an argument `out`, a folder that you can write to"
         ) from error
     finally:
         progress.finish()
@@ -72,8 +75,8 @@ def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: 
 
 
 def _shards(root: Path, names: Sequence[str], format: str, out: Path) -> Generator[tuple[str, Shard], None, None]:
-    """Index files, and yield the name and the shard of each. If this process would take long, it indexes only the first
-    ones, and several processes index the others."""
+    """Index files, and yield the name and the shard of each: the first ones in this process, and the others in several
+    if they would take it long."""
     index_file, began = INDEXABLE[format].index_file, time.monotonic()
     for count, name in enumerate(names, 1):
         yield name, indexed(index_file, root / name, name, out)
@@ -94,7 +97,7 @@ def _in_processes(
 
 
 def indexed(index_file: IndexFile, path: Path, name: str, out: Path) -> Shard:
-    """Return the shard of a file, made by the function `index_file` of its format (`IndexableFormat.index_file`)."""
+    """Return the shard of a file, see `IndexableFormat.index_file`."""
     try:
         return index_file(path, name, out)
     except OSError as error:
@@ -103,14 +106,19 @@ def indexed(index_file: IndexFile, path: Path, name: str, out: Path) -> Shard:
         ) from error
 
 
-def _key(root: Path, name: str, format: str) -> _Key:
+def _key(root: Path, name: str) -> _Key:
     try:
         status = (root / name).stat()
     except OSError as error:
         raise DatasetError(
             f"{root / name} cannot be read: {error}. Check that the file exists and that this user may read it"
         ) from error
-    return name, format, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+    return name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def _head(format: str) -> bytes:
+    """Return the first line of the file of entries."""
+    return json.dumps([STAMPS_VERSION, format]).encode() + b"\n"
 
 
 def _line(key: _Key, shard: Shard) -> bytes:
@@ -122,19 +130,20 @@ def _append(log: IO[bytes], key: _Key, shard: Shard) -> None:
     log.flush()
 
 
-def _finished(root: Path, out: Path) -> dict[str, tuple[_Key, Shard]]:
-    """Return the files that an earlier run finished: name -> (identity of its content, its shard). Leave out a line
-    that a kill cut short, and a file whose file of offsets is missing."""
+def _finished(root: Path, out: Path, format: str) -> dict[str, tuple[_Key, Shard]]:
+    """Return the files that an earlier run indexed. A line that a kill cut short does not count, and a file whose file
+    of offsets is missing does not either."""
     found = {}
     try:
-        lines = (out / JOURNAL).read_bytes().splitlines()
+        text = (out / STAMPS).read_bytes()
     except FileNotFoundError:
         return {}
-    for line in lines:
+    head = _head(format)
+    for line in text.removeprefix(head).splitlines() if text.startswith(head) else ():
         try:
             *key, entry = json.loads(line)
-            name, format, *numbers = key
-            (shard,) = read_index(entry.encode(), JOURNAL)
+            name, *numbers = key
+            (shard,) = read_index(entry.encode(), STAMPS)
             whole = all(
                 (out if file.raw.name.endswith(ENDING) else root).joinpath(file.raw.name).stat().st_size
                 == file.raw.size
@@ -143,5 +152,5 @@ def _finished(root: Path, out: Path) -> dict[str, tuple[_Key, Shard]]:
         except (ValueError, TypeError, AttributeError, OSError, DatasetError):
             continue
         if whole:
-            found[name] = (name, format, *numbers), shard
+            found[name] = (name, *numbers), shard
     return found

@@ -45,9 +45,10 @@ def index_folder(
         index_folder("s3://bucket/prepared", out="/data/cache")
         dataset = StreamingDataset("s3://bucket/prepared", "/data/cache", split="train")
 
-    Many files are indexed in several processes, with progress on standard error from the third second on. A later call,
-    also one after a kill, reads only files that are new or were changed. Hidden files and folders, and those whose
-    names begin with `_` and have no `=`, are left out.
+    Many files are indexed in several processes, with progress on standard error from the third second on. A call
+    continues one that was killed, and does not read files again that have not changed since they were indexed (size,
+    times and inode). The hidden file .penstock-indexed beside the index lists them: remove it to have all files read.
+    Hidden files and folders, and those whose names begin with `_` and have no `=`, are left out.
 
     A remote folder must be one that Megatron Energon prepared, or have Parquet files. Of its archives only the offsets
     are read, which Energon has stored beside them. Other remote files: index a local copy, and upload index.json and
