@@ -471,9 +471,9 @@ def test_a_lease_is_a_number_of_seconds(lease_s: float) -> None:
     world = FakeCluster()
     box = world.open()
     world.worker("w", 1)
-    with pytest.raises(InvalidArgumentError, match="lease_s must be"):
+    with pytest.raises(InvalidArgumentError, match="lease_s in a request to the coordinator must be"):
         world.registry.heartbeat(pb.HeartbeatRequest(worker="w", session="s", lease_s=lease_s))
     watch = box.progress()
     watch.lease_s = lease_s
-    with pytest.raises(InvalidArgumentError, match="lease_s must be"):
+    with pytest.raises(InvalidArgumentError, match="lease_s in a request to the coordinator must be"):
         world.registry.watch_run(watch)

@@ -45,11 +45,11 @@ from penstock.data.sample_numbers import many_numbers, one_number
 from penstock.data.stop_iteration import stop_iteration_error
 from penstock.data.streams import (
     Stream,
-    apportioned,
     check_weights,
     group_id,
     prepared_folder,
     remote_of,
+    samples_of_epoch,
     stream_names,
     with_plain_values,
 )
@@ -508,21 +508,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
     def shares(self, epoch_size: int | None = None) -> list[int]:
         """Return the number of samples that an epoch takes from each stream. `epoch_size`: number of samples in the
         epoch; None: as the streams' settings say."""
-        totals = [int(sizes.sum()) for sizes in self.sizes]
-        if self.streams[0].repeat is not None or self.streams[0].choose is not None:
-            if epoch_size is not None:
-                raise InvalidArgumentError(
-                    "epoch_size needs streams with proportions, because repeat and choose define the size. Leave it out"
-                )
-            return [
-                int(stream.choose) if stream.choose is not None else round((stream.repeat or 0) * total)
-                for stream, total in zip(self.streams, totals, strict=True)
-            ]
-        if self.streams[0].proportion is None:
-            weights: list[float] = [*totals]
-        else:
-            weights = [stream.proportion or 0.0 for stream in self.streams]
-        return apportioned(weights, sum(totals) if epoch_size is None else epoch_size)
+        return samples_of_epoch(self.streams, [int(sizes.sum()) for sizes in self.sizes], epoch_size)
 
     def close(self) -> None:
         """Release all shards and stop fetching. Samples that were read stay valid."""

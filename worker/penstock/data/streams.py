@@ -22,12 +22,12 @@ from penstock.proto.errors import InvalidArgumentError, ShardUnavailableError
 
 __all__ = [
     "Stream",
-    "apportioned",
     "check_weights",
     "group_id",
     "local_source",
     "prepared_folder",
     "remote_of",
+    "samples_of_epoch",
     "stream_names",
     "with_plain_values",
 ]
@@ -189,7 +189,29 @@ def check_weights(streams: Sequence[Stream]) -> None:
                 raise InvalidArgumentError(f"stream {number}: {name} must be a number >= 0, got {value}")
 
 
-def apportioned(weights: Sequence[float], total: int) -> list[int]:
+def samples_of_epoch(streams: Sequence[Stream], totals: Sequence[int], epoch_size: int | None) -> list[int]:
+    """Return the number of samples that an epoch takes from each stream.
+
+    Args:
+        streams: the streams, whose weights `check_weights` has accepted.
+        totals: number of samples of each stream.
+        epoch_size: number of samples in the epoch; None: as the streams' weights say.
+    """
+    if streams[0].repeat is not None or streams[0].choose is not None:
+        if epoch_size is not None:
+            raise InvalidArgumentError(
+                "epoch_size needs streams with proportions, because repeat and choose define the size. Leave it out"
+            )
+        return [
+            int(stream.choose) if stream.choose is not None else round((stream.repeat or 0) * total)
+            for stream, total in zip(streams, totals, strict=True)
+        ]
+    own = streams[0].proportion is not None
+    weights = [stream.proportion or 0.0 for stream in streams] if own else [float(total) for total in totals]
+    return _apportioned(weights, sum(totals) if epoch_size is None else epoch_size)
+
+
+def _apportioned(weights: Sequence[float], total: int) -> list[int]:
     """Divide `total` into whole numbers in proportion to `weights`, by the method of largest remainders, and return
     them."""
     exact_weights = [Fraction(weight) for weight in weights]
