@@ -36,8 +36,8 @@ class Limits:
     lease_policy.py."""
     hung_up_s: float = 1.5
     """Remaining lease of a worker whose connection ends during a heartbeat. Its process has probably died; a worker
-    that only lost the connection is back within half a second. The value is multiplied when the lease grows with the
-    fleet."""
+    that only lost the connection is back within half a second. It grows in proportion to the lease, which grows with
+    the fleet."""
     client_lease_s: float = 10.0
     """Lease of a training process, longer than a worker's because user code may hold the GIL for seconds (a compile, a
     large pickle), in which the process cannot report."""

@@ -52,7 +52,9 @@ _MODULE = re.compile(r"\*|[^\W\d]\w*(\.[^\W\d]\w*)*")
 def listen_address(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host.isprintable() or " " in host:
-        raise ValueError("a host must be printable text without blanks. Correct the host before the colon")
+        raise ValueError(
+            f"a host must be printable text without blanks, got {host!r}. Correct the host before the colon"
+        )
     if "/" in value:
         raise ValueError(
             'an address must be "HOST:PORT", without a scheme or path. Leave out what is not host and port'

@@ -103,7 +103,7 @@ def _sealed_memfd() -> None:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals:
-            raise OSError(0, "the kernel does not apply seals to a memfd")
+            raise OSError(0, "the kernel accepts seals on a memfd, but does not apply them")
     finally:
         os.close(fd)
 

@@ -11,7 +11,7 @@ from penstock.proto.errors import DeadlineError, PenstockError
 __all__ = ["called"]
 
 DEADLINE_S = 120.0
-"""Longest time in seconds that a command may take which calls a remote controller."""
+"""Longest time in seconds of a command that calls a remote service, such as kubectl or sbatch."""
 
 
 def called(command: Sequence[str], *, stdin: str = "", deadline_s: float = DEADLINE_S) -> str:

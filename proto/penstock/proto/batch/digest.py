@@ -180,7 +180,9 @@ def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset
         at += leaf.dims
         size = prod(shape, start=leaf.itemsize)
         if start + size > nbytes:
-            raise ValueError(f"a leaf must end within its batch of {nbytes} bytes, got one that ends at {start + size}")
+            raise ValueError(
+                f"the shapes of a batch must fit its {nbytes} bytes, but a tensor of it would end at byte {start + size}"
+            )
         if leaf.rank and size and shape[0] == count:
             columns.append((offset + start, size // count))
         start += (size + 63) & -64

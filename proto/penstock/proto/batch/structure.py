@@ -346,7 +346,7 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
         if type(key) is not str and (shape == 3 or not allowed_key(key)):
             raise _wrong(path, f"a key must be a str, a bool, None or an int of 64 bits, got {type(key).__name__}")
     if len(set(keys)) != len(keys):
-        raise _wrong(path, "keys must differ, got two equal ones")
+        raise _wrong(path, "the keys of a dict, or the fields of a class, must differ, got two equal ones")
     if shape == 3 and (type(name) is not str or not 0 < len(name) <= 1024):
         raise _wrong(path, "a class name must have 1 to 1024 characters")
     if shape == 3 and not all(key.isidentifier() for key in keys):
@@ -371,7 +371,11 @@ def allowed_key(key: object) -> bool:
 
 def _array_leaf(kind: str, rest: list[Any], path: Path) -> Leaf:
     if len(rest) != (1 if kind == "n" else 2) or type(rest[0]) is not str:
-        raise _wrong(path, f"a leaf must have its kind, dtype and rank, got {[kind, *rest]!r:.100}")
+        raise _wrong(
+            path,
+            "a tensor or array must be described by [kind, dtype, number of dimensions], a numpy scalar by [kind, "
+            f"dtype], got {[kind, *rest]!r:.100}",
+        )
     name, rank = rest[0], 0 if kind == "n" else rest[1]
     if type(rank) is not int or not 0 <= rank <= MAX_RANK:
         raise _wrong(path, f"a rank must be an int from 0 to {MAX_RANK}, got {rank!r:.100}")

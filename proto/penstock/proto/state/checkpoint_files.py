@@ -169,10 +169,15 @@ class CheckpointFile:
                 f"{file.nbytes:,} bytes"
             )
         if not _PARTS.fullmatch(file.parts):
-            raise ValueError(f"the parts of {file.name!r} must be pairs of a position and a checksum")
+            raise ValueError(
+                f"the checksums of the sections of {file.name!r} must be pairs OFFSET:CHECKSUM, got {file.parts!r:.100}"
+            )
         begins = [int(part.partition(":")[0]) for part in file.parts.split()]
         if begins != sorted(begins) or (begins and begins[-1] > file.nbytes):
-            raise ValueError(f"the parts of {file.name!r} must lie within its {file.nbytes:,} bytes, one after another")
+            raise ValueError(
+                f"the sections of {file.name!r} must lie within its {file.nbytes:,} bytes, one after another, got "
+                f"{file.parts!r:.100}"
+            )
         return file
 
 

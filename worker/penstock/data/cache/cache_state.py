@@ -80,8 +80,9 @@ class CacheState:
         self._prepared = True
 
     def _make_folders(self) -> None:
-        """Make the cache's folder and its state folders. Raises DatasetError if another user owns one, because that
-        user could put links or forged shard versions into it."""
+        """Make the cache's folder, and the folders in it in which processes note what they fetch and read. Raises
+        DatasetError if another user owns one, because that user could put links there, or notes with which this process
+        takes a wrong file for the right one."""
         refuse_strange_links(Path(self.root))
         made = False
         with contextlib.suppress(FileExistsError):

@@ -21,8 +21,8 @@ PART_BYTES = 256 << 20
 """Size in bytes above which a source's shard is divided into several parts."""
 GROUP_BYTES = 16 << 20
 """Largest size in bytes of consecutive shards that are one part together. Each part costs some ten file operations and
-waits for the disk three times, which takes longer than the conversion of a small shard. A run that is killed loses at
-most this much for each process."""
+waits for the disk three times, which takes longer than the conversion of a small shard. A conversion that is killed
+loses at most this much for each process."""
 GROUP_SHARDS = 4096
 """Largest number of shards that are one part together. Each takes some 0.5 ms, however small it is."""
 

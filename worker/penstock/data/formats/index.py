@@ -299,7 +299,10 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
             raise InvalidField(f"{field}.hashes.{algorithm}", f"must be a digest in hexadecimal, got {digest!r}")
     stored = StoredFile(name, size, hashes)
     if files.setdefault(name, stored) != stored:
-        raise InvalidField(f"{field}.basename", f"is {name!r}, which another entry lists with another size or hash")
+        raise InvalidField(
+            f"{field}.basename",
+            f"must name a file with one size and hash, got {name!r}, for which another entry of the index has others",
+        )
     return stored
 
 

@@ -38,7 +38,7 @@ class SampleOrder(Protocol):
         """Return the number of samples in an epoch."""
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
+        """Return the numbers of the samples at these positions of an epoch. `positions`: numbers in [0, len(self))."""
 
 
 class BatchPlan(NamedTuple):

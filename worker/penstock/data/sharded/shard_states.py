@@ -291,7 +291,7 @@ class FixedOrder:
 
 
 def _after(progress: OrderProgress, batches: int) -> int:
-    """Return the position after `batches` global batches since the progress's `start`."""
+    """Return the position, in samples, after `batches` global batches since the progress's `start`."""
     return progress.start + batches * progress.topology.batch
 
 

@@ -45,8 +45,9 @@ class IndexableFormat:
     Raises DatasetError."""
 
 
-def _alone(index_file: Callable[[Path, str], Shard]) -> IndexFile:
-    """Return the IndexFile for a format whose files need no file of offsets."""
+def _without_offsets(index_file: Callable[[Path, str], Shard]) -> IndexFile:
+    """Return `index_file` as a function that also takes the index's folder and ignores it: this format needs no file
+    with the offsets of its records."""
     return lambda path, name, out: index_file(path, name)
 
 
@@ -106,17 +107,17 @@ def _as(kind: str) -> Callable[[Path, list[Shard]], list[Shard]]:
 _TARS = _named(r".*\.tar")
 _TFRECORD = IndexableFormat(_named(r".*\.tfrec(ord)?s?(-\d+-of-\d+)?"), index_tfrecord, _of_one_kind)
 _ARRAY_RECORD = IndexableFormat(
-    _named(r".*\.(array_?|a)records?(-\d+-of-\d+)?"), _alone(index_array_record), _of_one_kind
+    _named(r".*\.(array_?|a)records?(-\d+-of-\d+)?"), _without_offsets(index_array_record), _of_one_kind
 )
 
 INDEXABLE: Mapping[str, IndexableFormat] = {
-    "arrow": IndexableFormat(_arrow_files, _alone(index_arrow), _of_same_columns),
+    "arrow": IndexableFormat(_arrow_files, _without_offsets(index_arrow), _of_same_columns),
     "tfrecord": _TFRECORD,
     "array_record": _ARRAY_RECORD,
     "json_lines": IndexableFormat(_named(r".*\.(jsonl|ndjson)"), index_json_lines),
     "csv_rows": IndexableFormat(_named(r".*\.(csv|tsv)"), index_csv_rows, _of_same_header),
     "webdataset": IndexableFormat(_tar_files, index_tar, prepared_shards),
-    "megatron": IndexableFormat(_megatron_files, _alone(index_megatron)),
+    "megatron": IndexableFormat(_megatron_files, _without_offsets(index_megatron)),
     "tfrecord-bytes": replace(_TFRECORD, join=_as("bytes")),
     "tfrecord-example": replace(_TFRECORD, join=_as("example")),
     "array_record-bytes": replace(_ARRAY_RECORD, join=_as("bytes")),

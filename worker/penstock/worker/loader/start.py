@@ -146,7 +146,7 @@ class _Resume:
     @property
     def _any_wrong_epoch(self) -> bool:
         """True if the resumed loader began its next epoch with a wrong batch on any slot of the box. All slots are then
-        replayed, so that their own states are counted from the same position."""
+        replayed, not that one alone, so that the loaders of all slots count their batches from the same beginning."""
         resume = self._source.resume
         assert resume is not None
         return any(RestartPoint.of(part).history.crossing == REPLAY for part in resume["slots"].values())

@@ -79,8 +79,10 @@ def _check(metadata: Metadata, files: Mapping[str, int]) -> None:
             raise ValueError(f"the index says that {index.fqn!r} is beyond the end of the file {info.relative_path}")
         written[index.fqn] += info.length
     for name, saved in metadata.state_dict_metadata.items():
-        if name not in written or name not in metadata.planner_data:
-            raise ValueError(f"the index does not say in which file {name!r} is, or which keys of the state lead to it")
+        if name not in written:
+            raise ValueError(f"the checkpoint's index lists {name!r}, but no file that holds it")
+        if name not in metadata.planner_data:
+            raise ValueError(f"the checkpoint's index lists {name!r}, but not its keys in the state dict")
         if isinstance(saved, TensorStorageMetadata):
             _check_tensor(name, saved, written[name])
     for name, path in metadata.planner_data.items():

@@ -120,7 +120,8 @@ class Column(ABC):
 
     @cached_property
     def convert(self) -> Callable[[Any], Any] | None:
-        """Conversion of the values of an extension, see extension_types.py."""
+        """Function from a stored value of this column to the value of a sample, for an extension type of Arrow
+        (parquet/extension_types.py); None if samples have the stored values."""
         return conversion_of(self.name, self.declared)
 
     def value(self, batch: Batch, row: int) -> Any:

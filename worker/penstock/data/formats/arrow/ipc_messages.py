@@ -155,7 +155,7 @@ def layout_of(metadata: bytes) -> BatchLayout:
     batch = _Table.root(metadata).table(2)
     rows = batch.number(0)
     if rows < 0:
-        raise ValueError(f"a record batch must have at least 0 rows, got {rows}")
+        raise ValueError(f"the metadata of a record batch are damaged: its number of rows is {rows}")
     nodes, buffers = (bytes(batch.vector(number, 16)) for number in (1, 2))
     return BatchLayout(rows, memoryview(nodes).cast("q"), memoryview(buffers).cast("q"), bool(batch.at(3)))
 

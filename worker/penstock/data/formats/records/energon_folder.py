@@ -159,14 +159,15 @@ def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
 def select_split(
     shards: Sequence[Shard], split: str | None, folder: Path | None, where: str, *, has_splits: bool
 ) -> Sequence[Shard]:
-    """Return the shards of one split of a prepared folder. For any other folder, return all shards.
+    """Return the shards of one split of a folder that `energon prepare` has made. For any other folder, return all
+    shards.
 
     Args:
         shards: all shards of the index.
         split: name of the split; EVERY_SPLIT: all splits.
-        folder: folder that contains META; None: there is none.
+        folder: folder with the subfolder .nv-meta of Energon; None: there is none.
         where: name of the dataset, for errors.
-        has_splits: True if the index lists splits. The shards are looked at only then.
+        has_splits: True if the index lists splits. If False, `shards` is returned as it is.
 
     Raises InvalidArgumentError for an unknown split, DatasetError if the index lists no splits.
     """

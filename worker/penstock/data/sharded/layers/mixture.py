@@ -115,8 +115,8 @@ class Mixture:
         endless = [number for number, source in enumerate(sources) if source.endless]
         if endless and stop != "never":
             raise InvalidArgumentError(
-                f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends. Use stop='never', or mix "
-                "the sources inside Repeated"
+                f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends. Use stop='never', or "
+                "leave out Repeated below, and put the Mixture into Repeated(...)"
             )
         self._stop, self._by = stop, by
         self.names = _checked_names(names, len(sources))

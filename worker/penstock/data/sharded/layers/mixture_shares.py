@@ -165,19 +165,20 @@ class MixtureShares:
 
 @dataclass
 class _Line:
-    """Samples of one source while a table of positions is filled. Positions in it are counted from 1."""
+    """Queue of one source's samples while `table_of` decides which source gives each sample of a period. The places in
+    the period are counted from 1."""
 
     source: int
     """Number of the source whose samples these are."""
     part: int
     """Number of samples that the source gives in each period of the weights."""
     due: list[int]
-    """First position that each of the source's samples may get."""
+    """First place in the period that each of the source's samples may get."""
     deadline: list[int]
-    """Last position that each of the source's samples may get."""
+    """Last place in the period that each of the source's samples may get."""
     target: list[int]
-    """Target position of each sample of the source, drawn within the sample's window, in units of 2^-24 of a
-    position."""
+    """Target place of each sample of the source, drawn between the first and the last one, in units of 2^-24 of a
+    place."""
     next: int = 0
 
     @staticmethod

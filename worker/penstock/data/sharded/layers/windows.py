@@ -35,7 +35,8 @@ __all__ = ["Grouped", "WindowCursor", "WindowShuffled"]
 
 _Arrange = Callable[[list[Any], list[Origin], int], tuple[list[Any], list[Origin]]]
 """Function (samples of a window, their origins, number of the window) that returns the items that the layer yields for
-the window, and their origins. Both lists of origins are empty if the source's samples have no different origins."""
+the window, and their origins. An origin (protocol.Origin) is the source that a sample came from. Both lists of origins
+are empty if all samples come from one source."""
 
 
 class WindowShuffled(Layer):
@@ -184,7 +185,8 @@ class WindowCursor:
         self._held: list[Any] | None = None
         """Items of this window, in the order in which they are yielded; None if the window still has to be read."""
         self._origins: list[Origin] = []
-        """Origin of each item in `_held`; empty if the source's samples have no different origins."""
+        """Source that each item in `_held` came from, for counts by source (protocol.Origin); empty if all samples come
+        from one source."""
         self._origin = NOWHERE
         self._begin: SavedPosition | None = None
         """Source's saved position before the window that is in memory."""
