@@ -30,8 +30,8 @@ class ShardParts:
     first: Ints | Zeros
     """Index, in the shard's shuffled order, at which the part begins; 0 for a whole shard."""
     key: Words | Zeros
-    """Key (64 random bits) of the permutation in which the shard's samples are before a piece is cut from it; not used for
-    a whole shard."""
+    """Key (64 random bits) of the permutation in which the shard's samples are before a piece is cut from it; not used
+    for a whole shard."""
 
     def __len__(self) -> int:
         return len(self.shard)

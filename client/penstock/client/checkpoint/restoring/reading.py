@@ -83,8 +83,8 @@ class FillRequest:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Part of one saved tensor, and the tensor to copy it into. `item`: torch's ReadItem, the range to copy in the saved
-    and in the target tensor; None: all of it."""
+    """Part of one saved tensor, and the tensor to copy it into. `item`: torch's ReadItem, the range to copy in the
+    saved and in the target tensor; None: all of it."""
 
     target: torch.Tensor
     own: bool

@@ -89,8 +89,8 @@ class LocalItem(NamedTuple):
 
     @property
     def torch_index(self) -> MetadataIndex:
-        """Key of the item in torch's index of the checkpoint: name of the value, offset of the part, and the part's place
-        in torch's list of parts (None if it has none)."""
+        """Key of the item in torch's index of the checkpoint: name of the value, offset of the part, and the part's
+        place in torch's list of parts (None if it has none)."""
         return MetadataIndex(*self.key, self.hint)
 
     @property
