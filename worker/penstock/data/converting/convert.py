@@ -31,8 +31,8 @@ from penstock.data.converting.conversion_plan import ConversionPlan, parts_of
 from penstock.data.converting.convert_part import PartConverter, data_of, source_of
 from penstock.data.converting.target_columns import TargetColumn, mds_columns, parquet_columns
 from penstock.data.converting.target_settings import target_settings
-from penstock.data.formats.arrow.extension_types import storage_of
 from penstock.data.formats.index import INDEX, index_notes, join_indexes, read_index, write_index
+from penstock.data.formats.parquet.extension_types import storage_of
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.shards import ReadOptions, Shard, rows_of
 from penstock.data.indexes.order_layout import OrderLayout

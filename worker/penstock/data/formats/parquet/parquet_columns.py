@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data.batch_columns import Values, as_python_numbers, by_number, placed, stacked_slices
-from penstock.data.formats.arrow.extension_types import conversion_of, storage_of
+from penstock.data.formats.parquet.extension_types import conversion_of, storage_of
 from penstock.data.formats.parquet.parquet_values import Value, value_of
 from penstock.data.ordering.permutation import Ints
 
