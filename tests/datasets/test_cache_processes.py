@@ -9,11 +9,12 @@ import functools
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -286,6 +287,64 @@ def test_the_limit_is_kept_by_three_processes(server: ShardServer, tmp_path: Pat
         join_all(*(functools.partial(work, number) for number in range(3)))
         done.touch()
         watcher.join()
+    assert_clean(tmp_path / "cache")
+
+
+def kill_at_call(calls: int) -> None:
+    """Kill this process at one of its next calls that change a folder."""
+    left = calls
+
+    def counted(call: Callable[..., object]) -> Callable[..., object]:
+        def changed(*given: object, **named: object) -> object:
+            nonlocal left
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*given, **named)
+
+        return changed
+
+    for name in ("replace", "rename", "unlink", "open", "ftruncate"):
+        setattr(os, name, counted(getattr(os, name)))
+
+
+@pytest.mark.parametrize("compression", ["", "zstd"])
+def test_kills_beside_another_job(server: ShardServer, tmp_path: Path, compression: str) -> None:
+    """One job after the other is killed at any of its calls; the one beside them has every shard, within the limit."""
+    shards = make_shards(server.folder, 10, SIZE, compression=compression)
+    ended = tmp_path / "ended"
+
+    def pass_over(seed: int) -> None:
+        with cache_of(server, tmp_path, limit=9 * SIZE, threads=2) as cache:
+            order = random.Random(seed).sample(shards, len(shards))
+            for at, shard in enumerate(order):
+                cache.fetch_ahead(order[at : at + 2])
+                check(cache, shard)
+
+    def whole() -> None:
+        seed = 0
+        while not ended.exists():
+            seed += 1
+            pass_over(seed)
+
+    def killed(calls: int) -> None:
+        kill_at_call(calls)
+        pass_over(-calls)
+
+    kills = 0
+    with Child(whole) as beside:
+        for calls in range(1, 200, 14):
+            child = Child(functools.partial(killed, calls))
+            try:
+                child.join()
+            except AssertionError as error:
+                assert "ended with 9" in str(error)  # noqa: PT017 - the other way to end is a success
+                kills += 1
+            assert size_of_files(tmp_path / "cache") <= 9 * SIZE
+        ended.touch()
+        beside.join()
+    assert kills > 4
+    pass_over(1000)
     assert_clean(tmp_path / "cache")
 
 

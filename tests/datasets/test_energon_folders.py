@@ -100,11 +100,6 @@ def test_remote_split_is_read_by_range(remote: ShardServer, tmp_path: Path) -> N
         StreamingDataset(remote.url, tmp_path / "cache", split="dev")
 
 
-def test_other_remote_files_are_refused(remote: ShardServer, tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"Index a local copy, and upload its index\.json"):
-        index_folder(f"{remote.url}/below", "json_lines", out=tmp_path / "out")
-
-
 def test_uploaded_index_is_enough(remote: ShardServer, tmp_path: Path) -> None:
     index_folder(remote.folder)
     for _ in range(2):

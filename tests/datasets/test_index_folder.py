@@ -17,6 +17,7 @@ import pyarrow.parquet
 import pytest
 from forked import Child
 from forked_jobs import forked_jobs
+from small_disk import small_disk_at
 
 from penstock.data import CSVWriter, MDSWriter, StreamingDataset, index_folder, job_processes
 from penstock.data.formats.records import json_lines
@@ -115,6 +116,30 @@ def test_unchanged_files_are_not_read_again(
     write(tmp_path / "9.jsonl", range(4))
     assert [shard.samples for shard in index_folder(tmp_path)] == [3, 2, 3, 3, 4]
     assert read == ["1.jsonl", "3.jsonl", "9.jsonl"]
+
+
+def test_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call, with more space, reads only what is left."""
+    source = tmp_path / "from"
+    source.mkdir()
+    for part in range(30):
+        write(source / f"{part:02}.jsonl", range(part * 1000, part * 1000 + 1000))
+    with small_disk_at(tmp_path / "disk", 150_000) as disk:
+        with pytest.raises(DatasetError, match=r"cannot be written: .*No space left on device.*Give index_folder"):
+            index_folder(source, out=disk)
+        assert not (disk / "index.json").exists()
+        os.system(f"mount -o remount,size=2000000 {disk}")
+        indexed, read = index_each.indexed, list[str]()
+
+        def noted(index_file: Any, path: Path, name: str, out: Path) -> Any:
+            read.append(name)
+            return indexed(index_file, path, name, out)
+
+        monkeypatch.setattr(index_each, "indexed", noted)
+        assert [shard.samples for shard in index_folder(source, out=disk)] == [1000] * 30
+        assert 10 < len(read) < 28
+        dataset = StreamingDataset(source, disk)
+        assert [dataset[at]["n"] for at in range(0, 30_000, 999)] == list(range(0, 30_000, 999))
 
 
 def test_entries_of_another_release_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,8 @@ def others_of(state: Mapping[str, Any], default: Any = None) -> Mapping[str, Any
     others = state.get("others", default)
     if not isinstance(others, Mapping):
         raise StateCorruptError(
-            f"the loader's state is damaged: its entry 'others' must be a dict, got {others!r:.200}. Load an older state"
+            f"the loader's state is damaged: its entry 'others' must be a dict, got {others!r:.200}. Load an older "
+            "state"
         )
     return others
 

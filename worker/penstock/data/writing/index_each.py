@@ -10,9 +10,9 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from penstock.data.formats.index import read_index, write_index
 from penstock.data.formats.records.offset_file import ENDING
@@ -23,7 +23,7 @@ from penstock.proto.errors import DatasetError
 from penstock.runtime.files.atomic_files import write_whole
 from penstock.runtime.telemetry.progress import FILES_S, Progress
 
-__all__ = ["STAMPS", "index_each", "indexed"]
+__all__ = ["STAMPS", "Key", "index_each", "indexed", "resumed"]
 
 STAMPS = ".penstock-indexed"
 """Name of the file with the entries of the files that were indexed, each with the identity of the file's content."""
@@ -35,8 +35,8 @@ MEASURE_S = 0.5
 WORTH_S = 2.0
 """Estimated seconds from which other processes are started. Each takes 0.3 s of processor time until it begins."""
 
-_Key = tuple[str, int, int, int, int]
-"""Identity of a file's content: name, size in bytes, mtime and ctime in nanoseconds, inode number."""
+Key = tuple[Any, ...]
+"""Identity of a file's content: its name, its size in bytes, then numbers or texts that change with the content."""
 
 
 def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: Path) -> list[Shard]:
@@ -53,25 +53,44 @@ def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: 
     """
     names = [name for name, _ in files]
     keys = {name: _key(root, name) for name in names}
-    done = {name: entry for name, entry in _finished(root, out, format).items() if entry[0] == keys.get(name)}
-    left, stamps = [name for name in names if name not in done], out / STAMPS
+    return resumed(str(root), keys, format, out, lambda left: _shards(root, left, format, out))
+
+
+def resumed(
+    where: str,
+    keys: Mapping[str, Key],
+    format: str,
+    out: Path,
+    index: Callable[[Sequence[str]], Generator[tuple[str, Shard], None, None]],
+) -> list[Shard]:
+    """Return the shards of the files with these names, in their order. Those that an earlier call indexed come from
+    STAMPS.
+
+    Args:
+        where: address of the dataset's folder, for messages.
+        keys: identity of each file's content, by name.
+        format, out: as in `index_each`.
+        index: function that indexes files, and yields the name and the shard of each. Raises as `index_each` does.
+    """
+    done = {name: entry for name, entry in _finished(out, format).items() if entry[0] == keys.get(name)}
+    left, stamps = [name for name in keys if name not in done], out / STAMPS
     progress = Progress(FILES_S)
     try:
         if done:
-            progress.show(f"{root}: {len(done)} of {len(names)} files have not changed since they were indexed")
+            progress.show(f"{where}: {len(done)} of {len(keys)} files have not changed since they were indexed")
         write_whole(stamps, _head(format) + b"".join(_line(key, shard) for key, shard in done.values()))
-        with stamps.open("ab") as log, contextlib.closing(_shards(root, left, format, out)) as found:
+        with stamps.open("ab") as log, contextlib.closing(index(left)) as found:
             for name, shard in found:
                 done[name] = keys[name], shard
                 _append(log, *done[name])
-                progress.update(f"{root}: indexed {len(done)} of {len(names)} files")
+                progress.update(f"{where}: indexed {len(done)} of {len(keys)} files")
     except OSError as error:
         raise DatasetError(
             f"{stamps} cannot be written: {error}. Give index_folder an argument `out`, a folder that you can write to"
         ) from error
     finally:
         progress.finish()
-    return [done[name][1] for name in names]
+    return [done[name][1] for name in keys]
 
 
 def _shards(root: Path, names: Sequence[str], format: str, out: Path) -> Generator[tuple[str, Shard], None, None]:
@@ -106,7 +125,7 @@ def indexed(index_file: IndexFile, path: Path, name: str, out: Path) -> Shard:
         ) from error
 
 
-def _key(root: Path, name: str) -> _Key:
+def _key(root: Path, name: str) -> Key:
     try:
         status = (root / name).stat()
     except OSError as error:
@@ -121,16 +140,16 @@ def _head(format: str) -> bytes:
     return json.dumps([STAMPS_VERSION, format]).encode() + b"\n"
 
 
-def _line(key: _Key, shard: Shard) -> bytes:
+def _line(key: Key, shard: Shard) -> bytes:
     return json.dumps([*key, write_index([shard]).decode()]).encode() + b"\n"
 
 
-def _append(log: IO[bytes], key: _Key, shard: Shard) -> None:
+def _append(log: IO[bytes], key: Key, shard: Shard) -> None:
     log.write(_line(key, shard))
     log.flush()
 
 
-def _finished(root: Path, out: Path, format: str) -> dict[str, tuple[_Key, Shard]]:
+def _finished(out: Path, format: str) -> dict[str, tuple[Key, Shard]]:
     """Return the files that an earlier run indexed. A line that a kill cut short does not count, and a file whose file
     of offsets is missing does not either."""
     found = {}
@@ -145,9 +164,9 @@ def _finished(root: Path, out: Path, format: str) -> dict[str, tuple[_Key, Shard
             name, *numbers = key
             (shard,) = read_index(entry.encode(), STAMPS)
             whole = all(
-                (out if file.raw.name.endswith(ENDING) else root).joinpath(file.raw.name).stat().st_size
-                == file.raw.size
+                (out / file.raw.name).stat().st_size == file.raw.size
                 for file in shard.files
+                if file.raw.name.endswith(ENDING)
             )
         except (ValueError, TypeError, AttributeError, OSError, DatasetError):
             continue

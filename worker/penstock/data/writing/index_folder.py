@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +14,11 @@ from penstock.data.formats.arrow.saved_datasets import saved_splits
 from penstock.data.formats.index import INDEX, SOURCE_NOTE, join_indexes, read_index, write_index
 from penstock.data.formats.records.energon_folder import prepared_note
 from penstock.data.formats.shards import Shard
-from penstock.data.remote.folders import RemoteFolder
+from penstock.data.remote.folders import RemoteFolder, joined
 from penstock.data.writing.index_each import index_each
-from penstock.data.writing.index_parquet import index_parquet, is_hidden
+from penstock.data.writing.index_parquet import index_parquet, is_hidden, is_pattern
 from penstock.data.writing.index_prepared import index_prepared, warn_of_loader
+from penstock.data.writing.index_remote import StandIn
 from penstock.data.writing.indexable_files import INDEXABLE
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.atomic_files import write_whole
@@ -50,9 +53,10 @@ def index_folder(
     times and inode). The hidden file .penstock-indexed beside the index lists them: remove it to have all files read.
     Hidden files and folders, and those whose names begin with `_` and have no `=`, are left out.
 
-    A remote folder must be one that Megatron Energon prepared, or have Parquet files. Of its archives only the offsets
-    are read, which Energon has stored beside them. Other remote files: index a local copy, and upload index.json and
-    the files .penstock-index with it.
+    Files in a remote folder are indexed where they lie. Of Parquet files only the footers are read, of archives that
+    Megatron Energon prepared the offsets that it has stored beside them, of Megatron-core's files the .idx. Other files
+    are read once, as a whole, four at a time, and take their size on the disk (TMPDIR) for that time; with `out`, a
+    later call does not read them again.
 
     Args:
         folder: folder with files of one format: Parquet (.parquet), Arrow IPC (.arrow), JSON lines (.jsonl, .ndjson),
@@ -78,17 +82,9 @@ def index_folder(
     if format is not None and format not in (PARQUET, *INDEXABLE):
         raise InvalidArgumentError(f"format must be one of {', '.join((PARQUET, *INDEXABLE))}, got {format!r}")
     remote = RemoteFolder(folder, storage_options)
-    if remote.local is None:
-        shards = index_prepared(remote, out, ranges=ranges, timeout_s=timeout_s) if format != PARQUET else None
-        if shards is None and format not in (None, PARQUET):
-            raise DatasetError(
-                f"{remote.url} must be a folder that Megatron Energon prepared, or a local one, to be indexed as "
-                f"{format}. Index a local copy, and upload its index.json and its files .penstock-index"
-            )
-        if shards is None:
-            return index_parquet(folder, storage_options=storage_options, out=out, ranges=ranges, timeout_s=timeout_s)
-        return shards
     root = remote.local
+    if root is None:
+        return _index_remote(remote, format, out, storage_options, ranges, timeout_s)
     if not root.is_dir():
         raise DatasetError(f"{root} must be a folder with a dataset's files. Correct the path")
     splits = saved_splits(root) if format in (None, "arrow") else None
@@ -102,6 +98,65 @@ def index_folder(
 
 def _index_local(root: Path, format: str | None, out: Path, ranges: bool) -> list[Shard]:
     """Index the files in a local folder. `out`: folder of the index; other arguments as in `index_folder`."""
+    name, named = _found(root, format, str(root))
+    _refuse_written(out)
+    if name == PARQUET:
+        return index_parquet(root, out=None if out == root else out, ranges=ranges)
+    out.mkdir(parents=True, exist_ok=True)
+    shards = _joined(root, str(root), name, index_each(root, named, name, out), ranges)
+    notes = prepared_note(root) if name == "webdataset" else {}
+    warn_of_loader(notes, str(root))
+    if out != root:
+        notes |= {SOURCE_NOTE: str(root)}
+    write_whole(out / INDEX, write_index(shards, notes))
+    return shards
+
+
+def _index_remote(
+    remote: RemoteFolder,
+    format: str | None,
+    out: str | os.PathLike[str] | None,
+    storage_options: Mapping[str, Any] | None,
+    ranges: bool,
+    timeout_s: float,
+) -> list[Shard]:
+    """Index the files in a remote folder. Arguments as in `index_folder`."""
+    options: dict[str, Any] = {"ranges": ranges, "timeout_s": timeout_s, "storage_options": storage_options}
+    if format == PARQUET or is_pattern(remote.address):
+        return index_parquet(remote.address, out=out, **options)
+    with tempfile.TemporaryDirectory(prefix="penstock-index-") as scratch, contextlib.closing(remote):
+        prepared = index_prepared(remote, out, ranges=ranges, timeout_s=timeout_s)
+        if prepared is not None:
+            return prepared
+        root, made = Path(scratch, "files"), Path(scratch, "out") if out is None else Path(out)
+        root.mkdir()
+        stand_in = StandIn(remote, root, timeout_s)
+        stand_in.fill()
+        splits = saved_splits(root) if format in (None, "arrow") else None
+        if splits is not None:
+            below = {split: None if out is None else Path(out) / split for split in splits}
+            return join_indexes(
+                [
+                    (split, index_folder(joined(remote.address, split), "arrow", out=below[split], **options))
+                    for split in splits
+                ]
+            )
+        name, named = _found(root, format, remote.url)
+        if name == PARQUET:
+            return index_parquet(remote.address, out=out, **options)
+        made.mkdir(parents=True, exist_ok=True)
+        shards = _joined(root, remote.url, name, stand_in.index_each(named, name, made), ranges)
+        if out is None:
+            stand_in.upload(shards, made)
+            remote.write(INDEX, write_index(shards), deadline_s=timeout_s)
+        else:
+            write_whole(made / INDEX, write_index(shards))
+        return shards
+
+
+def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[str, Path]]]:
+    """Return the format of the files in a folder, and (path relative to it, path) of each of them. `where`: address of
+    the folder, for errors. Raises DatasetError."""
     files, found = _files(root), {}
     for name in [format] if format else [PARQUET, *(name for name in INDEXABLE if "-" not in name)]:
         own = (
@@ -113,29 +168,25 @@ def _index_local(root: Path, format: str | None, out: Path, ranges: bool) -> lis
             found[name] = [(path.relative_to(root).as_posix(), path) for path in own]
     if len(found) != 1:
         raise DatasetError(
-            f"{root} must have files of one format ({', '.join((PARQUET, *INDEXABLE))}), got "
+            f"{where} must have files of one format ({', '.join((PARQUET, *INDEXABLE))}), got "
             f"{' and '.join(f'{len(own)} of {name}' for name, own in found.items()) or 'none'}. Pass format, or "
             "another folder"
         )
     [(name, named)] = found.items()
-    _refuse_written(out)
-    if name == PARQUET:
-        return index_parquet(root, out=None if out == root else out, ranges=ranges)
-    _refuse_packed(root, files, name)
-    out.mkdir(parents=True, exist_ok=True)
-    shards = INDEXABLE[name].join(root, index_each(root, named, name, out))
+    if name != PARQUET:
+        _refuse_packed(root, files, name)
+    return name, named
+
+
+def _joined(root: Path, where: str, format: str, shards: list[Shard], ranges: bool) -> list[Shard]:
+    """Return the shards of one dataset, checked. Raises DatasetError."""
+    shards = INDEXABLE[format].join(root, shards)
     if not any(shard.samples for shard in shards):
         raise DatasetError(
-            f"{root} must have at least one sample, but its {len(shards)} files of {name} have none. Wait until their "
-            "writer has ended, or give another folder"
+            f"{where} must have at least one sample, but its {len(shards)} files of {format} have none. Wait until "
+            "their writer has ended, or give another folder"
         )
-    shards = shards if ranges else [replace(shard, spans=(), ranges=()) for shard in shards]
-    notes = prepared_note(root) if name == "webdataset" else {}
-    warn_of_loader(notes, str(root))
-    if out != root:
-        notes |= {SOURCE_NOTE: str(root)}
-    write_whole(out / INDEX, write_index(shards, notes))
-    return shards
+    return shards if ranges else [replace(shard, spans=(), ranges=()) for shard in shards]
 
 
 def _refuse_written(out: Path) -> None:

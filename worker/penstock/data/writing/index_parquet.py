@@ -20,7 +20,7 @@ from penstock.data.remote.folders import RemoteFolder
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.atomic_files import write_whole
 
-__all__ = ["data_files", "index_parquet", "is_hidden"]
+__all__ = ["data_files", "index_parquet", "is_hidden", "is_pattern"]
 
 REMOTE_THREADS = 16
 """Number of remote files whose footers are read at the same time."""
@@ -122,6 +122,11 @@ def is_hidden(name: str) -> bool:
     """Return True if a part of the path begins with `.`, or begins with `_` and has no `=`. `name`: path relative to
     the dataset's folder."""
     return any(step[0] == "." or (step[0] == "_" and "=" not in step) for step in name.split("/"))
+
+
+def is_pattern(folder: str) -> bool:
+    """Return True if a folder's address has wildcards, so that it is a pattern of files."""
+    return bool(_split(folder)[1])
 
 
 def _split(folder: str) -> tuple[str, str]:

@@ -45,23 +45,20 @@ def index_prepared(
     it. Arguments as in `index_folder`. Raises DatasetError, ShardCorruptError, ShardUnavailableError."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch if out is None else out)
-        try:
-            if not fetch_meta(remote, folder, deadline_s=timeout_s):
-                return None
-            shards = prepared_shards(folder, _archives(remote, folder, timeout_s))
-            shards = shards if ranges else [replace(shard, spans=(), ranges=()) for shard in shards]
-            notes = prepared_note(folder)
-            warn_of_loader(notes, remote.url)
-            index = write_index(shards, notes)
-            if out is not None:
-                write_whole(folder / INDEX, index)
-                return shards
-            with ThreadPoolExecutor(THREADS) as threads:
-                upload = partial(_upload, remote, folder, timeout_s)
-                list(threads.map(upload, (shard.files[1].raw.name for shard in shards)))
-            remote.write(INDEX, index, deadline_s=timeout_s)
-        finally:
-            remote.close()
+        if not fetch_meta(remote, folder, deadline_s=timeout_s):
+            return None
+        shards = prepared_shards(folder, _archives(remote, folder, timeout_s))
+        shards = shards if ranges else [replace(shard, spans=(), ranges=()) for shard in shards]
+        notes = prepared_note(folder)
+        warn_of_loader(notes, remote.url)
+        index = write_index(shards, notes)
+        if out is not None:
+            write_whole(folder / INDEX, index)
+            return shards
+        with ThreadPoolExecutor(THREADS) as threads:
+            upload = partial(_upload, remote, folder, timeout_s)
+            list(threads.map(upload, (shard.files[1].raw.name for shard in shards)))
+        remote.write(INDEX, index, deadline_s=timeout_s)
     return shards
 
 

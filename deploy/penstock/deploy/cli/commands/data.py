@@ -38,7 +38,7 @@ def _data() -> None:
 @guarded
 def data_index(
     folder: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="Folder of the files, or URL of one that Energon prepared.")
+        str, typer.Argument(metavar="FOLDER", help="Folder of the files, local or any URL that fsspec opens.")
     ],
     format: Annotated[
         str | None,

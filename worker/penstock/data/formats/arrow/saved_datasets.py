@@ -18,9 +18,10 @@ from typing import Any
 from penstock.proto.errors import DatasetError
 from penstock.runtime.files.plain_files import read_plain
 
-__all__ = ["saved_files", "saved_splits"]
+__all__ = ["DICT", "INFO", "STATE", "saved_files", "saved_splits"]
 
 DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
+"""Names of the files that describe a saved dataset."""
 MAX_BYTES = 64 << 20
 """Largest size in bytes of a JSON file that describes a saved dataset."""
 

@@ -185,8 +185,8 @@ class ParquetReader:
         missing = [name for name in columns if name not in known]
         if missing:
             raise DatasetError(
-                f"columns must name columns of {self.name}, which has {', '.join(known)}, got {', '.join(missing)}. Correct "
-                "the argument columns"
+                f"columns must name columns of {self.name}, which has {', '.join(known)}, got {', '.join(missing)}. "
+                "Correct the argument columns"
             )
         paths = [self._footer.schema.column(leaf).path for leaf in range(len(self._footer.schema))]
         self._leaves = [
