@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,22 +14,17 @@ from penstock.data.arguments import at_least_one, whole
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
 from penstock.data.sharded.layers.packed_rows import Document, RowFields
-from penstock.data.sharded.protocol import (
-    NOWHERE,
-    Cursor,
-    Origin,
-    PositionOf,
-    SavedPosition,
-    ShardedSource,
-    cursor_origin,
-)
+from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
+from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["Chunked", "DocumentParser", "Documents", "located", "token_of"]
+__all__ = ["Chunked", "DocumentParser", "Documents", "Read", "located", "token_of"]
 
 
 MAX_TOKEN = (1 << 63) - 1
 """Largest token id, because lines and pieces are int64."""
+READ_AHEAD = 256
+"""Largest number of documents that are read in one call."""
 
 
 class Chunked(Layer):
@@ -124,7 +120,7 @@ class DocumentParser:
         self._fields, self._strip, self._longest = fields, strip, longest
         self._columns = (*fields.columns, *fields.attached) if fields is not None else ()
         self._narrow = fields is not None and fields.dtype == "int32"
-        self._bare = not (self._columns or strip or longest or self._narrow)
+        self.bare = not (self._columns or strip or longest or self._narrow)
 
     def where(self, index: int) -> str:
         """Return the name of a document, for errors."""
@@ -132,7 +128,7 @@ class DocumentParser:
 
     def document(self, sample: Any, index: int, continues: bool = False) -> Document:
         """Return the document of a sample. Raises DatasetError for one that is not a document."""
-        if self._bare and (tokens := _usual(sample)) is not None:
+        if self.bare and (tokens := _usual(sample)) is not None:
             return Document(tokens, continues=continues)
         fields = self._fields
         if fields is None or fields.plain or not (self._columns or isinstance(sample, Mapping)):
@@ -229,8 +225,43 @@ class DocumentParser:
         return array
 
 
+class _Taken(NamedTuple):
+    """Run of samples of which documents are made."""
+
+    first: int
+    """Number of its first sample in the shard."""
+    before: SavedPosition
+    """Saved position of the source before it."""
+    position: Callable[[int], SavedPosition]
+
+    def at(self, number: int) -> tuple[int, SavedPosition]:
+        """Return the number in the shard of a sample of the run, and the source's saved position before it."""
+        return self.first + number, self.position(number) if number else self.before
+
+
+class Read(NamedTuple):
+    """Document that was read, and the position from which it is read again."""
+
+    document: Document
+    at: int
+    """Number of the document in its shard."""
+    taken: _Taken
+    number: int
+    """Number in `taken` of the first sample to read again: the document, or the first of the documents that were left
+    out just before it, because they are counted again."""
+
+    @property
+    def position(self) -> tuple[int, SavedPosition]:
+        """Number in the shard of the first sample to read again, and the source's saved position before it."""
+        return self.taken.at(self.number)
+
+
 class Documents:
-    """Reader of a shard's documents, with the source's saved positions from which they can be read again."""
+    """Reader of a shard's documents, with the source's saved positions from which they can be read again.
+
+    Documents are read in runs, also a few more than are needed at once. An error in one of them is raised when it is
+    needed.
+    """
 
     def __init__(
         self, layer: Layer, inner: Cursor, shard: int, index: int, parser: DocumentParser, *, least: int = 1
@@ -243,136 +274,204 @@ class Documents:
         self._inner, self._parser, self._least = inner, parser, least
         self._limit = SearchLimit(layer.source, type(layer).__name__, shard)
         self._next = index
-        self._index = index
-        """Index of the document that was read last."""
-        self._present: tuple[int, SavedPosition] = index, None
-        """Position from which that document is read again: its index, and the source's saved position before it. If
-        documents were left out just before it, that of the first of them: they are counted again."""
+        """Number in the shard of the source's next document."""
+        self._taken: _Taken | None = None
+        self._size = 0
+        """Number of samples in `_taken`."""
+        self._ready: list[Read] = []
+        """Documents that were read, and not passed."""
+        self._left_out: dict[str, int] = {}
+        """Number of documents that were left out after the last one in `_ready`, by source."""
+        self._left_from: tuple[_Taken, int] | None = None
+        """Run and number of the first of these documents."""
+        self._error: Exception | None = None
+        """Error in the document after those in `_ready`."""
 
-    @property
-    def where(self) -> str:
-        """Name of the document that was read last, for errors."""
-        return self._parser.where(self._index)
+    def ready(self, count: int) -> list[Read]:
+        """Return the next documents that have enough tokens, without passing them: at least one, unless none is left.
+        At most `count` are read ahead."""
+        if not self._ready:
+            self._read(count)
+        return self._ready
 
-    def read(self) -> Document | None:
-        """Return the next document that has enough tokens; None if there is none left."""
-        left_out: dict[str, int] = {}
-        begin = self.following()
-        while True:
-            try:
-                sample = next(self._inner)
-            except StopIteration:
-                return None
-            self._index, self._next = self._next, self._next + 1
-            document = self._parser.document(sample, self._index, getattr(self._inner, "continues", False))
-            origin = cursor_origin(self._inner)
-            if len(document.tokens) >= self._least:
-                self._limit.found()
-                self._present = begin
-                return located(document, origin, left_out)
-            self._limit.nothing()
-            left_out = origin.leaving_out(left_out)
-
-    def present(self) -> tuple[int, SavedPosition]:
-        """Return the position from which the document that was read last is read again: an index, and the source's
-        saved position before it."""
-        return self._present
+    def passed(self, count: int) -> None:
+        """Pass the first `count` documents of those that are ready."""
+        del self._ready[:count]
 
     def following(self) -> tuple[int, SavedPosition]:
-        """Return the index of the next document, and the source's saved position before it."""
+        """Return the position from which the next document is read: its number in the shard, and the source's saved
+        position before it."""
+        if self._ready:
+            return self._ready[0].position
+        if self._left_from is not None:
+            taken, number = self._left_from
+            return taken.at(number)
+        if self._taken is not None and self._next < self._taken.first + self._size:  # an error, not raised yet
+            return self._taken.at(self._next - self._taken.first)
         return self._next, self._inner.saved_position()
 
     def expect(self, what: str, there: int, at: int) -> None:
-        """Raise DatasetError unless the document that was read last has an item with index `at`. `there`: number of its
-        items; `what`: word for the items in the error ("pieces" or "tokens")."""
+        """Raise DatasetError unless the next document has an item with index `at`. `there`: number of its items;
+        `what`: word for the items in the error ("pieces" or "tokens")."""
         if at >= there:
             raise DatasetError(
-                f"{self.where} must have more than the {at} {what} that the saved run read of it, got {there}. Use the "
-                "data of that run"
+                f"{self.where(self._ready[0])} must have more than the {at} {what} that the saved run read of it, got "
+                f"{there}. Use the data of that run"
             )
+
+    def where(self, read: Read) -> str:
+        """Return the name of a document, for errors."""
+        return self._parser.where(read.at)
 
     def close(self) -> None:
         self._inner.close()
 
+    def _read(self, count: int) -> None:
+        """Read documents until some have enough tokens, or none is left."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        while not self._ready:
+            before = self._inner.saved_position()
+            run = take(self._inner, min(count, READ_AHEAD))
+            if not run.size:
+                break
+            self._taken, self._size = _Taken(self._next, before, run.position), run.size
+            try:
+                self._parse(run, self._taken)
+            except Exception as error:
+                if not self._ready:
+                    raise
+                self._error = error
 
-class _ChunkedCursor:
+    def _parse(self, run: Run, taken: _Taken) -> None:
+        """Add the documents of a run."""
+        bare = run.arrays if self._parser.bare else None
+        document, continues = self._parser.document, run.continues
+        for number, sample in enumerate(run.samples if bare is None else bare):
+            index = taken.first + number
+            if bare is None:
+                found = document(sample, index, continues)
+            else:
+                found = Document(sample, continues=continues)
+            continues, origin = run.parts, run.origins[number] if run.origins else NOWHERE
+            if len(found.tokens) >= self._least:
+                self._add(located(found, origin, self._left_out), index, taken, number)
+            else:
+                self._left_from = self._left_from or (taken, number)
+                self._next = index + 1
+                self._limit.nothing()
+                self._left_out = origin.leaving_out(self._left_out)
+
+    def _add(self, document: Document, index: int, taken: _Taken, number: int) -> None:
+        if self._left_from is not None:
+            taken, number = self._left_from
+            self._left_from, self._left_out = None, {}
+        self._ready.append(Read(document, index, taken, number))
+        self._next = index + 1
+        self._limit.found()
+
+
+class _ChunkedCursor(RunCursor):
     def __init__(
         self, documents: Documents, length: int, bos: int | None, eos: int | None, longest: int | None, piece: int
     ) -> None:
         self._documents, self._length, self._longest = documents, length, longest
-        self._bos, self._eos = bos, eos
-        self._document: Ints | None = None
-        """Document that is being cut into pieces, with BOS and EOS; None if it still has to be read."""
-        self._pieces = 0
-        """Number of pieces of the document in `_document`."""
+        self._begin = np.array([] if bos is None else [bos], np.int64)
+        self._end = np.array([] if eos is None else [eos], np.int64)
+        self._more = len(self._begin) + len(self._end)
         self._piece = piece
         """Number of the next piece in its document."""
-        self.continues = False
-        """True if the piece that was yielded last is not the first one of its document."""
-        self._origin = NOWHERE
-        """Origin of the document in `_document`."""
-        self.origin = NOWHERE
+        self._long: Ints | None = None
+        """Document of several pieces that is being cut, with BOS and EOS."""
 
     traced = True
 
-    def __iter__(self) -> _ChunkedCursor:
-        return self
+    def take(self, count: int) -> Run:
+        ready = self._documents.ready(count)
+        if not ready:
+            return Run()
+        if self._pieces(ready[0]) > 1 or self._piece:
+            return self._take_pieces(ready[0], count)
+        own = list(itertools.takewhile(self._is_short, ready[:count]))
+        arrays = [self._separated(read) for read in own]
+        self._documents.passed(len(own))
 
-    def __next__(self) -> torch.Tensor:
-        document = self._open()
-        if document is None:
-            raise StopIteration
-        start = self._piece * self._length
-        self.continues = start > 0
-        self.origin = self._origin._replace(skipped={}) if self.continues and self._origin.skipped else self._origin
-        self._advance(1)
-        return torch.from_numpy(document[start : start + self._length])
+        def position(number: int) -> SavedPosition:
+            index, before = own[number].position
+            return {"index": index, "piece": 0, "source": before}
+
+        origins = [read.document.origin for read in own]
+        return _run_of(arrays, position, origins)
+
+    def _take_pieces(self, read: Read, count: int) -> Run:
+        """Return pieces of a document that has several."""
+        pieces, first, length = self._pieces(read), self._piece, self._length
+        if self._long is None:
+            self._documents.expect("pieces", pieces, first)
+            self._long = self._separated(read)
+        until = min(pieces, first + count)
+        arrays = [self._long[piece * length : (piece + 1) * length] for piece in range(first, until)]
+        self._advance(until - first, pieces)
+
+        def position(number: int) -> SavedPosition:
+            index, before = read.position
+            return {"index": index, "piece": first + number, "source": before}
+
+        origin = read.document.origin
+        later = origin._replace(skipped={}) if origin.skipped else origin
+        origins = [later if first else origin, *([later] * (len(arrays) - 1))]
+        return _run_of(arrays, position, origins)._replace(continues=first > 0, parts=True)
 
     def skip(self, count: int) -> int:
         left = count
-        while left and self._open() is not None:
-            passed = min(left, self._pieces - self._piece)
-            self._advance(passed)
+        while left and (ready := self._documents.ready(left)):
+            pieces = self._pieces(ready[0])
+            self._documents.expect("pieces", pieces, self._piece)
+            passed = min(left, pieces - self._piece)
+            self._advance(passed, pieces)
             left -= passed
         return count - left
 
     def saved_position(self) -> SavedPosition:
-        index, before = self._documents.following() if self._document is None else self._documents.present()
+        index, before = self._documents.following()
         return {"index": index, "piece": self._piece, "source": before}
 
     def close(self) -> None:
         self._documents.close()
 
-    def _open(self) -> Ints | None:
-        """Return the document that is being cut into pieces, and read it if needed; None after the last document."""
-        if self._document is None and (read := self._documents.read()) is not None:
-            document, self._origin = read.tokens, read.origin
-            if self._longest is not None and len(document) > self._longest:
-                raise DatasetError(
-                    f"{self._documents.where} must have at most longest={self._longest} tokens, got {len(document)}. "
-                    "Allow more, or leave such documents out by Filtered"
-                )
-            self._document = self._separated(document)
-            self._pieces = -(-len(self._document) // self._length)
-            self._documents.expect("pieces", self._pieces, self._piece)
-        return self._document
+    def _is_short(self, read: Read) -> bool:
+        """Return True for a document of one piece."""
+        return len(read.document.tokens) + self._more <= self._length and (
+            self._longest is None or len(read.document.tokens) <= self._longest
+        )
 
-    def _separated(self, document: Ints) -> Ints:
+    def _pieces(self, read: Read) -> int:
+        """Return the number of pieces of a document."""
+        size = len(read.document.tokens)
+        if self._longest is not None and size > self._longest:
+            raise DatasetError(
+                f"{self._documents.where(read)} must have at most longest={self._longest} tokens, got {size}. "
+                "Allow more, or leave such documents out by Filtered"
+            )
+        return -(-(size + self._more) // self._length)
+
+    def _separated(self, read: Read) -> Ints:
         """Return a writable copy of a document, with BOS and EOS."""
-        begin = self._bos is not None
-        separated = np.empty(begin + len(document) + (self._eos is not None), np.int64)
-        separated[begin : begin + len(document)] = document
-        if self._bos is not None:
-            separated[0] = self._bos
-        if self._eos is not None:
-            separated[-1] = self._eos
-        return separated
+        return np.concatenate((self._begin, read.document.tokens, self._end), dtype=np.int64)
 
-    def _advance(self, count: int) -> None:
-        """Advance by `count` pieces within the document in `_document`."""
+    def _advance(self, count: int, pieces: int) -> None:
+        """Advance by `count` pieces within a document of `pieces` pieces."""
         self._piece += count
-        if self._piece == self._pieces:
-            self._document, self._piece = None, 0
+        if self._piece == pieces:
+            self._documents.passed(1)
+            self._long, self._piece = None, 0
+
+
+def _run_of(arrays: list[Ints], position: Callable[[int], SavedPosition], origins: list[Origin]) -> Run:
+    """Return the run of pieces with these tokens and origins."""
+    traced = any(origin is not NOWHERE for origin in origins)
+    return Run(map(torch.from_numpy, arrays), len(arrays), position, origins if traced else (), arrays=arrays)
 
 
 def located(document: Document, origin: Origin, left_out: Mapping[str, int]) -> Document:

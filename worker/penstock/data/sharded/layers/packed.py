@@ -21,16 +21,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from penstock.data.arguments import at_least_one
-from penstock.data.sharded.layers.documents import DocumentParser, Documents, located, token_of
+from penstock.data.sharded.layers.documents import DocumentParser, Documents, Read, located, token_of
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
-from penstock.data.sharded.layers.packed_rows import Document, Part, RowFields, row_origin
+from penstock.data.sharded.layers.packed_rows import Document, Part, RowFields, RowOrigins
 from penstock.data.sharded.layers.windows import WindowCursor
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
+from penstock.data.sharded.runs import Run, RunCursor
 from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["Packed"]
 
 Long = Literal["split", "truncate", "refuse"]
+SKIPPED_AT_ONCE = 16
+"""Largest number of lines whose documents are read in one call while lines are skipped."""
 
 
 class Packed(Layer):
@@ -240,26 +243,18 @@ def _all_located(
     return found, left_out
 
 
-class _FittedCursor:
+class _FittedCursor(RunCursor):
     """Cursor of the lines of windows of documents."""
 
     def __init__(self, lines: WindowCursor, fields: RowFields) -> None:
         self._lines, self._fields = lines, fields
-        self._line: list[Part] = []
-        """Parts of the line that was yielded last."""
 
     traced = True
 
-    @property
-    def origin(self) -> Origin:
-        return row_origin(self._line)
-
-    def __iter__(self) -> _FittedCursor:
-        return self
-
-    def __next__(self) -> Any:
-        self._line = next(self._lines)
-        return self._fields.row(self._line)
+    def take(self, count: int) -> Run:
+        run = self._lines.take(count)
+        lines = list(run.samples)
+        return Run(map(self._fields.row, lines), run.size, run.position, RowOrigins(lines))
 
     def skip(self, count: int) -> int:
         return self._lines.skip(count)
@@ -271,10 +266,10 @@ class _FittedCursor:
         self._lines.close()
 
 
-class _PackedCursor:
+class _PackedCursor(RunCursor):
     """Cursor of packed lines. The line that is being filled takes its tokens from one or more documents, and may begin
-    in the middle of the first one. The cursor keeps the source's saved positions before the first of them, and before
-    the last one, because the next line may begin in it."""
+    in the middle of the first one. The cursor keeps the first of them, because a saved position lies before it, and the
+    last one, because the next line may begin in it."""
 
     def __init__(
         self,
@@ -297,74 +292,105 @@ class _PackedCursor:
         """True if the filled line gets an EOS."""
         self._offset = offset
         """Offset, in the first document, at which the line that is being filled begins."""
-        self._begin: tuple[int, SavedPosition] | None = None
-        """Index of the first document of the line, and the source's saved position before it; None: the document
-        still has to be read."""
-        self._line: list[Part] = []
-        """Parts of the line that was yielded last."""
+        self._first: Read | None = None
+        """First document of the line; None: it still has to be read."""
+        self._last: Read | None = None
+        """Document that was read last."""
+        self._passed_documents = self._passed_tokens = 0
 
     traced = True
 
-    @property
-    def origin(self) -> Origin:
-        return row_origin(self._line)
+    def take(self, count: int) -> Run:
+        lines: list[list[Part]] = []
+        rows: list[Any] = []
+        begins: list[tuple[Read, int]] = []
+        while len(rows) < count and self._fill(count - len(rows)):
+            assert self._first is not None
+            begins.append((self._first, self._offset))
+            parts = self._line()
+            lines.append(parts)
+            rows.append(self._row(parts))
+            self._advance()
 
-    def __iter__(self) -> _PackedCursor:
-        return self
+        def position(number: int) -> SavedPosition:
+            read, offset = begins[number]
+            return _saved(read.position, offset)
 
-    def __next__(self) -> Any:
-        if not self._fill():
-            raise StopIteration
-        document, begin, end = self._parts[-1]
-        end -= self._have - self._take
-        parts = [*self._parts[:-1], *([Part(document, begin, end)] if begin < end else [])]
-        if self._bos is None and self._eos is None:
-            row = self._fields.row(parts)
-        else:
-            opening = self._bos if self._capacity() < self._fields.length else None
-            row = self._fields.line(parts, opening, self._eos if self._closing else None)
-        self._line = parts
-        self._advance()
-        return row
+        return Run(rows, len(rows), position, RowOrigins(lines))
 
     def skip(self, count: int) -> int:
         for passed in range(count):
-            if not self._fill():
+            if not self._fill(min(count - passed, SKIPPED_AT_ONCE)):
                 return passed
             self._advance()
         return count
 
     def saved_position(self) -> SavedPosition:
-        index, before = self._begin or self._documents.following()
-        return {"index": index, "offset": self._offset, "source": before}
+        return _saved(self._documents.following() if self._first is None else self._first.position, self._offset)
 
     def close(self) -> None:
         self._documents.close()
 
-    def _fill(self) -> bool:
-        """Read the tokens of the next line. Returns False if too few are left for a line."""
-        while self._have < self._capacity():
-            document = self._documents.read()
-            if document is None:
+    def _line(self) -> list[Part]:
+        """Return the parts of the line that was filled."""
+        over = self._have - self._take
+        if not over:
+            return self._parts
+        document, begin, end = self._parts[-1]
+        return [*self._parts[:-1], *([Part(document, begin, end - over)] if begin < end - over else [])]
+
+    def _row(self, parts: list[Part]) -> Any:
+        if self._bos is None and self._eos is None:
+            return self._fields.row(parts)
+        opening = self._bos if self._capacity() < self._fields.length else None
+        return self._fields.line(parts, opening, self._eos if self._closing else None)
+
+    def _fill(self, lines: int) -> bool:
+        """Read the tokens of the next line. Returns False if too few are left for a line. `lines`: number of lines that
+        are wanted, so that the documents of all of them are read in few calls."""
+        capacity = self._capacity()
+        while self._have < capacity:
+            if not self._add(self._documents.ready(self._expected(lines)), capacity):
                 break
-            size = len(document.tokens)
-            if self._begin is None:
-                self._begin = self._documents.present()
-                self._documents.expect("tokens", size, self._offset)
-                self._parts.append(Part(document, self._offset, size))
-                self._have += size - self._offset
-            else:
-                self._parts.append(Part(document, 0, size))
-                self._have += size
+            capacity = self._capacity()
         if not self._have:
             return False
-        capacity, before = self._capacity(), self._have - self._size(-1)
+        before = self._have - self._size(-1)
         taken = min(self._have, capacity)
         self._closing = self._needs_eos(-1, taken - before)
         if before and not self._split and (self._have > capacity or (self._closing and taken == capacity)):
             taken, self._closing = before, self._needs_eos(-2, self._size(-2))
         self._take = taken - (self._closing and taken == capacity)
         return self._take + self._closing == capacity or self._fields.pad is not None
+
+    def _expected(self, lines: int) -> int:
+        """Return the number of documents that these lines take, if their documents are as long as those before."""
+        missing = lines * self._fields.length - self._have
+        return max(1, missing * self._passed_documents // max(1, self._passed_tokens))
+
+    def _add(self, ready: Sequence[Read], capacity: int) -> bool:
+        """Add documents until the line is full. The first document of a line may change its capacity, so it is added
+        alone. Returns False if there are none."""
+        if not ready:
+            return False
+        added, have = 0, self._have
+        for read in ready:
+            document = read.document
+            size = len(document.tokens)
+            begin = 0
+            if self._first is None:
+                self._documents.expect("tokens", size, self._offset)
+                self._first, begin = read, self._offset
+            self._parts.append(Part(document, begin, size))
+            added, have = added + 1, have + size - begin
+            if have >= capacity or (self._bos is not None and len(self._parts) == 1):
+                break
+        self._last = ready[added - 1]
+        self._passed_documents += added
+        self._passed_tokens += have - self._have
+        self._have = have
+        self._documents.passed(added)
+        return True
 
     def _size(self, number: int) -> int:
         """Return the number of tokens that are left of a part."""
@@ -393,8 +419,13 @@ class _PackedCursor:
         left = self._have - self._take
         document, _, end = self._parts[-1]
         self._have, self._parts = left, [Part(document, end - left, end)] if left else []
-        self._begin = self._documents.present() if left else None
+        self._first = self._last if left else None
         self._offset = end - left if left else 0
+
+
+def _saved(before: tuple[int, SavedPosition], offset: int) -> SavedPosition:
+    index, source = before
+    return {"index": index, "offset": offset, "source": source}
 
 
 def _flag(name: str, value: bool, otherwise: str = "") -> bool:

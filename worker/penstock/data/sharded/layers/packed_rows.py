@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.protocol import NOWHERE, Origin, summed
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["Document", "Part", "RowFields", "collate_packed", "row_origin"]
+__all__ = ["Document", "Part", "RowFields", "RowOrigins", "collate_packed"]
 
 _ROWS, _SEGMENTS = "_rows", "_segments"
 """Endings of the fields with the row, and with the segment, of each item that belongs to a document."""
@@ -240,7 +240,24 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
     return batch
 
 
-def row_origin(parts: Sequence[Part]) -> Origin:
+class RowOrigins(Sequence[Origin]):
+    """Origins of rows, which are made when they are asked for."""
+
+    def __init__(self, rows: Sequence[Sequence[Part]]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, number: int) -> Origin: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Origin]: ...
+    def __getitem__(self, number: int | slice) -> Origin | Sequence[Origin]:
+        return RowOrigins(self._rows[number]) if isinstance(number, slice) else _row_origin(self._rows[number])
+
+
+def _row_origin(parts: Sequence[Part]) -> Origin:
     """Return the origin of a row: the parts' tokens in it by source, and what was left out before documents that begin
     in it."""
     skipped: dict[str, int] = {}

@@ -105,6 +105,7 @@ class Pieces:
         """True if all pieces are indexable."""
         self.counts = given if lengths is None else lengths
         """Number of records in each piece; None if unknown."""
+        self._lists = {n: piece for n, piece in enumerate(self._pieces) if type(piece) in (list, tuple)}
         self.opened.close()
         _all.add(self)
 
@@ -165,6 +166,15 @@ class Pieces:
                 f"{self.name(number)} must have record {offset}, because {self._known(number)} ({error}). Use the data "
                 "of the saved run"
             ) from error
+
+    def listed(self, found: Sequence[tuple[int, int]]) -> list[Any] | None:
+        """Return the records at these (piece, offset) if all pieces are lists in memory; None otherwise, and for
+        offsets that they do not have."""
+        pieces = self._lists
+        try:
+            return [pieces[piece][offset] for piece, offset in found]
+        except LookupError:
+            return None
 
     def may_draw(self, number: int) -> bool:
         """Return True if the records of a piece are read by user code, which may draw random numbers."""

@@ -1,0 +1,79 @@
+"""Runs of consecutive samples, which cursors hand out in one call.
+
+A call for each sample through each layer takes several microseconds. So a cursor may have a method `take(count)` that
+returns a run: up to `count` samples, with a function that gives the saved position before each of them. A layer that
+takes more samples than it uses at once, such as Packed, needs these positions for its own saved position.
+
+A cursor can only have `take` if the positions between its samples are known after the samples were read. A stream of
+user code has to be asked before each sample, so its cursor has `__next__` alone, and the function `take` makes runs of
+one sample of it. A cursor that has `take` gets its `__next__` from RunCursor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from penstock.data.ordering.permutation import Ints
+from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, SavedPosition, cursor_origin
+
+__all__ = ["Run", "RunCursor", "take"]
+
+
+def _no_position(number: int) -> SavedPosition:
+    raise AssertionError(f"a run without position() must have at most one sample, asked for sample {number}")
+
+
+class Run(NamedTuple):
+    """Consecutive samples of a shard."""
+
+    samples: Iterable[Any] = ()
+    """The samples, to be iterated once, before the cursor is used again. User code may run for each of them; if that
+    fails, the samples before are valid, and the cursor must be closed."""
+    size: int = 0
+    """Number of samples; 0 only at the end of the shard."""
+    position: Callable[[int], SavedPosition] = _no_position
+    """Function from n to the saved position before sample n, for 0 < n < size. The positions before the first sample
+    and after the last one are those of the cursor before and after the call of `take`."""
+    origins: Sequence[Origin] = ()
+    """Origin of each sample; empty if all are NOWHERE."""
+    continues: bool = False
+    """True if the first sample is a piece of a Chunked that continues the document before it. The others continue
+    nothing, or each the one before, see `parts`."""
+    parts: bool = False
+    """True if each sample but the first continues the document of the one before."""
+    arrays: Sequence[Ints] | None = None
+    """The samples again, as arrays of int64 of one dimension; None if they are something else."""
+
+
+class RunCursor(ABC, Iterator[Any]):
+    """Base class of cursors that have `take`."""
+
+    origin: Origin = NOWHERE
+    """Origin of the sample that `next` returned last."""
+    continues = False
+    """True if that sample is a piece of a Chunked, and not the first one of its document."""
+
+    @abstractmethod
+    def take(self, count: int) -> Run:
+        """Return the next samples: at least one unless the shard has ended, and at most `count`, which is at least
+        1."""
+
+    def __next__(self) -> Any:
+        run = self.take(1)
+        for sample in run.samples:
+            self.origin = run.origins[0] if run.origins else NOWHERE
+            self.continues = run.continues
+            return sample
+        raise StopIteration
+
+
+def take(cursor: Cursor, count: int) -> Run:
+    """Return the next samples of any cursor, as RunCursor.take does."""
+    if isinstance(cursor, RunCursor):
+        return cursor.take(count)
+    for sample in cursor:
+        origin = cursor_origin(cursor)
+        return Run((sample,), 1, origins=() if origin is NOWHERE else (origin,))
+    return Run()
