@@ -38,13 +38,12 @@ class Run(NamedTuple):
     and after the last one are those of the cursor before and after the call of `take`."""
     origins: Sequence[Origin] = ()
     """Origin of each sample; empty if all are NOWHERE."""
-    continues: bool = False
-    """True if the first sample is a piece of a Chunked that continues the document before it. The others continue
-    nothing, or each the one before, see `parts`."""
-    parts: bool = False
-    """True if each sample but the first continues the document of the one before."""
-    arrays: Sequence[Ints] | None = None
-    """The samples again, as arrays of int64 of one dimension; None if they are something else."""
+    continues: Sequence[bool] = ()
+    """For each sample True if it is a piece of a Chunked that continues the document of the piece before; empty if none
+    does."""
+    tokens: tuple[Ints, Sequence[int]] | None = None
+    """The samples again, if they are pieces of a Chunked: an int64 array with all of them one after the other, and
+    their sizes. None for other samples."""
 
 
 class RunCursor(ABC, Iterator[Any]):
@@ -52,8 +51,6 @@ class RunCursor(ABC, Iterator[Any]):
 
     origin: Origin = NOWHERE
     """Origin of the sample that `next` returned last."""
-    continues = False
-    """True if that sample is a piece of a Chunked, and not the first one of its document."""
 
     @abstractmethod
     def take(self, count: int) -> Run:
@@ -64,7 +61,6 @@ class RunCursor(ABC, Iterator[Any]):
         run = self.take(1)
         for sample in run.samples:
             self.origin = run.origins[0] if run.origins else NOWHERE
-            self.continues = run.continues
             return sample
         raise StopIteration
 

@@ -1,98 +1,33 @@
-"""Documents of tokens: parsed from a source's samples, read with their positions, and cut into pieces."""
+"""Documents of tokens: parsed from a source's samples, and read in blocks with their positions."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.data.arguments import at_least_one, whole
+from penstock.data.arguments import whole
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
-from penstock.data.sharded.layers.packed_rows import Document, RowFields
-from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
-from penstock.data.sharded.runs import Run, RunCursor, take
+from penstock.data.sharded.layers.layer import Layer, SearchLimit
+from penstock.data.sharded.layers.packed_rows import Documents, RowFields
+from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, SavedPosition
+from penstock.data.sharded.runs import Run, take
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["Chunked", "DocumentParser", "Documents", "Read", "located", "token_of"]
+__all__ = ["Block", "DocumentParser", "DocumentReader", "located", "token_of"]
 
 
 MAX_TOKEN = (1 << 63) - 1
 """Largest token id, because lines and pieces are int64."""
 READ_AHEAD = 256
 """Largest number of documents that are read in one call."""
-
-
-class Chunked(Layer):
-    """Layer that splits tokenized documents into pieces of at most `length` tokens. A piece is an int64 tensor of shape
-    (tokens,). BOS is put before the first piece of each document, and EOS after the last. A document without tokens is
-    left out.
-
-        Packed(Chunked(documents, length=8192, eos=2), length=2048)
-    """
-
-    def __init__(
-        self,
-        source: ShardedSource,
-        *,
-        length: int,
-        bos: int | None = None,
-        eos: int | None = None,
-        longest: int | None = None,
-        strip_tokens: Iterable[int] = (),
-        min_length: int | None = None,
-    ) -> None:
-        """
-        Args:
-            source: source whose samples are documents: tensors or arrays of integers with one dimension, or lists of
-                integers.
-            length: largest number of tokens in a piece, including BOS and EOS; the last piece of a document has the
-                rest.
-            bos: token before each document; None: none.
-            eos: token after each document; None: none.
-            longest: largest number of tokens in a document, without BOS and EOS; a longer document raises DatasetError.
-            strip_tokens: token ids that are removed from both ends of each document first, such as separators that the
-                data already have.
-            min_length: smallest number of tokens in a document, without BOS and EOS, after `strip_tokens`; a shorter
-                document is left out.
-        """
-        super().__init__(source)
-        self._length = at_least_one("length", length)
-        self._bos, self._eos = token_of("bos", bos), token_of("eos", eos)
-        self._longest = None if longest is None else at_least_one("longest", longest)
-        self._strip = _tokens_of("strip_tokens", strip_tokens)
-        self._least = 1 if min_length is None else at_least_one("min_length", min_length)
-
-    def settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {
-            "length": self._length,
-            "bos": self._bos,
-            "eos": self._eos,
-            "longest": self._longest,
-        }
-        if self._strip:
-            settings["strip_tokens"] = sorted(self._strip)
-        if self._least > 1:
-            settings["min_length"] = self._least
-        return settings
-
-    def open(
-        self,
-        shard: int,
-        epoch: int,
-        seed: int,
-        saved: SavedPosition | None = None,
-        position_of: PositionOf | None = None,
-    ) -> Cursor:
-        (index, piece), inner = entered(saved, "Chunked", "index", "piece")
-        cursor = self.source.open(shard, epoch, seed, inner)
-        parser = DocumentParser("Chunked", shard, epoch, strip=self._strip)
-        documents = Documents(self, cursor, shard, index, parser, least=self._least)
-        return _ChunkedCursor(documents, self._length, self._bos, self._eos, self._longest, piece)
 
 
 class DocumentParser:
@@ -126,13 +61,20 @@ class DocumentParser:
         """Return the name of a document, for errors."""
         return f"{self._name}: document {index} of shard {self._shard} in epoch {self._epoch}"
 
-    def document(self, sample: Any, index: int, continues: bool = False) -> Document:
-        """Return the document of a sample. Raises DatasetError for one that is not a document."""
+    def tokens(self, sample: Any, index: int) -> Ints:
+        """Return the tokens of a sample without other columns. Raises DatasetError for one that is not a document."""
         if self.bare and (tokens := _usual(sample)) is not None:
-            return Document(tokens, continues=continues)
+            return tokens
+        fields = self._fields
+        if fields is not None and not fields.plain and isinstance(sample, Mapping):
+            return self.document(sample, index).tokens
+        return self._cut(self._stripped(self._array(sample, index)), index)
+
+    def document(self, sample: Any, index: int) -> Documents:
+        """Return the document of a sample. Raises DatasetError for one that is not a document."""
         fields = self._fields
         if fields is None or fields.plain or not (self._columns or isinstance(sample, Mapping)):
-            return Document(self._cut(self._stripped(self._array(sample, index)), index), continues=continues)
+            return Documents(self.tokens(sample, index))
         missing = [name for name in (fields.tokens, *self._columns) if name not in self._names(sample)]
         if missing:
             raise DatasetError(
@@ -143,7 +85,12 @@ class DocumentParser:
         tokens = self._cut(full, index)
         columns = {name: self._column(sample[name], index, name, len(full))[: len(tokens)] for name in fields.columns}
         attached = {name: self._column(sample[name], index, name) for name in fields.attached}
-        return Document(tokens, columns, attached, continues, self.where(index))
+        return Documents(tokens, columns, attached, where=self.where(index))
+
+    @property
+    def has_columns(self) -> bool:
+        """True if documents have other columns than their tokens."""
+        return bool(self._columns)
 
     def _names(self, sample: Any) -> list[str]:
         return sorted(map(str, sample)) if isinstance(sample, Mapping) else []
@@ -239,24 +186,67 @@ class _Taken(NamedTuple):
         return self.first + number, self.position(number) if number else self.before
 
 
-class Read(NamedTuple):
-    """Document that was read, and the position from which it is read again."""
+@dataclass
+class Block:
+    """Consecutive documents that were read in one call, with the positions from which they are read again."""
 
-    document: Document
-    at: int
-    """Number of the document in its shard."""
     taken: _Taken
-    number: int
-    """Number in `taken` of the first sample to read again: the document, or the first of the documents that were left
-    out just before it, because they are counted again."""
+    numbers: Sequence[int]
+    """Number in `taken` of each document."""
+    begin: tuple[_Taken, int]
+    """Run and number in it of the first sample to read again for the first document: the first of the documents that
+    were left out just before it, because they are counted again; or else the document."""
+    sizes: Sequence[int]
+    """Number of tokens of each document."""
+    given: Documents | Sequence[Ints]
+    """All documents as one value, or the tokens of each."""
+    origins: Sequence[Origin] = ()
+    """Origin of each document; empty if all are NOWHERE."""
+    continues: Sequence[bool] = ()
+    """For each document True if it is a piece that continues the one before; empty if none does."""
 
-    @property
-    def position(self) -> tuple[int, SavedPosition]:
-        """Number in the shard of the first sample to read again, and the source's saved position before it."""
-        return self.taken.at(self.number)
+    @cached_property
+    def ends(self) -> Sequence[int]:
+        """End of each document in the tokens of all."""
+        return list(accumulate(self.sizes))
+
+    @cached_property
+    def documents(self) -> Documents:
+        """All documents as one value."""
+        if isinstance(self.given, Documents):
+            return self.given
+        tokens = self.given[0] if len(self.given) == 1 else np.concatenate(self.given)
+        return joined(tokens, self.ends, self.origins, self.continues)
+
+    @cached_property
+    def arrays(self) -> Sequence[Ints]:
+        """Tokens of each document."""
+        if isinstance(self.given, Documents):
+            return [self.given.tokens[begin:end] for begin, end in pairwise([0, *self.ends])]
+        return self.given
+
+    def position(self, number: int) -> tuple[int, SavedPosition]:
+        """Return the number in the shard of the first sample to read again for a document, and the source's saved
+        position before it."""
+        if number == 0:
+            taken, at = self.begin
+            return taken.at(at)
+        return self.taken.at(self.numbers[number - 1] + 1)
+
+    def start(self, number: int) -> int:
+        """Return the index of a document's first token in the tokens of all."""
+        return self.ends[number - 1] if number else 0
 
 
-class Documents:
+def joined(tokens: Ints, ends: Sequence[int], origins: Sequence[Origin], continues: Sequence[bool]) -> Documents:
+    """Return consecutive documents as one value; see Block."""
+    seams = ends
+    if any(continues):
+        seams = [end for end, goes_on in zip(ends, [*continues[1:], False], strict=True) if not goes_on]
+    return Documents(tokens, {}, {}, bool(continues) and continues[0], "", origins, ends, seams)
+
+
+class DocumentReader:
     """Reader of a shard's documents, with the source's saved positions from which they can be read again.
 
     Documents are read in runs, also a few more than are needed at once. An error in one of them is raised when it is
@@ -278,31 +268,36 @@ class Documents:
         self._taken: _Taken | None = None
         self._size = 0
         """Number of samples in `_taken`."""
-        self._ready: list[Read] = []
-        """Documents that were read, and not passed."""
+        self._blocks: deque[Block] = deque()
+        """Blocks with documents that were not passed."""
+        self._at = 0
+        """Number of documents of the first block that were passed."""
         self._left_out: dict[str, int] = {}
-        """Number of documents that were left out after the last one in `_ready`, by source."""
+        """Number of documents that were left out after the last block, by source."""
         self._left_from: tuple[_Taken, int] | None = None
-        """Run and number of the first of these documents."""
+        """Run of the first of these documents, and its number in the run."""
         self._error: Exception | None = None
-        """Error in the document after those in `_ready`."""
+        """Error in the document after the last block."""
 
-    def ready(self, count: int) -> list[Read]:
-        """Return the next documents that have enough tokens, without passing them: at least one, unless none is left.
-        At most `count` are read ahead."""
-        if not self._ready:
+    def ready(self, count: int) -> tuple[Block, int] | None:
+        """Return the block with the next document that has enough tokens, and the document's number in it; None if no
+        document is left. `count`: largest number of documents to read now, if none was read ahead."""
+        if not self._blocks:
             self._read(count)
-        return self._ready
+        return (self._blocks[0], self._at) if self._blocks else None
 
     def passed(self, count: int) -> None:
-        """Pass the first `count` documents of those that are ready."""
-        del self._ready[:count]
+        """Pass documents of the block that is ready."""
+        self._at += count
+        if self._at == len(self._blocks[0].sizes):
+            self._blocks.popleft()
+            self._at = 0
 
     def following(self) -> tuple[int, SavedPosition]:
         """Return the position from which the next document is read: its number in the shard, and the source's saved
         position before it."""
-        if self._ready:
-            return self._ready[0].position
+        if self._blocks:
+            return self._blocks[0].position(self._at)
         if self._left_from is not None:
             taken, number = self._left_from
             return taken.at(number)
@@ -310,18 +305,19 @@ class Documents:
             return self._taken.at(self._next - self._taken.first)
         return self._next, self._inner.saved_position()
 
+    def where(self) -> str:
+        """Return the name of the document that is ready, for errors."""
+        block = self._blocks[0]
+        return self._parser.where(block.taken.first + block.numbers[self._at])
+
     def expect(self, what: str, there: int, at: int) -> None:
-        """Raise DatasetError unless the next document has an item with index `at`. `there`: number of its items;
-        `what`: word for the items in the error ("pieces" or "tokens")."""
+        """Raise DatasetError unless the document that is ready has an item with index `at`. `there`: number of its
+        items; `what`: word for the items in the error ("pieces" or "tokens")."""
         if at >= there:
             raise DatasetError(
-                f"{self.where(self._ready[0])} must have more than the {at} {what} that the saved run read of it, got "
-                f"{there}. Use the data of that run"
+                f"{self.where()} must have more than the {at} {what} that the saved run read of it, got {there}. Use "
+                "the data of that run"
             )
-
-    def where(self, read: Read) -> str:
-        """Return the name of a document, for errors."""
-        return self._parser.where(read.at)
 
     def close(self) -> None:
         self._inner.close()
@@ -331,152 +327,99 @@ class Documents:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        while not self._ready:
+        while not self._blocks:
             before = self._inner.saved_position()
             run = take(self._inner, min(count, READ_AHEAD))
             if not run.size:
                 break
             self._taken, self._size = _Taken(self._next, before, run.position), run.size
-            try:
-                self._parse(run, self._taken)
-            except Exception as error:
-                if not self._ready:
-                    raise
-                self._error = error
-
-    def _parse(self, run: Run, taken: _Taken) -> None:
-        """Add the documents of a run."""
-        bare = run.arrays if self._parser.bare else None
-        document, continues = self._parser.document, run.continues
-        for number, sample in enumerate(run.samples if bare is None else bare):
-            index = taken.first + number
-            if bare is None:
-                found = document(sample, index, continues)
+            if self._parser.has_columns:
+                self._add_each(run, self._taken)
+            elif run.tokens is not None and self._parser.bare:  # pieces have tokens, so none is left out
+                tokens, sizes = run.tokens
+                documents = joined(tokens, list(accumulate(sizes)), run.origins, run.continues)
+                self._append(Block(self._taken, range(run.size), (self._taken, 0), sizes, documents, run.origins))
+                self._next += run.size
             else:
-                found = Document(sample, continues=continues)
-            continues, origin = run.parts, run.origins[number] if run.origins else NOWHERE
-            if len(found.tokens) >= self._least:
-                self._add(located(found, origin, self._left_out), index, taken, number)
-            else:
-                self._left_from = self._left_from or (taken, number)
-                self._next = index + 1
-                self._limit.nothing()
-                self._left_out = origin.leaving_out(self._left_out)
+                self._add_all(run, self._taken)
 
-    def _add(self, document: Document, index: int, taken: _Taken, number: int) -> None:
-        if self._left_from is not None:
-            taken, number = self._left_from
-            self._left_from, self._left_out = None, {}
-        self._ready.append(Read(document, index, taken, number))
-        self._next = index + 1
+    def _add_each(self, run: Run, taken: _Taken) -> None:
+        """Add a block for each document of a run of samples with other columns."""
+        try:
+            for number, sample in enumerate(run.samples):
+                document = self._parser.document(sample, self._next)
+                self._next += 1
+                kept = self._sift(taken, number, [len(document.tokens)], run.origins[number : number + 1])
+                if kept is not None:
+                    numbers, begin, origins = kept
+                    self._append(
+                        Block(
+                            taken, numbers, begin, [len(document.tokens)], document._replace(origins=origins), origins
+                        )
+                    )
+        except Exception as error:
+            self._defer(error)
+
+    def _add_all(self, run: Run, taken: _Taken) -> None:
+        """Add the block of a run of samples without other columns."""
+        arrays: list[Ints] = []
+        parse = self._parser.tokens
+        try:
+            for index, sample in enumerate(run.samples, self._next):
+                arrays.append(parse(sample, index))
+        except Exception as error:
+            if not arrays:
+                raise
+            self._error = error
+        self._next += len(arrays)
+        sizes, origins = list(map(len, arrays)), run.origins[: len(arrays)]
+        if min(sizes) >= self._least and self._left_from is None:
+            continues = run.continues[: len(arrays)]
+            self._append(Block(taken, range(len(arrays)), (taken, 0), sizes, arrays, origins, continues))
+        elif (kept := self._sift(taken, 0, sizes, origins)) is not None:
+            numbers, begin, origins = kept
+            continues = [run.continues[at] for at in numbers] if run.continues else ()
+            sizes, arrays = [sizes[at] for at in numbers], [arrays[at] for at in numbers]
+            self._append(Block(taken, numbers, begin, sizes, arrays, origins, continues))
+
+    def _append(self, block: Block) -> None:
+        self._blocks.append(block)
         self._limit.found()
 
+    def _sift(
+        self, taken: _Taken, first: int, sizes: Sequence[int], origins: Sequence[Origin]
+    ) -> tuple[list[int], tuple[_Taken, int], Sequence[Origin]] | None:
+        """Leave out documents with too few tokens. Returns the numbers in the run of the others, the place from which
+        the first of them is read again, and their origins with what was left out before them; None if none is left.
+        `first`: number of the first document in the run."""
+        numbers: list[int] = []
+        begin: tuple[_Taken, int] | None = None
+        found: list[Origin] = []
+        for at, size in enumerate(sizes):
+            origin = origins[at] if origins else NOWHERE
+            if size < self._least:
+                self._left_from = self._left_from or (taken, first + at)
+                self._left_out = origin.leaving_out(self._left_out)
+                self._limit.nothing()
+            else:
+                begin = begin or self._left_from or (taken, first + at)
+                numbers.append(first + at)
+                found.append(origin.after(self._left_out))
+                self._left_from, self._left_out = None, {}
+        return None if begin is None else (numbers, begin, found)
 
-class _ChunkedCursor(RunCursor):
-    def __init__(
-        self, documents: Documents, length: int, bos: int | None, eos: int | None, longest: int | None, piece: int
-    ) -> None:
-        self._documents, self._length, self._longest = documents, length, longest
-        self._begin = np.array([] if bos is None else [bos], np.int64)
-        self._end = np.array([] if eos is None else [eos], np.int64)
-        self._more = len(self._begin) + len(self._end)
-        self._piece = piece
-        """Number of the next piece in its document."""
-        self._long: Ints | None = None
-        """Document of several pieces that is being cut, with BOS and EOS."""
-
-    traced = True
-
-    def take(self, count: int) -> Run:
-        ready = self._documents.ready(count)
-        if not ready:
-            return Run()
-        if self._pieces(ready[0]) > 1 or self._piece:
-            return self._take_pieces(ready[0], count)
-        own = list(itertools.takewhile(self._is_short, ready[:count]))
-        arrays = [self._separated(read) for read in own]
-        self._documents.passed(len(own))
-
-        def position(number: int) -> SavedPosition:
-            index, before = own[number].position
-            return {"index": index, "piece": 0, "source": before}
-
-        origins = [read.document.origin for read in own]
-        return _run_of(arrays, position, origins)
-
-    def _take_pieces(self, read: Read, count: int) -> Run:
-        """Return pieces of a document that has several."""
-        pieces, first, length = self._pieces(read), self._piece, self._length
-        if self._long is None:
-            self._documents.expect("pieces", pieces, first)
-            self._long = self._separated(read)
-        until = min(pieces, first + count)
-        arrays = [self._long[piece * length : (piece + 1) * length] for piece in range(first, until)]
-        self._advance(until - first, pieces)
-
-        def position(number: int) -> SavedPosition:
-            index, before = read.position
-            return {"index": index, "piece": first + number, "source": before}
-
-        origin = read.document.origin
-        later = origin._replace(skipped={}) if origin.skipped else origin
-        origins = [later if first else origin, *([later] * (len(arrays) - 1))]
-        return _run_of(arrays, position, origins)._replace(continues=first > 0, parts=True)
-
-    def skip(self, count: int) -> int:
-        left = count
-        while left and (ready := self._documents.ready(left)):
-            pieces = self._pieces(ready[0])
-            self._documents.expect("pieces", pieces, self._piece)
-            passed = min(left, pieces - self._piece)
-            self._advance(passed, pieces)
-            left -= passed
-        return count - left
-
-    def saved_position(self) -> SavedPosition:
-        index, before = self._documents.following()
-        return {"index": index, "piece": self._piece, "source": before}
-
-    def close(self) -> None:
-        self._documents.close()
-
-    def _is_short(self, read: Read) -> bool:
-        """Return True for a document of one piece."""
-        return len(read.document.tokens) + self._more <= self._length and (
-            self._longest is None or len(read.document.tokens) <= self._longest
-        )
-
-    def _pieces(self, read: Read) -> int:
-        """Return the number of pieces of a document."""
-        size = len(read.document.tokens)
-        if self._longest is not None and size > self._longest:
-            raise DatasetError(
-                f"{self._documents.where(read)} must have at most longest={self._longest} tokens, got {size}. "
-                "Allow more, or leave such documents out by Filtered"
-            )
-        return -(-(size + self._more) // self._length)
-
-    def _separated(self, read: Read) -> Ints:
-        """Return a writable copy of a document, with BOS and EOS."""
-        return np.concatenate((self._begin, read.document.tokens, self._end), dtype=np.int64)
-
-    def _advance(self, count: int, pieces: int) -> None:
-        """Advance by `count` pieces within a document of `pieces` pieces."""
-        self._piece += count
-        if self._piece == pieces:
-            self._documents.passed(1)
-            self._long, self._piece = None, 0
+    def _defer(self, error: Exception) -> None:
+        """Keep an error until the documents before it were passed; raise it at once if there are none."""
+        if not self._blocks:
+            raise error
+        self._error = error
 
 
-def _run_of(arrays: list[Ints], position: Callable[[int], SavedPosition], origins: list[Origin]) -> Run:
-    """Return the run of pieces with these tokens and origins."""
-    traced = any(origin is not NOWHERE for origin in origins)
-    return Run(map(torch.from_numpy, arrays), len(arrays), position, origins if traced else (), arrays=arrays)
-
-
-def located(document: Document, origin: Origin, left_out: Mapping[str, int]) -> Document:
+def located(document: Documents, origin: Origin, left_out: Mapping[str, int]) -> Documents:
     """Return a document with its origin. `left_out`: number of documents that were left out before it, by source."""
-    return document if origin is NOWHERE and not left_out else document._replace(origin=origin.after(left_out))
+    if origin is NOWHERE and not left_out:
+        return document
+    return document._replace(origins=(origin.after(left_out),))
 
 
 def token_of(name: str, value: int | None) -> int | None:
@@ -485,12 +428,6 @@ def token_of(name: str, value: int | None) -> int | None:
     if number is not None and not -MAX_TOKEN - 1 <= number <= MAX_TOKEN:
         raise InvalidArgumentError(f"{name} must be a token id, an int64, got {number}")
     return number
-
-
-def _tokens_of(name: str, values: Iterable[int]) -> frozenset[int]:
-    if isinstance(values, int) or not isinstance(values, Iterable):
-        raise InvalidArgumentError(f"{name} must be a list of token ids, got {values!r}")
-    return frozenset(number for value in values if (number := token_of(name, value)) is not None)
 
 
 def _usual(sample: Any) -> Ints | None:

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from penstock.data.arguments import at_least_one
-from penstock.data.sharded.layers.documents import DocumentParser, Documents, Read, located, token_of
+from penstock.data.sharded.layers.documents import Block, DocumentParser, DocumentReader, located, token_of
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
-from penstock.data.sharded.layers.packed_rows import Document, Part, RowFields, RowOrigins
+from penstock.data.sharded.layers.packed_rows import Documents, Part, RowFields, RowOrigins
 from penstock.data.sharded.layers.windows import WindowCursor
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
 from penstock.data.sharded.runs import Run, RunCursor
@@ -148,8 +148,8 @@ class Packed(Layer):
         if self._window is not None:
             return self._open_windows(parser, self._window, shard, epoch, seed, saved)
         (index, offset), inner = entered(saved, "Packed", "index", "offset")
-        documents = Documents(self, self.source.open(shard, epoch, seed, inner), shard, index, parser)
-        return _PackedCursor(documents, self._fields, self._bos, self._eos, self._split, offset)
+        reader = DocumentReader(self, self.source.open(shard, epoch, seed, inner), shard, index, parser)
+        return _PackedCursor(reader, self._fields, self._bos, self._eos, self._split, offset)
 
     def _open_windows(
         self, parser: DocumentParser, window: int, shard: int, epoch: int, seed: int, saved: SavedPosition | None
@@ -225,12 +225,12 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
 
 
 def _all_located(
-    documents: Sequence[Document], origins: Sequence[Origin], left_out: dict[str, int]
-) -> tuple[list[Document], dict[str, int]]:
+    documents: Sequence[Documents], origins: Sequence[Origin], left_out: dict[str, int]
+) -> tuple[list[Documents], dict[str, int]]:
     """Return the documents that have tokens, with their origins; and how many documents without tokens, by source, are
     left to be counted with a later window. A document without tokens is counted with the next one that has some; the
     last ones of the window with the one before, because a state that is saved between windows does not have them."""
-    found: list[Document] = []
+    found: list[Documents] = []
     for document, origin in zip(documents, origins, strict=True):
         if len(document.tokens):
             found.append(located(document, origin, left_out))
@@ -238,9 +238,13 @@ def _all_located(
         else:
             left_out = origin.leaving_out(left_out)
     if found and left_out:
-        found[-1] = located(found[-1], found[-1].origin, left_out)
+        found[-1] = located(found[-1], (found[-1].origins or (NOWHERE,))[0], left_out)
         left_out = {}
     return found, left_out
+
+
+_Place = tuple[Block, int]
+"""Block and number in it of a document."""
 
 
 class _FittedCursor(RunCursor):
@@ -268,22 +272,22 @@ class _FittedCursor(RunCursor):
 
 class _PackedCursor(RunCursor):
     """Cursor of packed lines. The line that is being filled takes its tokens from one or more documents, and may begin
-    in the middle of the first one. The cursor keeps the first of them, because a saved position lies before it, and the
-    last one, because the next line may begin in it."""
+    in the middle of the first one. The cursor keeps the place of the first of them, because a saved position lies
+    before it, and of the last one, because the next line may begin in it."""
 
     def __init__(
         self,
-        documents: Documents,
+        reader: DocumentReader,
         fields: RowFields,
         bos: int | None,
         eos: int | None,
         split: bool,
         offset: int,
     ) -> None:
-        self._documents, self._fields, self._split = documents, fields, split
+        self._reader, self._fields, self._split = reader, fields, split
         self._bos, self._eos = bos, eos
         self._parts: list[Part] = []
-        """Documents that were read so far, from the beginning of the line that is being filled."""
+        """Tokens that were read so far, from the beginning of the line that is being filled to a document's end."""
         self._have = 0
         """Number of tokens in `_parts`."""
         self._take = 0
@@ -292,29 +296,29 @@ class _PackedCursor(RunCursor):
         """True if the filled line gets an EOS."""
         self._offset = offset
         """Offset, in the first document, at which the line that is being filled begins."""
-        self._first: Read | None = None
+        self._first: _Place | None = None
         """First document of the line; None: it still has to be read."""
-        self._last: Read | None = None
+        self._last: _Place | None = None
         """Document that was read last."""
-        self._passed_documents = self._passed_tokens = 0
+        self._documents = self._tokens = 0
+        """Number of documents that were read, and of their tokens."""
 
     traced = True
 
     def take(self, count: int) -> Run:
         lines: list[list[Part]] = []
         rows: list[Any] = []
-        begins: list[tuple[Read, int]] = []
+        begins: list[tuple[_Place, int]] = []
         while len(rows) < count and self._fill(count - len(rows)):
             assert self._first is not None
             begins.append((self._first, self._offset))
-            parts = self._line()
-            lines.append(parts)
-            rows.append(self._row(parts))
+            lines.append(self._line())
+            rows.append(self._row(lines[-1]))
             self._advance()
 
         def position(number: int) -> SavedPosition:
-            read, offset = begins[number]
-            return _saved(read.position, offset)
+            (block, at), offset = begins[number]
+            return _saved(block.position(at), offset)
 
         return Run(rows, len(rows), position, RowOrigins(lines))
 
@@ -326,18 +330,21 @@ class _PackedCursor(RunCursor):
         return count
 
     def saved_position(self) -> SavedPosition:
-        return _saved(self._documents.following() if self._first is None else self._first.position, self._offset)
+        if self._first is None:
+            return _saved(self._reader.following(), self._offset)
+        block, at = self._first
+        return _saved(block.position(at), self._offset)
 
     def close(self) -> None:
-        self._documents.close()
+        self._reader.close()
 
     def _line(self) -> list[Part]:
         """Return the parts of the line that was filled."""
         over = self._have - self._take
         if not over:
             return self._parts
-        document, begin, end = self._parts[-1]
-        return [*self._parts[:-1], *([Part(document, begin, end - over)] if begin < end - over else [])]
+        documents, begin, end = self._parts[-1]
+        return [*self._parts[:-1], *([Part(documents, begin, end - over)] if begin < end - over else [])]
 
     def _row(self, parts: list[Part]) -> Any:
         if self._bos is None and self._eos is None:
@@ -348,61 +355,61 @@ class _PackedCursor(RunCursor):
     def _fill(self, lines: int) -> bool:
         """Read the tokens of the next line. Returns False if too few are left for a line. `lines`: number of lines that
         are wanted, so that the documents of all of them are read in few calls."""
-        capacity = self._capacity()
-        while self._have < capacity:
-            if not self._add(self._documents.ready(self._expected(lines)), capacity):
-                break
-            capacity = self._capacity()
-        if not self._have:
+        if not self._parts and not self._add(lines, 1):
             return False
-        before = self._have - self._size(-1)
-        taken = min(self._have, capacity)
-        self._closing = self._needs_eos(-1, taken - before)
+        capacity = self._capacity()
+        while self._have < capacity and self._add(lines, capacity):
+            pass
+        before, taken = self._have - self._last_size(), min(self._have, capacity)
+        self._closing = self._needs_eos(taken)
         if before and not self._split and (self._have > capacity or (self._closing and taken == capacity)):
-            taken, self._closing = before, self._needs_eos(-2, self._size(-2))
+            taken, self._closing = before, self._needs_eos(before)
         self._take = taken - (self._closing and taken == capacity)
         return self._take + self._closing == capacity or self._fields.pad is not None
 
-    def _expected(self, lines: int) -> int:
-        """Return the number of documents that these lines take, if their documents are as long as those before."""
-        missing = lines * self._fields.length - self._have
-        return max(1, missing * self._passed_documents // max(1, self._passed_tokens))
-
-    def _add(self, ready: Sequence[Read], capacity: int) -> bool:
-        """Add documents until the line is full. The first document of a line may change its capacity, so it is added
-        alone. Returns False if there are none."""
-        if not ready:
+    def _add(self, lines: int, capacity: int) -> bool:
+        """Add documents until the line has `capacity` tokens, or as many of them as were read in one call. Returns
+        False if there are none."""
+        found = self._reader.ready(self._expected(lines))
+        if found is None:
             return False
-        added, have = 0, self._have
-        for read in ready:
-            document = read.document
-            size = len(document.tokens)
-            begin = 0
-            if self._first is None:
-                self._documents.expect("tokens", size, self._offset)
-                self._first, begin = read, self._offset
-            self._parts.append(Part(document, begin, size))
-            added, have = added + 1, have + size - begin
-            if have >= capacity or (self._bos is not None and len(self._parts) == 1):
-                break
-        self._last = ready[added - 1]
-        self._passed_documents += added
-        self._passed_tokens += have - self._have
-        self._have = have
-        self._documents.passed(added)
+        block, at = found
+        begin = block.start(at)
+        if self._first is None:
+            self._reader.expect("tokens", block.sizes[at], self._offset)
+            self._first, begin = found, begin + self._offset
+        last = min(bisect_left(block.ends, begin + capacity - self._have, at), len(block.ends) - 1)
+        end = block.ends[last]
+        self._parts.append(Part(block.documents, begin, end))
+        self._have += end - begin
+        self._last = block, last
+        self._documents += last + 1 - at
+        self._tokens += end - begin
+        self._reader.passed(last + 1 - at)
         return True
 
-    def _size(self, number: int) -> int:
-        """Return the number of tokens that are left of a part."""
-        part = self._parts[number]
-        return part.end - part.begin
+    def _expected(self, lines: int) -> int:
+        """Return the number of documents to read for these lines: a little more than they take if documents are as long
+        as those before, because each further call costs as much as several documents."""
+        missing = lines * self._fields.length - self._have
+        return 1 + 5 * missing * self._documents // max(1, 4 * self._tokens)
 
-    def _needs_eos(self, number: int, taken: int) -> bool:
-        """Return True if an EOS must be added to a line whose last document token is number `taken` - 1 of a part."""
+    def _last_size(self) -> int:
+        """Return the number of tokens in `_parts` of the document that was read last."""
+        assert self._last is not None
+        block, at = self._last
+        return self._parts[-1].end - max(self._parts[-1].begin, block.start(at))
+
+    def _needs_eos(self, taken: int) -> bool:
+        """Return True if an EOS must be added to a line of `taken` tokens of documents."""
         if self._eos is None:
             return False
-        document, begin, _ = self._parts[number]
-        return int(document.tokens[begin + taken - 1]) != self._eos
+        back = self._have - taken
+        for documents, begin, end in reversed(self._parts):
+            if back < end - begin:
+                return int(documents.tokens[end - back - 1]) != self._eos
+            back -= end - begin
+        raise AssertionError("a line has at least one token")
 
     def _capacity(self) -> int:
         """Return the largest number of document tokens that fit into the line: its length, or one less if a BOS has to
@@ -410,17 +417,20 @@ class _PackedCursor(RunCursor):
         length = self._fields.length
         if self._bos is None:
             return length
-        if self._parts and int(self._parts[0].document.tokens[self._parts[0].begin]) == self._bos:
-            return length
-        return length - 1
+        documents, begin, _ = self._parts[0]
+        return length if int(documents.tokens[begin]) == self._bos else length - 1
 
     def _advance(self) -> None:
         """Advance past the line that was filled. The next line begins in the document that was read last."""
         left = self._have - self._take
-        document, _, end = self._parts[-1]
-        self._have, self._parts = left, [Part(document, end - left, end)] if left else []
-        self._first = self._last if left else None
-        self._offset = end - left if left else 0
+        if not left:
+            self._have, self._parts, self._first, self._offset = 0, [], None, 0
+            return
+        assert self._last is not None
+        documents, _, end = self._parts[-1]
+        block, at = self._last
+        self._have, self._parts, self._first = left, [Part(documents, end - left, end)], self._last
+        self._offset = end - left - block.start(at)
 
 
 def _saved(before: tuple[int, SavedPosition], offset: int) -> SavedPosition:
