@@ -16,8 +16,9 @@ and not to a worker.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 from penstock.data.arguments import at_least_one
@@ -149,7 +150,9 @@ class Packed(Layer):
             return self._open_windows(parser, self._window, shard, epoch, seed, saved)
         (index, offset), inner = entered(saved, "Packed", "index", "offset")
         reader = DocumentReader(self, self.source.open(shard, epoch, seed, inner), shard, index, parser)
-        return _PackedCursor(reader, self._fields, self._bos, self._eos, self._split, offset)
+        if self._split and self._bos is None and self._eos is None:
+            return _StreamCursor(reader, self._fields, offset)
+        return _LineCursor(reader, self._fields, self._bos, self._eos, self._split, offset)
 
     def _open_windows(
         self, parser: DocumentParser, window: int, shard: int, epoch: int, seed: int, saved: SavedPosition | None
@@ -243,10 +246,6 @@ def _all_located(
     return found, left_out
 
 
-_Place = tuple[Block, int]
-"""Block and number in it of a document."""
-
-
 class _FittedCursor(RunCursor):
     """Cursor of the lines of windows of documents."""
 
@@ -258,7 +257,7 @@ class _FittedCursor(RunCursor):
     def take(self, count: int) -> Run:
         run = self._lines.take(count)
         lines = list(run.samples)
-        return Run(map(self._fields.row, lines), run.size, run.position, RowOrigins(lines))
+        return Run(map(self._fields.row, lines), run.size, run.position, RowOrigins(lambda: lines, len(lines)))
 
     def skip(self, count: int) -> int:
         return self._lines.skip(count)
@@ -270,10 +269,105 @@ class _FittedCursor(RunCursor):
         self._lines.close()
 
 
-class _PackedCursor(RunCursor):
-    """Cursor of packed lines. The line that is being filled takes its tokens from one or more documents, and may begin
-    in the middle of the first one. The cursor keeps the place of the first of them, because a saved position lies
-    before it, and of the last one, because the next line may begin in it."""
+class _InOrder(RunCursor):
+    """Base class of cursors that pack documents in order. The line that is being filled may begin in the middle of a
+    document."""
+
+    def __init__(self, reader: DocumentReader, fields: RowFields, offset: int) -> None:
+        self._reader, self._fields = reader, fields
+        self._parts: list[Part] = []
+        """Tokens that were read so far, from the beginning of the line that is being filled to a document's end."""
+        self._blocks: list[Block] = []
+        """Block of each part."""
+        self._have = 0
+        """Number of tokens in `_parts`."""
+        self._offset = offset
+        """Offset, in the first document, at which the line begins, until that document is read."""
+        self._documents = self._tokens = 0
+        """Number of documents that were read, and of their tokens."""
+
+    traced = True
+
+    def saved_position(self) -> SavedPosition:
+        if self._parts:
+            return _position(self._blocks, self._parts, 0)
+        return _saved(self._reader.following(), self._offset)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _add(self, lines: int, wanted: int) -> bool:
+        """Add documents until there are `wanted` tokens, or those that were read in one call. Returns False if none is
+        left. `lines`: number of lines that will be filled, so that the documents of all are read in few calls."""
+        found = self._reader.ready(self._expected(lines))
+        if found is None:
+            return False
+        block, at = found
+        begin = block.start(at)
+        if self._offset and not self._parts:
+            self._reader.expect("tokens", block.sizes[at], self._offset)
+            begin += self._offset
+        last = min(bisect_left(block.ends, begin + wanted - self._have, at), len(block.ends) - 1)
+        end = block.ends[last]
+        self._parts.append(Part(block.documents, begin, end))
+        self._blocks.append(block)
+        self._have += end - begin
+        self._offset = 0
+        self._documents += last + 1 - at
+        self._tokens += end - begin
+        self._reader.passed(last + 1 - at)
+        return True
+
+    def _expected(self, lines: int) -> int:
+        """Return the number of documents to read for these lines: a little more than they take if documents are as long
+        as those before, because each further call costs as much as several documents."""
+        missing = lines * self._fields.length - self._have
+        return 1 + 5 * missing * self._documents // max(1, 4 * self._tokens)
+
+    def _drop(self, count: int) -> None:
+        """Remove the first `count` tokens, which a line has taken."""
+        self._have -= count
+        full = 0
+        for _, begin, end in self._parts:
+            if count < end - begin:
+                break
+            count -= end - begin
+            full += 1
+        del self._parts[:full], self._blocks[:full]
+        if count:
+            documents, begin, end = self._parts[0]
+            self._parts[0] = Part(documents, begin + count, end)
+
+
+class _StreamCursor(_InOrder):
+    """Cursor of lines that are cut out of the stream of all documents' tokens. Many lines are made at once."""
+
+    def take(self, count: int) -> Run:
+        lines = self._fill(count)
+        parts, blocks, length = self._parts.copy(), self._blocks.copy(), self._fields.length
+        cut = cache(lambda: _cut(parts, length)[:lines])
+        self._drop(min(self._have, lines * length))
+        rows = self._fields.lines(parts, lines) if self._fields.plain else map(self._fields.row, cut())
+        return Run(rows, lines, lambda number: _position(blocks, parts, number * length), RowOrigins(cut, lines))
+
+    def skip(self, count: int) -> int:
+        left = count
+        while left and (lines := self._fill(min(left, SKIPPED_AT_ONCE))):
+            self._drop(min(self._have, lines * self._fields.length))
+            left -= lines
+        return count - left
+
+    def _fill(self, count: int) -> int:
+        """Read the tokens of up to `count` lines. Returns the number of lines."""
+        length = self._fields.length
+        while self._have < count * length and self._add(count, count * length):
+            pass
+        lines, rest = divmod(self._have, length)
+        return min(count, lines + (rest > 0 and self._fields.pad is not None))
+
+
+class _LineCursor(_InOrder):
+    """Cursor of lines that end with a document, or have a BOS or an EOS. They are made one by one."""
 
     def __init__(
         self,
@@ -284,67 +378,30 @@ class _PackedCursor(RunCursor):
         split: bool,
         offset: int,
     ) -> None:
-        self._reader, self._fields, self._split = reader, fields, split
-        self._bos, self._eos = bos, eos
-        self._parts: list[Part] = []
-        """Tokens that were read so far, from the beginning of the line that is being filled to a document's end."""
-        self._have = 0
-        """Number of tokens in `_parts`."""
+        super().__init__(reader, fields, offset)
+        self._bos, self._eos, self._split = bos, eos, split
         self._take = 0
         """Number of document tokens that the line takes, once it is filled."""
         self._closing = False
         """True if the filled line gets an EOS."""
-        self._offset = offset
-        """Offset, in the first document, at which the line that is being filled begins."""
-        self._first: _Place | None = None
-        """First document of the line; None: it still has to be read."""
-        self._last: _Place | None = None
-        """Document that was read last."""
-        self._documents = self._tokens = 0
-        """Number of documents that were read, and of their tokens."""
-
-    traced = True
 
     def take(self, count: int) -> Run:
         lines: list[list[Part]] = []
         rows: list[Any] = []
-        begins: list[tuple[_Place, int]] = []
+        begins: list[tuple[list[Block], list[Part]]] = []
         while len(rows) < count and self._fill(count - len(rows)):
-            assert self._first is not None
-            begins.append((self._first, self._offset))
-            lines.append(self._line())
+            begins.append((self._blocks[:1], self._parts[:1]))
+            lines.append(_cut(self._parts, self._take)[0])
             rows.append(self._row(lines[-1]))
-            self._advance()
-
-        def position(number: int) -> SavedPosition:
-            (block, at), offset = begins[number]
-            return _saved(block.position(at), offset)
-
-        return Run(rows, len(rows), position, RowOrigins(lines))
+            self._drop(self._take)
+        return Run(rows, len(rows), lambda number: _position(*begins[number], 0), RowOrigins(lambda: lines, len(lines)))
 
     def skip(self, count: int) -> int:
         for passed in range(count):
             if not self._fill(min(count - passed, SKIPPED_AT_ONCE)):
                 return passed
-            self._advance()
+            self._drop(self._take)
         return count
-
-    def saved_position(self) -> SavedPosition:
-        if self._first is None:
-            return _saved(self._reader.following(), self._offset)
-        block, at = self._first
-        return _saved(block.position(at), self._offset)
-
-    def close(self) -> None:
-        self._reader.close()
-
-    def _line(self) -> list[Part]:
-        """Return the parts of the line that was filled."""
-        over = self._have - self._take
-        if not over:
-            return self._parts
-        documents, begin, end = self._parts[-1]
-        return [*self._parts[:-1], *([Part(documents, begin, end - over)] if begin < end - over else [])]
 
     def _row(self, parts: list[Part]) -> Any:
         if self._bos is None and self._eos is None:
@@ -367,38 +424,10 @@ class _PackedCursor(RunCursor):
         self._take = taken - (self._closing and taken == capacity)
         return self._take + self._closing == capacity or self._fields.pad is not None
 
-    def _add(self, lines: int, capacity: int) -> bool:
-        """Add documents until the line has `capacity` tokens, or as many of them as were read in one call. Returns
-        False if there are none."""
-        found = self._reader.ready(self._expected(lines))
-        if found is None:
-            return False
-        block, at = found
-        begin = block.start(at)
-        if self._first is None:
-            self._reader.expect("tokens", block.sizes[at], self._offset)
-            self._first, begin = found, begin + self._offset
-        last = min(bisect_left(block.ends, begin + capacity - self._have, at), len(block.ends) - 1)
-        end = block.ends[last]
-        self._parts.append(Part(block.documents, begin, end))
-        self._have += end - begin
-        self._last = block, last
-        self._documents += last + 1 - at
-        self._tokens += end - begin
-        self._reader.passed(last + 1 - at)
-        return True
-
-    def _expected(self, lines: int) -> int:
-        """Return the number of documents to read for these lines: a little more than they take if documents are as long
-        as those before, because each further call costs as much as several documents."""
-        missing = lines * self._fields.length - self._have
-        return 1 + 5 * missing * self._documents // max(1, 4 * self._tokens)
-
     def _last_size(self) -> int:
         """Return the number of tokens in `_parts` of the document that was read last."""
-        assert self._last is not None
-        block, at = self._last
-        return self._parts[-1].end - max(self._parts[-1].begin, block.start(at))
+        (_, begin, end), block = self._parts[-1], self._blocks[-1]
+        return end - max(begin, block.start(bisect_left(block.ends, end)))
 
     def _needs_eos(self, taken: int) -> bool:
         """Return True if an EOS must be added to a line of `taken` tokens of documents."""
@@ -420,17 +449,31 @@ class _PackedCursor(RunCursor):
         documents, begin, _ = self._parts[0]
         return length if int(documents.tokens[begin]) == self._bos else length - 1
 
-    def _advance(self) -> None:
-        """Advance past the line that was filled. The next line begins in the document that was read last."""
-        left = self._have - self._take
-        if not left:
-            self._have, self._parts, self._first, self._offset = 0, [], None, 0
-            return
-        assert self._last is not None
-        documents, _, end = self._parts[-1]
-        block, at = self._last
-        self._have, self._parts, self._first = left, [Part(documents, end - left, end)], self._last
-        self._offset = end - left - block.start(at)
+
+def _cut(parts: Sequence[Part], length: int) -> list[list[Part]]:
+    """Return the parts of each line of `length` tokens, and of the rest, if there is one."""
+    lines: list[list[Part]] = [[]]
+    room = length
+    for documents, begin, end in parts:
+        while begin < end:
+            if not room:
+                lines.append([])
+                room = length
+            until = min(end, begin + room)
+            lines[-1].append(Part(documents, begin, until))
+            room -= until - begin
+            begin = until
+    return lines
+
+
+def _position(blocks: Sequence[Block], parts: Sequence[Part], token: int) -> SavedPosition:
+    """Return the saved position of a line that begins with a token of these parts."""
+    for block, (_, begin, end) in zip(blocks, parts, strict=True):
+        if token < end - begin:
+            at = bisect_right(block.ends, begin + token)
+            return _saved(block.position(at), begin + token - block.start(at))
+        token -= end - begin
+    raise AssertionError("a line has at least one token")
 
 
 def _saved(before: tuple[int, SavedPosition], offset: int) -> SavedPosition:

@@ -6,7 +6,7 @@ A row is made of parts of documents. Each of its arrays is allocated once, and t
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple, overload
@@ -169,6 +169,17 @@ class RowFields:
             line[at:] = 0 if self.pad is None else self.pad
         return torch.from_numpy(line)
 
+    def lines(self, parts: Sequence[Part], count: int) -> Sequence[torch.Tensor]:
+        """Return `count` rows of tokens, which are cut out of these parts; the last one is filled up with `pad`."""
+        lines = np.empty((count, self.length), self.dtype)
+        flat, at = lines.reshape(-1), 0
+        for documents, begin, end in parts:
+            to = min(at + end - begin, len(flat))
+            flat[at:to] = documents.tokens[begin : begin + to - at]
+            at = to
+        flat[at:] = 0 if self.pad is None else self.pad
+        return torch.from_numpy(lines).unbind()
+
     def row(self, parts: Sequence[Part]) -> Any:
         """Return a row of parts of documents: a tensor of tokens, or a dict of fields."""
         tokens = self.line(parts)
@@ -271,18 +282,23 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
 class RowOrigins(Sequence[Origin]):
     """Origins of rows, which are made when they are asked for."""
 
-    def __init__(self, rows: Sequence[Sequence[Part]]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Callable[[], Sequence[Sequence[Part]]], count: int) -> None:
+        """
+        Args:
+            rows: function that returns the parts of each row.
+        """
+        self._rows, self._count = rows, count
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._count
 
     @overload
     def __getitem__(self, number: int) -> Origin: ...
     @overload
     def __getitem__(self, number: slice) -> Sequence[Origin]: ...
     def __getitem__(self, number: int | slice) -> Origin | Sequence[Origin]:
-        return RowOrigins(self._rows[number]) if isinstance(number, slice) else _row_origin(self._rows[number])
+        rows = self._rows()
+        return [_row_origin(row) for row in rows[number]] if isinstance(number, slice) else _row_origin(rows[number])
 
 
 def _has(ends: Sequence[int], end: int) -> bool:
