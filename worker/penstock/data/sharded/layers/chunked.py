@@ -139,15 +139,15 @@ class _ChunkedCursor(RunCursor):
         if self._piece:
             return []
         found, left = list[int](), count
-        longest = self._longest
+        more, length, longest = len(self._between), self._length, self._longest
         for size in block.sizes[at : at + count]:
-            if longest is not None and size > longest and found:
-                break  # the next call raises the error
-            pieces = self._pieces(size)
-            if pieces > left:
+            pieces = -(-(size + more) // length)
+            if pieces > left or (found and longest is not None and size > longest):  # the next call raises the error
                 break
             found.append(pieces)
             left -= pieces
+        if found:
+            self._pieces(block.sizes[at])
         return found
 
     def _take_pieces(self, block: Block, at: int, count: int) -> Run:

@@ -128,6 +128,14 @@ class RowFields:
         return [self.tokens, *made, *self.payload, *items]
 
     @cached_property
+    def _others_names(self) -> list[str]:
+        return self.names[1:]
+
+    @cached_property
+    def _counted(self) -> npt.NDArray[np.int64]:
+        return np.arange(self.length)
+
+    @cached_property
     def plain(self) -> bool:
         """True if a row is a tensor of tokens, and not a dict."""
         return self == RowFields(self.length, self.pad, self.dtype)
@@ -202,7 +210,7 @@ class RowFields:
             made[name] = _column(parts, name, self.length)
         for name in self.attached:
             made[name], made[name + _SEGMENTS] = _items(parts, name)
-        return {name: torch.from_numpy(made[name]) for name in self.names[1:]}
+        return {name: torch.from_numpy(made[name]) for name in self._others_names}
 
     def _add_labels(
         self, made: dict[str, npt.NDArray[Any]], parts: Sequence[Part], ends: list[int], tokens: Ints
@@ -232,16 +240,17 @@ class RowFields:
                 labels[~mask] = self.ignore_index
 
     def _positions(self, begins: list[int], ends: list[int]) -> npt.NDArray[Any]:
-        counted = np.arange(self.length)
-        positions = np.zeros(self.length, np.int64)
+        positions = np.empty(self.length, np.int64)
         for begin, end in zip(begins, ends, strict=True):
-            positions[begin:end] = counted[: end - begin]
+            positions[begin:end] = self._counted[: end - begin]
+        positions[ends[-1] :] = 0
         return positions
 
     def _segments(self, begins: list[int], ends: list[int]) -> npt.NDArray[Any]:
-        segments = np.zeros(self.length, np.int32)
+        segments = np.empty(self.length, np.int32)
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True), 1):
             segments[begin:end] = number
+        segments[ends[-1] :] = 0
         return segments
 
 
