@@ -22,6 +22,7 @@ import torch.utils.data
 from penstock.data.arguments import whole
 from penstock.data.formats.lance.lance_rows import LanceRows
 from penstock.data.formats.megatron.token_documents import MegatronDocuments
+from penstock.data.loading.no_draws import CONTAINERS
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.sources.opaque import close_quietly
 from penstock.data.sharded.sources.randomness import OwnGenerators
@@ -36,7 +37,7 @@ __all__ = ["OpenPieces", "Pieces"]
 
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
 """Types that are refused as the list of pieces, because each of their records would become a piece."""
-_PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor, StreamingDataset, MegatronDocuments, LanceRows)
+_PLAIN = (*CONTAINERS, StreamingDataset, MegatronDocuments, LanceRows)
 """Types whose records are read without calling user code, so that no random numbers are drawn. pyarrow's tables are
 treated in the same way; subclasses count as user code."""
 
