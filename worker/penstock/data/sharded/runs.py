@@ -11,14 +11,13 @@ one sample of it. A cursor that has `take` gets its `__next__` from RunCursor.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, SavedPosition, cursor_origin
 
-__all__ = ["Run", "RunCursor", "take"]
+__all__ = ["Run", "RunCursor", "take", "take_with_positions"]
 
 
 def _no_position(number: int) -> SavedPosition:
@@ -46,16 +45,19 @@ class Run(NamedTuple):
     their sizes. None for other samples."""
 
 
-class RunCursor(ABC, Iterator[Any]):
-    """Base class of cursors that have `take`."""
+class RunCursor:
+    """Base class of cursors that have `take`. Not an abstract class, because isinstance() of one takes longer."""
 
     origin: Origin = NOWHERE
     """Origin of the sample that `next` returned last."""
 
-    @abstractmethod
     def take(self, count: int) -> Run:
         """Return the next samples: at least one unless the shard has ended, and at most `count`, which is at least
         1."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Self:
+        return self
 
     def __next__(self) -> Any:
         run = self.take(1)
@@ -73,3 +75,37 @@ def take(cursor: Cursor, count: int) -> Run:
         origin = cursor_origin(cursor)
         return Run((sample,), 1, origins=() if origin is NOWHERE else (origin,))
     return Run()
+
+
+def take_with_positions(cursor: Cursor, count: int) -> Run:
+    """Return the next samples of any cursor as a run of more than one. For a cursor without `take` a position is saved
+    before each sample, so this is for callers that need all positions."""
+    if isinstance(cursor, RunCursor):
+        return cursor.take(count)
+    positions: list[SavedPosition] = []
+    origins: list[Origin] = []
+    samples: list[Any] = []
+    error: Exception | None = None
+    while len(samples) < count and error is None:
+        before = cursor.saved_position() if samples else None
+        try:
+            sample = next(cursor)
+        except StopIteration:
+            break
+        except Exception as failed:
+            if not samples:
+                raise
+            error = failed
+        else:
+            samples.append(sample)
+            origins.append(cursor_origin(cursor))
+        positions.append(before)
+    traced = any(origin is not NOWHERE for origin in origins)
+    return Run(_then(samples, error), len(positions), positions.__getitem__, origins if traced else ())
+
+
+def _then(samples: Sequence[Any], error: Exception | None) -> Iterator[Any]:
+    """Yield samples, and raise the error of the sample after them, if there is one."""
+    yield from samples
+    if error is not None:
+        raise error

@@ -18,7 +18,7 @@ from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import Layer, SearchLimit
 from penstock.data.sharded.layers.packed_rows import Documents, RowFields
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, SavedPosition
-from penstock.data.sharded.runs import Run, take
+from penstock.data.sharded.runs import Run, take_with_positions
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Block", "DocumentParser", "DocumentReader", "located", "token_of"]
@@ -329,7 +329,7 @@ class DocumentReader:
             raise error
         while not self._blocks:
             before = self._inner.saved_position()
-            run = take(self._inner, min(count, READ_AHEAD))
+            run = take_with_positions(self._inner, min(count, READ_AHEAD))
             if not run.size:
                 break
             self._taken, self._size = _Taken(self._next, before, run.position), run.size

@@ -33,6 +33,8 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["Packed"]
 
 Long = Literal["split", "truncate", "refuse"]
+LEAST_READ = 4
+"""Smallest number of lines whose documents are read in one call: a call costs as much as the tokens of a line."""
 SKIPPED_AT_ONCE = 16
 """Largest number of lines whose documents are read in one call while lines are skipped."""
 
@@ -321,7 +323,7 @@ class _InOrder(RunCursor):
     def _expected(self, lines: int) -> int:
         """Return the number of documents to read for these lines: a little more than they take if documents are as long
         as those before, because each further call costs as much as several documents."""
-        missing = lines * self._fields.length - self._have
+        missing = max(lines, LEAST_READ) * self._fields.length - self._have
         return 1 + 5 * missing * self._documents // max(1, 4 * self._tokens)
 
     def _drop(self, count: int) -> None:

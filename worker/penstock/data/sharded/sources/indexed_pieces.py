@@ -130,10 +130,9 @@ class RangeCursor(RunCursor):
             self._find()
             index = 0
         found = self._found[index : index + count]
-        first = self._at - self._begin
-        self._at += len(found)
-        records = self._parts.pieces.listed(found)
-        return Run(self._records(index, found) if records is None else records, len(found), first.__add__)
+        first, size = self._at - self._begin, len(found)
+        self._at += size
+        return Run(self._parts.pieces.listed(found) or self._records(index, found), size, first.__add__)
 
     def _records(self, first: int, found: Sequence[tuple[int, int]]) -> Iterator[Any]:
         """Yield the records at these places in pieces. `first`: index of the first one in `_found`."""
