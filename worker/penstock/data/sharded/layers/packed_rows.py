@@ -318,6 +318,8 @@ def _has(ends: Sequence[int], end: int) -> bool:
 def _row_origin(parts: Sequence[Part]) -> Origin:
     """Return the origin of a row: the parts' tokens in it by source, and what was left out before documents that begin
     in it."""
+    if not any(documents.origins for documents, _, _ in parts):
+        return Origin(parts=(("", sum(end - begin for _, begin, end in parts)),))
     skipped: dict[str, int] = {}
     sizes: list[tuple[str, int]] = []
     for documents, begin, end in parts:
