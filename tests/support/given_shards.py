@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition, ShardedSource
+from penstock.data.sharded.runs import Run, RunCursor
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.state.generators import derive_seed
 
@@ -67,19 +68,15 @@ class Placed(Given):
         return self.cursor(samples, saved)
 
 
-class _Cursor:
+class _Cursor(RunCursor):
     def __init__(self, source: Given, samples: list[Any], at: int) -> None:
         self._source, self._samples, self._at = source, samples, at
 
-    def __iter__(self) -> _Cursor:
-        return self
-
-    def __next__(self) -> Any:
-        if self._at >= len(self._samples):
-            raise StopIteration
-        self._at += 1
-        self._source.made += 1
-        return self._samples[self._at - 1]
+    def take(self, count: int) -> Run:
+        first, found = self._at, self._samples[self._at : self._at + count]
+        self._at += len(found)
+        self._source.made += len(found)
+        return Run(found, len(found), lambda number: {"at": first + number})
 
     def skip(self, count: int) -> int:
         passed = min(count, len(self._samples) - self._at)

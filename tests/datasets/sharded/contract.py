@@ -20,6 +20,7 @@ from typing import Any
 from all_workers import AllWorkers, Shape, saved
 
 from penstock.data.sharded.protocol import Cursor, SavedPosition, ShardedSource
+from penstock.data.sharded.runs import take
 from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.data.sharded.sources.opaque import without_snapshots
 from penstock.proto.state.codec import encode_state
@@ -184,6 +185,34 @@ def skips_as_it_reads(make: Make) -> None:
             cursor.close()
 
 
+def takes_runs_as_it_reads(make: Make) -> None:
+    """Runs of any size have the samples that come one by one, and the positions between them."""
+    draw = random.Random(4)
+    source = make()
+    for epoch, shard, whole in shards_of(source):
+        single, positions = source.open(shard, epoch, SEED), []
+        for _ in whole:
+            positions.append(encode_state(without_snapshots(saved(single.saved_position()))))
+            next(single)
+        single.close()
+        cursor, place = source.open(shard, epoch, SEED), 0
+        while place < len(whole):
+            count = draw.randint(1, 9)
+            run = take(cursor, count)
+            assert 1 <= run.size <= count
+            samples = list(run.samples)
+            assert len(samples) == run.size
+            assert not run.origins or len(run.origins) == run.size
+            for number in range(1, min(run.size, len(whole) - place)):
+                found = encode_state(without_snapshots(saved(run.position(number))))
+                assert found == positions[place + number], f"shard {shard}: position {number} in a run from {place}"
+            assert [encoded(sample) for sample in samples[: len(whole) - place]] == whole[place : place + run.size]
+            place += run.size
+        if not source.endless:
+            assert take(cursor, 3).size == 0
+        cursor.close()
+
+
 def reads_shards_beside_each_other(make: Make) -> None:
     """Cursors of one source in turn, two of each shard, do not disturb each other; nor does one that is closed."""
     source = make()
@@ -237,6 +266,7 @@ CURSOR_CHECKS: list[Callable[[Make], None]] = [
     saves_one_form_for_each_position,
     goes_on_in_a_chain_of_tokens,
     skips_as_it_reads,
+    takes_runs_as_it_reads,
     reads_shards_beside_each_other,
     can_be_closed_twice,
     uses_no_global_randomness,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.data.ordering.balancing.balanced_order import Balance
     from penstock.data.sharded.blends.energon_blend import energon_blend, energon_concat
     from penstock.data.sharded.blends.megatron_blend import megatron_blend
-    from penstock.data.sharded.layers.documents import Chunked
+    from penstock.data.sharded.layers.chunked import Chunked
     from penstock.data.sharded.layers.mapped import Filtered, Mapped, SkipSample
     from penstock.data.sharded.layers.mixture import Mixture
     from penstock.data.sharded.layers.mixture_schedule import Ramp, Schedule
@@ -89,7 +89,7 @@ _MODULES = {
     "AudioClip": "formats.media.clips",
     "Balance": "ordering.balancing.balanced_order",
     "CSVWriter": "writing.text_writers",
-    "Chunked": "sharded.layers.documents",
+    "Chunked": "sharded.layers.chunked",
     "Converted": "converting.convert",
     "Counts": "loading.counting",
     "Cursor": "sharded.protocol",

@@ -111,7 +111,10 @@ class SampleCounter:
             return {}
         sources = [""] * len(samples) if sources is None else sources
         keys = [""] * len(samples) if self._by is None else self._keys(samples)
-        lengths = self._lengths(samples)
+        if parts is None or not all(parts):
+            lengths = self._lengths(samples)
+        else:
+            lengths = [None] * len(samples)  # those of the parts are used
         if parts is not None:
             lengths = [sum(size for _, size in own) if own else n for own, n in zip(parts, lengths, strict=True)]
         by_group: dict[Group, list[int | None]] = defaultdict(list)

@@ -16,6 +16,7 @@ from penstock.data.loading.collating import checked_collate, may_draw
 from penstock.data.loading.counting import Counts, LoaderCounts
 from penstock.data.loading.fetching import ReadAhead, check_threads, in_processes, in_threads
 from penstock.data.loading.map_reading import MapReader
+from penstock.data.loading.no_draws import draws_nothing
 from penstock.data.loading.position_loader import Fetcher, PositionLoader, balanced_order, check_settings
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.balancing.balanced_order import Balance
@@ -99,8 +100,9 @@ class MapLoader(PositionLoader):
                 each sample is read, so that random augmentation depends on nothing else; also before the collate
                 function is called, from the position of the batch's first row. After a batch the generators get back
                 their earlier state. Takes 10 us a sample and 0.25 ms a batch (docs/datasets.md). None: True, but False
-                with `fetch_threads`, which would share the generators, and for datasets of Penstock's own classes,
-                which draw no random numbers.
+                with `fetch_threads`, which would share the generators, and for datasets that draw no random numbers:
+                Penstock's own classes, lists, arrays, tensors, and torch's TensorDataset, Subset, ConcatDataset and
+                StackDataset of these.
             keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
                 read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
             counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
@@ -145,7 +147,8 @@ class MapLoader(PositionLoader):
         self.dataset, self._seed = dataset, seed
         self._threads, self._processes = fetch_threads, fetch_processes
         own_counts = LoaderCounts(counts)
-        own_samples, own_collate = not makes_all_samples(dataset), may_draw(collate_fn)
+        own_samples = not (makes_all_samples(dataset) or draws_nothing(dataset))
+        own_collate = may_draw(collate_fn)
         self._reader = MapReader(
             dataset,
             name,

@@ -16,7 +16,8 @@ from penstock.data.sharded.layers.layer import checked
 from penstock.data.sharded.layers.mapped import Mapped
 from penstock.data.sharded.layers.mixture import Mixture
 from penstock.data.sharded.layers.mixture_shares import parts_of
-from penstock.data.sharded.protocol import ShardedSource, cursor_origin
+from penstock.data.sharded.protocol import ShardedSource
+from penstock.data.sharded.runs import take
 from penstock.data.sharded.shard_cursors import HeldSample
 from penstock.data.sharded.shard_keys import KeyStage, digest_of
 from penstock.data.sharded.shard_states import described
@@ -241,7 +242,8 @@ def try_sources(source: ShardedSource, names: Iterable[str], seed: int) -> list[
     for name in names:
         cursor = _around(source, mixture.changed_from(0, {name: 1}, {})).open(0, 0, seed)
         try:
-            found.append(HeldSample(next(cursor), None, cursor_origin(cursor)))
+            run = take(cursor, 1)
+            found += [HeldSample(sample, origins=run.origins) for sample in run.samples]
         finally:
             cursor.close()
     return found

@@ -10,11 +10,12 @@ Samples are kept until their batch was yielded: if reading or collating fails, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.data.sharded.protocol import Cursor, Origin, PositionOf, SavedPosition, ShardedSource, cursor_origin
+from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
+from penstock.data.sharded.runs import take
 from penstock.proto.errors import DatasetError, StateCorruptError
 
 __all__ = ["CursorStates", "HeldSample", "ShardReaders"]
@@ -50,9 +51,16 @@ class HeldSample(NamedTuple):
     """Sample that was read for a batch, and is kept until the batch was yielded."""
 
     sample: Any
-    key: str | None
-    """Restore key of the sample; None if the loader makes no restore keys."""
-    origin: Origin
+    key: str | None = None
+    """Restore key of the sample; None without restore keys."""
+    origins: Sequence[Origin] = ()
+    """Origins of the run of samples with which it was read; empty if all are NOWHERE."""
+    number: int = 0
+    """Number of the sample in this run."""
+
+    @property
+    def origin(self) -> Origin:
+        return self.origins[self.number] if self.origins else NOWHERE
 
 
 class ShardReaders:
@@ -95,13 +103,16 @@ class ShardReaders:
         """(cursor, index of its next sample) of each shard that a second cursor reads again from the epoch's beginning,
         to pad a batch."""
 
-    def get(self, shard: int, index: int, *, again: bool = False) -> HeldSample:
-        """Return a sample with its restore key and origin. `again`: True if the sample was already in an earlier batch
-        of this epoch and is repeated.
+    def get(self, shard: int, index: int, *, again: bool = False, following: int = 0) -> HeldSample:
+        """Return a sample with its restore key and origin.
+
+        Args:
+            again: True if the sample is a repetition in this epoch.
+            following: number of the shard's next samples that will be asked for after this one.
 
         Raises DatasetError if the shard ends before the sample.
         """
-        if not (self._find_again(shard, index) if again else self.find(shard, index)):
+        if not (self._find_again(shard, index) if again else self.find(shard, index, following)):
             raise DatasetError(
                 f"shard {shard} of {self._source.num_shards} must have sample {index} in epoch {self._epoch}, but "
                 "ended before: "
@@ -110,8 +121,9 @@ class ShardReaders:
             )
         return self._held[shard, index]
 
-    def find(self, shard: int, index: int) -> bool:
-        """Read a sample and keep it for `get`; return False if the shard ends before the sample."""
+    def find(self, shard: int, index: int, following: int = 0) -> bool:
+        """Read a sample, perhaps with some of the `following` ones, and keep them for `get`; return False if the shard
+        ends before the sample."""
         if (shard, index) in self._held:
             return True
         reached = self.reach(shard, index)
@@ -120,7 +132,7 @@ class ShardReaders:
                 f"the state is damaged: the saved position of shard {shard} must be at most its next sample, {index}, "
                 f"got {reached}. Load an older state"
             )
-        return reached == index and self._read(shard, index, self._cursors[shard])
+        return reached == index and self._read(shard, index, self._cursors[shard], 1 + following)
 
     def reach(self, shard: int, index: int) -> int:
         """Skip a shard's samples before `index`. Return the index of the shard's next sample, which is smaller than
@@ -196,19 +208,27 @@ class ShardReaders:
     def _positions(self, shard: int) -> PositionOf | None:
         return None if self._position_of is None else self._position_of(shard)
 
-    def _read(self, shard: int, index: int, cursor: Cursor) -> bool:
+    def _read(self, shard: int, index: int, cursor: Cursor, count: int) -> bool:
         self._touched.add(shard)
         try:
-            key = self._key(shard, index, cursor.saved_position()) if self._key is not None else None
-            sample = next(cursor)
-        except StopIteration:
-            return False
+            size = self._hold(shard, index, cursor, count)
         except BaseException:
             self._drop(shard)
             raise
-        self._at[shard], self._latest = index + 1, shard
-        self._held[shard, index] = HeldSample(sample, key, cursor_origin(cursor))
-        return True
+        if size:
+            self._at[shard], self._latest = index + size, shard
+        return size > 0
+
+    def _hold(self, shard: int, index: int, cursor: Cursor, count: int) -> int:
+        """Take a run of samples, and keep it for `get`. Returns the number of samples."""
+        key = self._key
+        before = cursor.saved_position() if key is not None else None
+        run = take(cursor, count)
+        for number, sample in enumerate(run.samples):
+            at = index + number
+            text = None if key is None else key(shard, at, run.position(number) if number else before)
+            self._held[shard, at] = HeldSample(sample, text, run.origins, number)
+        return run.size
 
     def _drop(self, shard: int) -> None:
         """Close the cursor of a shard after an error, because it may not be at the right sample. The shard is opened
@@ -224,11 +244,8 @@ class ShardReaders:
         try:
             if cursor.skip(index - at) < index - at:
                 return False
-            key = self._key(shard, index, cursor.saved_position()) if self._key is not None else None
-            sample = next(cursor)
-            self._held[shard, index] = HeldSample(sample, key, cursor_origin(cursor))
-        except StopIteration:
-            return False
+            if not self._hold(shard, index, cursor, 1):
+                return False
         except BaseException:
             cursor.close()
             raise

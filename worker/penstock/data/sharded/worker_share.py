@@ -98,6 +98,16 @@ class SharePlan:
             )
 
 
+def following_rows(rows: Sequence[tuple[int, int, bool]]) -> list[int]:
+    """Return, for each row of (shard, index, again), the number of rows that continue it at once in the same shard."""
+    counts = [0] * len(rows)
+    for at in range(len(rows) - 2, -1, -1):
+        (shard, index, again), following = rows[at], rows[at + 1]
+        if not again and following == (shard, index + 1, False):
+            counts[at] = counts[at + 1] + 1
+    return counts
+
+
 class WorkerShare:
     """Batches that one worker makes in one epoch, from a position on (the worker's share)."""
 
@@ -141,7 +151,13 @@ class WorkerShare:
             )
             rows = [(shard, index, False) for shard, index in zip(shards.tolist(), indices.tolist(), strict=True)]
         self._first, self.rows = None if not rows else rows[0][:2], len(rows)
-        return [self._readers.get(shard, index, again=again) for shard, index, again in rows] if read else []
+        if not read:
+            return []
+        get = self._readers.get
+        return [
+            get(shard, index, again=again, following=following)
+            for (shard, index, again), following in zip(rows, following_rows(rows), strict=True)
+        ]
 
     def template(self) -> Any:
         """Return a sample of another box in the next batch. It shows the shapes of a batch without rows, which this box

@@ -1,103 +1,33 @@
-"""Documents of tokens: parsed from a source's samples, read with their positions, and cut into pieces."""
+"""Documents of tokens: parsed from a source's samples, and read in blocks with their positions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.data.arguments import at_least_one, whole
+from penstock.data.arguments import whole
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
-from penstock.data.sharded.layers.packed_rows import Document, RowFields
-from penstock.data.sharded.protocol import (
-    NOWHERE,
-    Cursor,
-    Origin,
-    PositionOf,
-    SavedPosition,
-    ShardedSource,
-    cursor_origin,
-)
+from penstock.data.sharded.layers.layer import Layer, SearchLimit
+from penstock.data.sharded.layers.packed_rows import Documents, RowFields
+from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, SavedPosition
+from penstock.data.sharded.runs import Run, take_with_positions
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["Chunked", "DocumentParser", "Documents", "located", "token_of"]
+__all__ = ["Block", "DocumentParser", "DocumentReader", "located", "token_of"]
 
 
 MAX_TOKEN = (1 << 63) - 1
-"""Largest token id, because lines and pieces of documents are int64."""
-
-
-class Chunked(Layer):
-    """Layer that splits tokenized documents into pieces of at most `length` tokens. A piece is an int64 tensor of shape
-    (tokens,). BOS is put before the first piece of each document, and EOS after the last. A document without tokens is
-    left out.
-
-        Packed(Chunked(documents, length=8192, eos=2), length=2048)
-    """
-
-    def __init__(
-        self,
-        source: ShardedSource,
-        *,
-        length: int,
-        bos: int | None = None,
-        eos: int | None = None,
-        longest: int | None = None,
-        strip_tokens: Iterable[int] = (),
-        min_length: int | None = None,
-    ) -> None:
-        """
-        Args:
-            source: source whose samples are documents: tensors or arrays of integers with one dimension, or lists of
-                integers.
-            length: largest number of tokens in a piece, including BOS and EOS. All pieces of a document but the last
-                have this many.
-            bos: token that is put before each document; None: no token.
-            eos: token that is put after each document; None: no token.
-            longest: largest number of tokens in a document, without BOS and EOS; a longer document raises DatasetError.
-                None: no limit.
-            strip_tokens: token ids that are first removed from both ends of each document, such as separators that the
-                data already have.
-            min_length: smallest number of tokens in a document, without BOS and EOS, after `strip_tokens`; a shorter
-                document is left out. None: 1.
-        """
-        super().__init__(source)
-        self._length = at_least_one("length", length)
-        self._bos, self._eos = token_of("bos", bos), token_of("eos", eos)
-        self._longest = None if longest is None else at_least_one("longest", longest)
-        self._strip = _tokens_of("strip_tokens", strip_tokens)
-        self._least = 1 if min_length is None else at_least_one("min_length", min_length)
-
-    def settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {
-            "length": self._length,
-            "bos": self._bos,
-            "eos": self._eos,
-            "longest": self._longest,
-        }
-        if self._strip:
-            settings["strip_tokens"] = sorted(self._strip)
-        if self._least > 1:
-            settings["min_length"] = self._least
-        return settings
-
-    def open(
-        self,
-        shard: int,
-        epoch: int,
-        seed: int,
-        saved: SavedPosition | None = None,
-        position_of: PositionOf | None = None,
-    ) -> Cursor:
-        (index, piece), inner = entered(saved, "Chunked", "index", "piece")
-        cursor = self.source.open(shard, epoch, seed, inner)
-        parser = DocumentParser("Chunked", shard, epoch, strip=self._strip)
-        documents = Documents(self, cursor, shard, index, parser, least=self._least)
-        return _ChunkedCursor(documents, self._length, self._bos, self._eos, self._longest, piece)
+"""Largest token id, because lines and pieces are int64."""
+READ_AHEAD = 256
+"""Largest number of documents that are read in one call."""
 
 
 class DocumentParser:
@@ -126,21 +56,26 @@ class DocumentParser:
         self._fields, self._strip, self._longest = fields, strip, longest
         self._columns = (*fields.columns, *fields.attached) if fields is not None else ()
         self._narrow = fields is not None and fields.dtype == "int32"
-        self._bare = not (self._columns or strip or longest or self._narrow)
+        self.bare = not (self._columns or strip or longest or self._narrow)
 
     def where(self, index: int) -> str:
         """Return words that name document number `index` of the shard in errors."""
         return f"{self._name}: document {index} of shard {self._shard} in epoch {self._epoch}"
 
-    def document(self, sample: Any, index: int, continues: bool = False) -> Document:
-        """Return the document that a sample holds. `index`: number of the sample in the shard; `continues`: True if the
-        sample is a piece of a document, and not its first piece. Raises DatasetError if the sample is not a
-        document."""
-        if self._bare and (tokens := _usual(sample)) is not None:
-            return Document(tokens, continues=continues)
+    def tokens(self, sample: Any, index: int) -> Ints:
+        """Return the tokens of a sample without other columns. Raises DatasetError for one that is not a document."""
+        if self.bare and (tokens := _usual(sample)) is not None:
+            return tokens
+        fields = self._fields
+        if fields is not None and not fields.plain and isinstance(sample, Mapping):
+            return self.document(sample, index).tokens
+        return self._cut(self._stripped(self._array(sample, index)), index)
+
+    def document(self, sample: Any, index: int) -> Documents:
+        """Return the document of a sample. Raises DatasetError for one that is not a document."""
         fields = self._fields
         if fields is None or fields.plain or not (self._columns or isinstance(sample, Mapping)):
-            return Document(self._cut(self._stripped(self._array(sample, index)), index), continues=continues)
+            return Documents(self.tokens(sample, index))
         missing = [name for name in (fields.tokens, *self._columns) if name not in self._names(sample)]
         if missing:
             raise DatasetError(
@@ -151,7 +86,12 @@ class DocumentParser:
         tokens = self._cut(full, index)
         columns = {name: self._column(sample[name], index, name, len(full))[: len(tokens)] for name in fields.columns}
         attached = {name: self._column(sample[name], index, name) for name in fields.attached}
-        return Document(tokens, columns, attached, continues, self.where(index))
+        return Documents(tokens, columns, attached, where=self.where(index))
+
+    @property
+    def has_columns(self) -> bool:
+        """True if documents have other columns than their tokens."""
+        return bool(self._columns)
 
     def _names(self, sample: Any) -> list[str]:
         return sorted(map(str, sample)) if isinstance(sample, Mapping) else []
@@ -235,9 +175,86 @@ class DocumentParser:
         return array
 
 
-class Documents:
-    """Reader of a shard's documents, which keeps the source's saved positions from which a document can be read
-    again."""
+class _Taken(NamedTuple):
+    """Run of samples of which documents are made."""
+
+    first: int
+    """Number of its first sample in the shard."""
+    before: SavedPosition
+    """Saved position of the source before it."""
+    position: Callable[[int], SavedPosition]
+
+    def at(self, number: int) -> tuple[int, SavedPosition]:
+        """Return the number in the shard of a sample of the run, and the source's saved position before it."""
+        return self.first + number, self.position(number) if number else self.before
+
+
+@dataclass
+class Block:
+    """Consecutive documents that were read in one call, with the positions from which they are read again."""
+
+    taken: _Taken
+    numbers: Sequence[int]
+    """Number in `taken` of each document."""
+    begin: tuple[_Taken, int]
+    """Run and number in it of the first sample to read again for the first document: the first of the documents that
+    were left out just before it, because they are counted again; or else the document."""
+    sizes: Sequence[int]
+    """Number of tokens of each document."""
+    given: Documents | Sequence[Ints]
+    """All documents as one value, or the tokens of each."""
+    origins: Sequence[Origin] = ()
+    """Origin of each document; empty if all are NOWHERE."""
+    continues: Sequence[bool] = ()
+    """For each document True if it is a piece that continues the one before; empty if none does."""
+
+    @cached_property
+    def ends(self) -> Sequence[int]:
+        """End of each document in the tokens of all."""
+        return list(accumulate(self.sizes))
+
+    @cached_property
+    def documents(self) -> Documents:
+        """All documents as one value."""
+        if isinstance(self.given, Documents):
+            return self.given
+        tokens = self.given[0] if len(self.given) == 1 else np.concatenate(self.given)
+        return joined(tokens, self.ends, self.origins, self.continues)
+
+    @cached_property
+    def arrays(self) -> Sequence[Ints]:
+        """Tokens of each document."""
+        if isinstance(self.given, Documents):
+            return [self.given.tokens[begin:end] for begin, end in pairwise([0, *self.ends])]
+        return self.given
+
+    def position(self, number: int) -> tuple[int, SavedPosition]:
+        """Return the number in the shard of the first sample to read again for a document, and the source's saved
+        position before it."""
+        if number == 0:
+            taken, at = self.begin
+            return taken.at(at)
+        return self.taken.at(self.numbers[number - 1] + 1)
+
+    def start(self, number: int) -> int:
+        """Return the index of a document's first token in the tokens of all."""
+        return self.ends[number - 1] if number else 0
+
+
+def joined(tokens: Ints, ends: Sequence[int], origins: Sequence[Origin], continues: Sequence[bool]) -> Documents:
+    """Return consecutive documents as one value; see Block."""
+    seams = ends
+    if any(continues):
+        seams = [end for end, goes_on in zip(ends, [*continues[1:], False], strict=True) if not goes_on]
+    return Documents(tokens, {}, {}, bool(continues) and continues[0], "", origins, ends, seams)
+
+
+class DocumentReader:
+    """Reader of a shard's documents, with the source's saved positions from which they can be read again.
+
+    Documents are read in runs, also a few more than are needed at once. An error in one of them is raised when it is
+    needed.
+    """
 
     def __init__(
         self, layer: Layer, inner: Cursor, shard: int, index: int, parser: DocumentParser, *, least: int = 1
@@ -254,147 +271,162 @@ class Documents:
         self._inner, self._parser, self._least = inner, parser, least
         self._limit = SearchLimit(layer.source, type(layer).__name__, shard)
         self._next = index
-        self._index = index
-        """Index in the shard of the document that was read last."""
-        self._present: tuple[int, SavedPosition] = index, None
-        """Where to begin to read the last document again: the index of a sample, and the source's saved position before
-        it. If documents were left out just before it, this is the first of them, because a resume counts them again."""
+        """Number in the shard of the source's next document."""
+        self._taken: _Taken | None = None
+        self._size = 0
+        """Number of samples in `_taken`."""
+        self._blocks: deque[Block] = deque()
+        """Blocks with documents that were not passed."""
+        self._at = 0
+        """Number of documents of the first block that were passed."""
+        self._left_out: dict[str, int] = {}
+        """Number of documents that were left out after the last block, by source."""
+        self._left_from: tuple[_Taken, int] | None = None
+        """Run of the first of these documents, and its number in the run."""
+        self._error: Exception | None = None
+        """Error in the document after the last block."""
 
-    @property
-    def where(self) -> str:
-        """Name of the document that was read last, for errors."""
-        return self._parser.where(self._index)
+    def ready(self, count: int) -> tuple[Block, int] | None:
+        """Return the block with the next document that has enough tokens, and the document's number in it; None if no
+        document is left. `count`: largest number of documents to read now, if none was read ahead."""
+        if not self._blocks:
+            self._read(count)
+        return (self._blocks[0], self._at) if self._blocks else None
 
-    def read(self) -> Document | None:
-        """Return the next document that has enough tokens; None after the last one."""
-        left_out: dict[str, int] = {}
-        begin = self.following()
-        while True:
-            try:
-                sample = next(self._inner)
-            except StopIteration:
-                return None
-            self._index, self._next = self._next, self._next + 1
-            document = self._parser.document(sample, self._index, getattr(self._inner, "continues", False))
-            origin = cursor_origin(self._inner)
-            if len(document.tokens) >= self._least:
-                self._limit.found()
-                self._present = begin
-                return located(document, origin, left_out)
-            self._limit.nothing()
-            left_out = origin.leaving_out(left_out)
-
-    def present(self) -> tuple[int, SavedPosition]:
-        """Return where to begin to read the last document again: the index of a sample, and the source's saved position
-        before it."""
-        return self._present
+    def passed(self, count: int) -> None:
+        """Pass documents of the block that is ready."""
+        self._at += count
+        if self._at == len(self._blocks[0].sizes):
+            self._blocks.popleft()
+            self._at = 0
 
     def following(self) -> tuple[int, SavedPosition]:
-        """Return the index of the next document, and the source's saved position before it."""
+        """Return the position from which the next document is read: its number in the shard, and the source's saved
+        position before it."""
+        if self._blocks:
+            return self._blocks[0].position(self._at)
+        if self._left_from is not None:
+            taken, number = self._left_from
+            return taken.at(number)
+        if self._taken is not None and self._next < self._taken.first + self._size:  # an error, not raised yet
+            return self._taken.at(self._next - self._taken.first)
         return self._next, self._inner.saved_position()
 
-    def expect(self, what: str, there: int, at: int) -> None:
-        """Raise DatasetError unless the document that was read last has a piece or token with index `at`, which a saved
-        position names.
+    def where(self) -> str:
+        """Return the name of the document that is ready, for errors."""
+        block = self._blocks[0]
+        return self._parser.where(block.taken.first + block.numbers[self._at])
 
-        Args:
-            what: word for the counted things in the error: "pieces" or "tokens".
-            there: how many of them the document has.
-            at: index that must exist.
-        """
+    def expect(self, what: str, there: int, at: int) -> None:
+        """Raise DatasetError unless the document that is ready has an item with index `at`. `there`: number of its
+        items; `what`: word for the items in the error ("pieces" or "tokens")."""
         if at >= there:
             raise DatasetError(
-                f"{self.where} must have more than the {at} {what} that the saved run read of it, got {there}. Use the "
-                "data of that run"
+                f"{self.where()} must have more than the {at} {what} that the saved run read of it, got {there}. Use "
+                "the data of that run"
             )
 
     def close(self) -> None:
         self._inner.close()
 
+    def _read(self, count: int) -> None:
+        """Read documents until some have enough tokens, or none is left."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        while not self._blocks:
+            before = self._inner.saved_position()
+            run = take_with_positions(self._inner, min(count, READ_AHEAD))
+            if not run.size:
+                break
+            self._taken, self._size = _Taken(self._next, before, run.position), run.size
+            if self._parser.has_columns:
+                self._add_each(run, self._taken)
+            elif run.tokens is not None and self._parser.bare:  # pieces have tokens, so none is left out
+                tokens, sizes = run.tokens
+                documents = joined(tokens, list(accumulate(sizes)), run.origins, run.continues)
+                self._append(Block(self._taken, range(run.size), (self._taken, 0), sizes, documents, run.origins))
+                self._next += run.size
+            else:
+                self._add_all(run, self._taken)
 
-class _ChunkedCursor:
-    def __init__(
-        self, documents: Documents, length: int, bos: int | None, eos: int | None, longest: int | None, piece: int
-    ) -> None:
-        self._documents, self._length, self._longest = documents, length, longest
-        self._bos, self._eos = bos, eos
-        self._document: Ints | None = None
-        """Document that is being cut into pieces, with BOS and EOS; None if it still has to be read."""
-        self._pieces = 0
-        """Number of pieces into which `_document` is cut."""
-        self._piece = piece
-        """Index of the next piece in its document."""
-        self.continues = False
-        """True if the piece that was yielded last is not the first one of its document."""
-        self._origin = NOWHERE
-        """Origin of the document that is being cut into pieces."""
-        self.origin = NOWHERE
+    def _add_each(self, run: Run, taken: _Taken) -> None:
+        """Add a block for each document of a run of samples with other columns."""
+        try:
+            for number, sample in enumerate(run.samples):
+                document = self._parser.document(sample, self._next)
+                self._next += 1
+                kept = self._sift(taken, number, [len(document.tokens)], run.origins[number : number + 1])
+                if kept is not None:
+                    numbers, begin, origins = kept
+                    self._append(
+                        Block(
+                            taken, numbers, begin, [len(document.tokens)], document._replace(origins=origins), origins
+                        )
+                    )
+        except Exception as error:
+            self._defer(error)
 
-    traced = True
+    def _add_all(self, run: Run, taken: _Taken) -> None:
+        """Add the block of a run of samples without other columns."""
+        arrays: list[Ints] = []
+        parse = self._parser.tokens
+        try:
+            for index, sample in enumerate(run.samples, self._next):
+                arrays.append(parse(sample, index))
+        except Exception as error:
+            if not arrays:
+                raise
+            self._error = error
+        self._next += len(arrays)
+        sizes, origins = list(map(len, arrays)), run.origins[: len(arrays)]
+        if min(sizes) >= self._least and self._left_from is None:
+            continues = run.continues[: len(arrays)]
+            self._append(Block(taken, range(len(arrays)), (taken, 0), sizes, arrays, origins, continues))
+        elif (kept := self._sift(taken, 0, sizes, origins)) is not None:
+            numbers, begin, origins = kept
+            continues = [run.continues[at] for at in numbers] if run.continues else ()
+            sizes, arrays = [sizes[at] for at in numbers], [arrays[at] for at in numbers]
+            self._append(Block(taken, numbers, begin, sizes, arrays, origins, continues))
 
-    def __iter__(self) -> _ChunkedCursor:
-        return self
+    def _append(self, block: Block) -> None:
+        self._blocks.append(block)
+        self._limit.found()
 
-    def __next__(self) -> torch.Tensor:
-        document = self._open()
-        if document is None:
-            raise StopIteration
-        start = self._piece * self._length
-        self.continues = start > 0
-        self.origin = self._origin._replace(skipped={}) if self.continues and self._origin.skipped else self._origin
-        self._advance(1)
-        return torch.from_numpy(document[start : start + self._length])
+    def _sift(
+        self, taken: _Taken, first: int, sizes: Sequence[int], origins: Sequence[Origin]
+    ) -> tuple[list[int], tuple[_Taken, int], Sequence[Origin]] | None:
+        """Leave out documents with too few tokens. Returns the numbers in the run of the others, the place from which
+        the first of them is read again, and their origins with what was left out before them; None if none is left.
+        `first`: number of the first document in the run."""
+        numbers: list[int] = []
+        begin: tuple[_Taken, int] | None = None
+        found: list[Origin] = []
+        for at, size in enumerate(sizes):
+            origin = origins[at] if origins else NOWHERE
+            if size < self._least:
+                self._left_from = self._left_from or (taken, first + at)
+                self._left_out = origin.leaving_out(self._left_out)
+                self._limit.nothing()
+            else:
+                begin = begin or self._left_from or (taken, first + at)
+                numbers.append(first + at)
+                found.append(origin.after(self._left_out))
+                self._left_from, self._left_out = None, {}
+        return None if begin is None else (numbers, begin, found)
 
-    def skip(self, count: int) -> int:
-        left = count
-        while left and self._open() is not None:
-            passed = min(left, self._pieces - self._piece)
-            self._advance(passed)
-            left -= passed
-        return count - left
-
-    def saved_position(self) -> SavedPosition:
-        index, before = self._documents.following() if self._document is None else self._documents.present()
-        return {"index": index, "piece": self._piece, "source": before}
-
-    def close(self) -> None:
-        self._documents.close()
-
-    def _open(self) -> Ints | None:
-        """Return the document that is being cut into pieces, and read it if necessary; None after the last document."""
-        if self._document is None and (read := self._documents.read()) is not None:
-            document, self._origin = read.tokens, read.origin
-            if self._longest is not None and len(document) > self._longest:
-                raise DatasetError(
-                    f"{self._documents.where} must have at most longest={self._longest} tokens, got {len(document)}. "
-                    "Allow more, or leave such documents out by Filtered"
-                )
-            self._document = self._separated(document)
-            self._pieces = -(-len(self._document) // self._length)
-            self._documents.expect("pieces", self._pieces, self._piece)
-        return self._document
-
-    def _separated(self, document: Ints) -> Ints:
-        """Return a writable copy of a document, with BOS before and EOS after it."""
-        begin = self._bos is not None
-        separated = np.empty(begin + len(document) + (self._eos is not None), np.int64)
-        separated[begin : begin + len(document)] = document
-        if self._bos is not None:
-            separated[0] = self._bos
-        if self._eos is not None:
-            separated[-1] = self._eos
-        return separated
-
-    def _advance(self, count: int) -> None:
-        """Advance by `count` pieces within the present document."""
-        self._piece += count
-        if self._piece == self._pieces:
-            self._document, self._piece = None, 0
+    def _defer(self, error: Exception) -> None:
+        """Keep an error until the documents before it were passed; raise it at once if there are none."""
+        if not self._blocks:
+            raise error
+        self._error = error
 
 
-def located(document: Document, origin: Origin, left_out: Mapping[str, int]) -> Document:
-    """Return a document with an origin. `left_out`: number of documents that were left out before it, by source."""
-    return document if origin is NOWHERE and not left_out else document._replace(origin=origin.after(left_out))
+def located(document: Documents, origin: Origin, left_out: Mapping[str, int]) -> Documents:
+    """Return a document with its origin. `left_out`: number of documents that were left out before it, by source."""
+    if origin is NOWHERE and not left_out:
+        return document
+    return document._replace(origins=(origin.after(left_out),))
 
 
 def token_of(name: str, value: int | None) -> int | None:
@@ -403,12 +435,6 @@ def token_of(name: str, value: int | None) -> int | None:
     if number is not None and not -MAX_TOKEN - 1 <= number <= MAX_TOKEN:
         raise InvalidArgumentError(f"{name} must be a token id, an int64, got {number}. Pass an id of the tokenizer")
     return number
-
-
-def _tokens_of(name: str, values: Iterable[int]) -> frozenset[int]:
-    if isinstance(values, int) or not isinstance(values, Iterable):
-        raise InvalidArgumentError(f"{name} must be a list of token ids, got {values!r}. Pass a list, such as [0, 2]")
-    return frozenset(number for value in values if (number := token_of(name, value)) is not None)
 
 
 def _usual(sample: Any) -> Ints | None:

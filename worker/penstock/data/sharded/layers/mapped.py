@@ -11,6 +11,7 @@ generator, whichever worker makes the sample, and whichever samples it made befo
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from penstock.data.sharded.protocol import (
     cursor_origin,
     is_traced,
 )
+from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.data.stop_iteration import stop_iteration_error
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
@@ -211,34 +213,35 @@ class _Tolerant:
         return True, value
 
 
-class _EachCursor:
-    """Cursor that yields one sample for each sample of the source. Skipping samples does not call the user's
-    function."""
+class _EachCursor(RunCursor):
+    """Cursor that yields one sample for each sample of the source. Skipping samples does not call the function."""
 
     def __init__(self, inner: Cursor, call: _Call, index: int) -> None:
         self._inner, self._call, self._index = inner, call, index
 
-    def __iter__(self) -> _EachCursor:
-        return self
+    def take(self, count: int) -> Run:
+        run = take(self._inner, count)
+        first, position = self._index, run.position
+        self._index += run.size
+        return Run(
+            map(self._converted, run.samples, itertools.count(first)),
+            run.size,
+            lambda number: {"index": first + number, "source": position(number)},
+            run.origins,
+        )
 
-    def __next__(self) -> Any:
-        sample = next(self._inner)
-        self._index += 1
+    def _converted(self, sample: Any, index: int) -> Any:
         try:
-            return self._call(sample, self._index - 1)
+            return self._call(sample, index)
         except SkipSample as error:
             raise InvalidArgumentError(
-                f"{self._call.where} {self._index - 1} raised SkipSample, but a Mapped with skip_failures=0 must yield "
-                "one sample for each input. Set skip_failures to 1 or more, or use Filtered"
+                f"{self._call.where} {index} raised SkipSample, but a Mapped with skip_failures=0 must yield one "
+                "sample for each input. Set skip_failures to 1 or more, or use Filtered"
             ) from error
 
     @property
     def traced(self) -> bool:
         return is_traced(self._inner)
-
-    @property
-    def origin(self) -> Origin:
-        return cursor_origin(self._inner)
 
     def skip(self, count: int) -> int:
         passed = self._inner.skip(count)

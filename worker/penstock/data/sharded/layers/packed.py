@@ -15,21 +15,27 @@ and not to a worker.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 from penstock.data.arguments import at_least_one
-from penstock.data.sharded.layers.documents import DocumentParser, Documents, located, token_of
+from penstock.data.sharded.layers.documents import Block, DocumentParser, DocumentReader, located, token_of
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
-from penstock.data.sharded.layers.packed_rows import Document, Part, RowFields, row_origin
+from penstock.data.sharded.layers.packed_rows import Documents, Part, RowFields, RowOrigins
 from penstock.data.sharded.layers.windows import WindowCursor
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
+from penstock.data.sharded.runs import Run, RunCursor
 from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["Packed"]
 
 Long = Literal["split", "truncate", "refuse"]
+LEAST_READ = 4
+"""Smallest number of lines whose documents are read in one call: a call costs as much as the tokens of a line."""
+SKIPPED_AT_ONCE = 16
+"""Largest number of lines whose documents are read in one call while lines are skipped."""
 
 
 class Packed(Layer):
@@ -144,8 +150,10 @@ class Packed(Layer):
         if self._window is not None:
             return self._open_windows(parser, self._window, shard, epoch, seed, saved)
         (index, offset), inner = entered(saved, "Packed", "index", "offset")
-        documents = Documents(self, self.source.open(shard, epoch, seed, inner), shard, index, parser)
-        return _PackedCursor(documents, self._fields, self._bos, self._eos, self._split, offset)
+        reader = DocumentReader(self, self.source.open(shard, epoch, seed, inner), shard, index, parser)
+        if self._split and self._bos is None and self._eos is None:
+            return _StreamCursor(reader, self._fields, offset)
+        return _LineCursor(reader, self._fields, self._bos, self._eos, self._split, offset)
 
     def _open_windows(
         self, parser: DocumentParser, window: int, shard: int, epoch: int, seed: int, saved: SavedPosition | None
@@ -223,15 +231,12 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
 
 
 def _all_located(
-    documents: Sequence[Document], origins: Sequence[Origin], left_out: dict[str, int]
-) -> tuple[list[Document], dict[str, int]]:
-    """Return the documents of a window that have tokens, with their origins; and how many documents without tokens, by
-    source, are left to be counted with a later window.
-
-    A document without tokens is counted with the next document that has some. The last ones of a window are counted
-    with the document before them, because a state that is saved between windows does not contain them.
-    """
-    found: list[Document] = []
+    documents: Sequence[Documents], origins: Sequence[Origin], left_out: dict[str, int]
+) -> tuple[list[Documents], dict[str, int]]:
+    """Return the documents that have tokens, with their origins; and how many documents without tokens, by source, are
+    left to be counted with a later window. A document without tokens is counted with the next one that has some; the
+    last ones of the window with the one before, because a state that is saved between windows does not have them."""
+    found: list[Documents] = []
     for document, origin in zip(documents, origins, strict=True):
         if len(document.tokens):
             found.append(located(document, origin, left_out))
@@ -239,31 +244,23 @@ def _all_located(
         else:
             left_out = origin.leaving_out(left_out)
     if found and left_out:
-        found[-1] = located(found[-1], found[-1].origin, left_out)
+        found[-1] = located(found[-1], (found[-1].origins or (NOWHERE,))[0], left_out)
         left_out = {}
     return found, left_out
 
 
-class _FittedCursor:
-    """Cursor of the lines into which windows of documents are packed by best fit."""
+class _FittedCursor(RunCursor):
+    """Cursor of the lines of windows of documents."""
 
     def __init__(self, lines: WindowCursor, fields: RowFields) -> None:
         self._lines, self._fields = lines, fields
-        self._line: list[Part] = []
-        """Parts of documents in the line that was yielded last."""
 
     traced = True
 
-    @property
-    def origin(self) -> Origin:
-        return row_origin(self._line)
-
-    def __iter__(self) -> _FittedCursor:
-        return self
-
-    def __next__(self) -> Any:
-        self._line = next(self._lines)
-        return self._fields.row(self._line)
+    def take(self, count: int) -> Run:
+        run = self._lines.take(count)
+        lines = list(run.samples)
+        return Run(map(self._fields.row, lines), run.size, run.position, RowOrigins(lambda: lines, len(lines)))
 
     def skip(self, count: int) -> int:
         return self._lines.skip(count)
@@ -275,114 +272,176 @@ class _FittedCursor:
         self._lines.close()
 
 
-class _PackedCursor:
-    """Cursor of the lines into which documents are packed in order. The line that is being filled takes its tokens from
-    one or more documents, and may begin in the middle of the first one. The cursor keeps two saved positions of the
-    source: before the line's first document, and before the last document that was read, because the next line may
-    begin in it."""
+class _InOrder(RunCursor):
+    """Base class of cursors that pack documents in order. The line that is being filled may begin in the middle of a
+    document."""
+
+    def __init__(self, reader: DocumentReader, fields: RowFields, offset: int) -> None:
+        self._reader, self._fields = reader, fields
+        self._parts: list[Part] = []
+        """Tokens that were read so far, from the beginning of the line that is being filled to a document's end."""
+        self._blocks: list[Block] = []
+        """Block of each part."""
+        self._have = 0
+        """Number of tokens in `_parts`."""
+        self._offset = offset
+        """Offset, in the first document, at which the line begins, until that document is read."""
+        self._documents = self._tokens = 0
+        """Number of documents that were read, and of their tokens."""
+
+    traced = True
+
+    def saved_position(self) -> SavedPosition:
+        if self._parts:
+            return _position(self._blocks, self._parts, 0)
+        return _saved(self._reader.following(), self._offset)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _add(self, lines: int, wanted: int) -> bool:
+        """Add documents until there are `wanted` tokens, or those that were read in one call. Returns False if none is
+        left. `lines`: number of lines that will be filled, so that the documents of all are read in few calls."""
+        found = self._reader.ready(self._expected(lines))
+        if found is None:
+            return False
+        block, at = found
+        begin = block.start(at)
+        if self._offset and not self._parts:
+            self._reader.expect("tokens", block.sizes[at], self._offset)
+            begin += self._offset
+        last = min(bisect_left(block.ends, begin + wanted - self._have, at), len(block.ends) - 1)
+        end = block.ends[last]
+        self._parts.append(Part(block.documents, begin, end))
+        self._blocks.append(block)
+        self._have += end - begin
+        self._offset = 0
+        self._documents += last + 1 - at
+        self._tokens += end - begin
+        self._reader.passed(last + 1 - at)
+        return True
+
+    def _expected(self, lines: int) -> int:
+        """Return the number of documents to read for these lines: a little more than they take if documents are as long
+        as those before, because each further call costs as much as several documents."""
+        missing = max(lines, LEAST_READ) * self._fields.length - self._have
+        return 1 + 5 * missing * self._documents // max(1, 4 * self._tokens)
+
+    def _drop(self, count: int) -> None:
+        """Remove the first `count` tokens, which a line has taken."""
+        self._have -= count
+        full = 0
+        for _, begin, end in self._parts:
+            if count < end - begin:
+                break
+            count -= end - begin
+            full += 1
+        del self._parts[:full], self._blocks[:full]
+        if count:
+            documents, begin, end = self._parts[0]
+            self._parts[0] = Part(documents, begin + count, end)
+
+
+class _StreamCursor(_InOrder):
+    """Cursor of lines that are cut out of the stream of all documents' tokens. Many lines are made at once."""
+
+    def take(self, count: int) -> Run:
+        lines = self._fill(count)
+        parts, blocks, length = self._parts.copy(), self._blocks.copy(), self._fields.length
+        cut = cache(lambda: _cut(parts, length)[:lines])
+        self._drop(min(self._have, lines * length))
+        rows = self._fields.lines(parts, lines) if self._fields.plain else map(self._fields.row, cut())
+        return Run(rows, lines, lambda number: _position(blocks, parts, number * length), RowOrigins(cut, lines))
+
+    def skip(self, count: int) -> int:
+        left = count
+        while left and (lines := self._fill(min(left, SKIPPED_AT_ONCE))):
+            self._drop(min(self._have, lines * self._fields.length))
+            left -= lines
+        return count - left
+
+    def _fill(self, count: int) -> int:
+        """Read the tokens of up to `count` lines. Returns the number of lines."""
+        length = self._fields.length
+        while self._have < count * length and self._add(count, count * length):
+            pass
+        lines, rest = divmod(self._have, length)
+        return min(count, lines + (rest > 0 and self._fields.pad is not None))
+
+
+class _LineCursor(_InOrder):
+    """Cursor of lines that end with a document, or have a BOS or an EOS. They are made one by one."""
 
     def __init__(
         self,
-        documents: Documents,
+        reader: DocumentReader,
         fields: RowFields,
         bos: int | None,
         eos: int | None,
         split: bool,
         offset: int,
     ) -> None:
-        self._documents, self._fields, self._split = documents, fields, split
-        self._bos, self._eos = bos, eos
-        self._parts: list[Part] = []
-        """Parts of the documents that were read so far for the line that is being filled, from its beginning."""
-        self._have = 0
-        """Number of tokens in `_parts`, which may be more than the line takes."""
+        super().__init__(reader, fields, offset)
+        self._bos, self._eos, self._split = bos, eos, split
         self._take = 0
         """Number of document tokens that the line takes (without BOS and EOS), once it is filled."""
         self._closing = False
-        """True if an EOS is added to the filled line."""
-        self._offset = offset
-        """Index, in the first document of the line that is being filled, of the line's first token."""
-        self._begin: tuple[int, SavedPosition] | None = None
-        """Index of the first document of the line that is being filled, and the source's saved position before it; None
-        if the document still has to be read."""
-        self._line: list[Part] = []
-        """Parts of documents in the line that was yielded last."""
+        """True if the filled line gets an EOS."""
 
-    traced = True
-
-    @property
-    def origin(self) -> Origin:
-        return row_origin(self._line)
-
-    def __iter__(self) -> _PackedCursor:
-        return self
-
-    def __next__(self) -> Any:
-        if not self._fill():
-            raise StopIteration
-        document, begin, end = self._parts[-1]
-        end -= self._have - self._take
-        parts = [*self._parts[:-1], *([Part(document, begin, end)] if begin < end else [])]
-        if self._bos is None and self._eos is None:
-            row = self._fields.row(parts)
-        else:
-            opening = self._bos if self._capacity() < self._fields.length else None
-            row = self._fields.line(parts, opening, self._eos if self._closing else None)
-        self._line = parts
-        self._advance()
-        return row
+    def take(self, count: int) -> Run:
+        lines: list[list[Part]] = []
+        rows: list[Any] = []
+        begins: list[tuple[list[Block], list[Part]]] = []
+        while len(rows) < count and self._fill(count - len(rows)):
+            begins.append((self._blocks[:1], self._parts[:1]))
+            lines.append(_cut(self._parts, self._take)[0])
+            rows.append(self._row(lines[-1]))
+            self._drop(self._take)
+        return Run(rows, len(rows), lambda number: _position(*begins[number], 0), RowOrigins(lambda: lines, len(lines)))
 
     def skip(self, count: int) -> int:
         for passed in range(count):
-            if not self._fill():
+            if not self._fill(min(count - passed, SKIPPED_AT_ONCE)):
                 return passed
-            self._advance()
+            self._drop(self._take)
         return count
 
-    def saved_position(self) -> SavedPosition:
-        index, before = self._begin or self._documents.following()
-        return {"index": index, "offset": self._offset, "source": before}
+    def _row(self, parts: list[Part]) -> Any:
+        if self._bos is None and self._eos is None:
+            return self._fields.row(parts)
+        opening = self._bos if self._capacity() < self._fields.length else None
+        return self._fields.line(parts, opening, self._eos if self._closing else None)
 
-    def close(self) -> None:
-        self._documents.close()
-
-    def _fill(self) -> bool:
-        """Read documents until the next line is filled. Return False if too few tokens are left for a line."""
-        while self._have < self._capacity():
-            document = self._documents.read()
-            if document is None:
-                break
-            size = len(document.tokens)
-            if self._begin is None:
-                self._begin = self._documents.present()
-                self._documents.expect("tokens", size, self._offset)
-                self._parts.append(Part(document, self._offset, size))
-                self._have += size - self._offset
-            else:
-                self._parts.append(Part(document, 0, size))
-                self._have += size
-        if not self._have:
+    def _fill(self, lines: int) -> bool:
+        """Read the tokens of the next line. Returns False if too few are left for a line. `lines`: number of lines that
+        are wanted, so that the documents of all of them are read in few calls."""
+        if not self._parts and not self._add(lines, 1):
             return False
-        capacity, before = self._capacity(), self._have - self._size(-1)
-        taken = min(self._have, capacity)
-        self._closing = self._needs_eos(-1, taken - before)
+        capacity = self._capacity()
+        while self._have < capacity and self._add(lines, capacity):
+            pass
+        before, taken = self._have - self._last_size(), min(self._have, capacity)
+        self._closing = self._needs_eos(taken)
         if before and not self._split and (self._have > capacity or (self._closing and taken == capacity)):
-            taken, self._closing = before, self._needs_eos(-2, self._size(-2))
+            taken, self._closing = before, self._needs_eos(before)
         self._take = taken - (self._closing and taken == capacity)
         return self._take + self._closing == capacity or self._fields.pad is not None
 
-    def _size(self, number: int) -> int:
-        """Return the number of tokens in part number `number` of `_parts`."""
-        part = self._parts[number]
-        return part.end - part.begin
+    def _last_size(self) -> int:
+        """Return the number of tokens in `_parts` of the document that was read last."""
+        (_, begin, end), block = self._parts[-1], self._blocks[-1]
+        return end - max(begin, block.start(bisect_left(block.ends, end)))
 
-    def _needs_eos(self, number: int, taken: int) -> bool:
-        """Return True if an EOS must be added to a line that ends with the first `taken` tokens of part number
-        `number`, because they do not end with EOS."""
+    def _needs_eos(self, taken: int) -> bool:
+        """Return True if an EOS must be added to a line of `taken` tokens of documents."""
         if self._eos is None:
             return False
-        document, begin, _ = self._parts[number]
-        return int(document.tokens[begin + taken - 1]) != self._eos
+        back = self._have - taken
+        for documents, begin, end in reversed(self._parts):
+            if back < end - begin:
+                return int(documents.tokens[end - back - 1]) != self._eos
+            back -= end - begin
+        raise AssertionError("a line has at least one token")
 
     def _capacity(self) -> int:
         """Return the largest number of document tokens that fit into the line: its length, or one less if a BOS has to
@@ -390,17 +449,39 @@ class _PackedCursor:
         length = self._fields.length
         if self._bos is None:
             return length
-        if self._parts and int(self._parts[0].document.tokens[self._parts[0].begin]) == self._bos:
-            return length
-        return length - 1
+        documents, begin, _ = self._parts[0]
+        return length if int(documents.tokens[begin]) == self._bos else length - 1
 
-    def _advance(self) -> None:
-        """Begin the next line with the tokens that the filled line did not take."""
-        left = self._have - self._take
-        document, _, end = self._parts[-1]
-        self._have, self._parts = left, [Part(document, end - left, end)] if left else []
-        self._begin = self._documents.present() if left else None
-        self._offset = end - left if left else 0
+
+def _cut(parts: Sequence[Part], length: int) -> list[list[Part]]:
+    """Return the parts of each line of `length` tokens, and of the rest, if there is one."""
+    lines: list[list[Part]] = [[]]
+    room = length
+    for documents, begin, end in parts:
+        while begin < end:
+            if not room:
+                lines.append([])
+                room = length
+            until = min(end, begin + room)
+            lines[-1].append(Part(documents, begin, until))
+            room -= until - begin
+            begin = until
+    return lines
+
+
+def _position(blocks: Sequence[Block], parts: Sequence[Part], token: int) -> SavedPosition:
+    """Return the saved position of a line that begins with a token of these parts."""
+    for block, (_, begin, end) in zip(blocks, parts, strict=True):
+        if token < end - begin:
+            at = bisect_right(block.ends, begin + token)
+            return _saved(block.position(at), begin + token - block.start(at))
+        token -= end - begin
+    raise AssertionError("a line has at least one token")
+
+
+def _saved(before: tuple[int, SavedPosition], offset: int) -> SavedPosition:
+    index, source = before
+    return {"index": index, "offset": offset, "source": source}
 
 
 def _flag(name: str, value: bool, otherwise: str = "") -> bool:

@@ -6,11 +6,11 @@ documents. Each of its arrays is allocated once, and the parts are written into 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,33 +20,63 @@ from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.protocol import NOWHERE, Origin, summed
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
-__all__ = ["Document", "Part", "RowFields", "collate_packed", "row_origin"]
+__all__ = ["Documents", "Part", "RowFields", "RowOrigins", "collate_packed"]
 
 _ROWS, _SEGMENTS = "_rows", "_segments"
 """Endings of the names of two fields about attached items (such as images): number of each item's row in a batch, and
 number of each item's segment in its row."""
 
 
-class Document(NamedTuple):
-    """Tokens of a document, with its other columns."""
+class Documents(NamedTuple):
+    """One document of tokens with its other columns; or several consecutive ones without other columns."""
 
     tokens: Ints
-    """Array of integers of shape (tokens,)."""
+    """Array of integers of shape (tokens,): all documents one after the other."""
     columns: Mapping[str, npt.NDArray[Any]] = {}
     """Arrays of shape (tokens, ...), by name."""
     attached: Mapping[str, npt.NDArray[Any]] = {}
     """Arrays with any number of items for each document, such as images; shape (items, ...), by name."""
     continues: bool = False
-    """True if this is a later piece of a longer document; False for a whole document, and for its first piece."""
+    """True if the first one is a piece that continues the document before it."""
     where: str = ""
-    """Words that name the document in errors, such as its shard and index."""
-    origin: Origin = NOWHERE
+    """Name of the document, for errors."""
+    origins: Sequence[Origin] = ()
+    """Origin of each document; empty if all are NOWHERE."""
+    ends: Sequence[int] = ()
+    """Ends of the documents in `tokens`; empty if there is only one."""
+    segment_ends: Sequence[int] = ()
+    """Those of `ends` after which no piece continues the document."""
+
+    def inside(self, begin: int, end: int) -> Sequence[int]:
+        """Return the ends of segments between two tokens, without `begin` and `end` themselves."""
+        ends = self.segment_ends
+        return ends[bisect_right(ends, begin) : bisect_left(ends, end)]
+
+    def continues_at(self, begin: int) -> bool:
+        """Return True if the document that begins at a token continues the one before."""
+        return _has(self.ends, begin) and not _has(self.segment_ends, begin) if begin else self.continues
+
+    def splits(self, end: int) -> bool:
+        """Return True if `end` lies in the middle of a document."""
+        return end < len(self.tokens) and not _has(self.ends, end)
+
+    def sizes(self, begin: int, end: int) -> Iterator[tuple[Origin, int, bool]]:
+        """Yield, for each document between two tokens: its origin, its number of tokens between them, and True if it
+        begins there."""
+        if not self.origins:
+            yield NOWHERE, end - begin, not begin
+            return
+        start = 0
+        for origin, until in zip(self.origins, self.ends or [len(self.tokens)], strict=True):
+            if begin < until and start < end:
+                yield origin, min(end, until) - max(begin, start), start >= begin
+            start = until
 
 
 class Part(NamedTuple):
-    """Tokens of a document from index `begin` to `end` - 1, as a part of a row."""
+    """Tokens of documents from `begin` to `end`, exclusive, in a row."""
 
-    document: Document
+    documents: Documents
     begin: int
     end: int
 
@@ -106,6 +136,14 @@ class RowFields:
         return [self.tokens, *made, *self.payload, *items]
 
     @cached_property
+    def _others_names(self) -> list[str]:
+        return self.names[1:]
+
+    @cached_property
+    def _counted(self) -> npt.NDArray[np.int64]:
+        return np.arange(self.length)
+
+    @cached_property
     def plain(self) -> bool:
         """True if a row is only a tensor of tokens; False if it is a dict of fields."""
         return self == RowFields(self.length, self.pad, self.dtype)
@@ -138,9 +176,9 @@ class RowFields:
         at = 0
         if first is not None:
             line[0], at = first, 1
-        for document, begin, end in parts:
+        for documents, begin, end in parts:
             to = at + end - begin
-            line[at:to] = document.tokens[begin:end]
+            line[at:to] = documents.tokens[begin:end]
             at = to
         if last is not None:
             line[at], at = last, at + 1
@@ -148,15 +186,25 @@ class RowFields:
             line[at:] = 0 if self.pad is None else self.pad
         return torch.from_numpy(line)
 
+    def lines(self, parts: Sequence[Part], count: int) -> Sequence[torch.Tensor]:
+        """Return `count` rows of tokens, which are cut out of these parts; the last one is filled up with `pad`."""
+        lines = np.empty((count, self.length), self.dtype)
+        flat, at = lines.reshape(-1), 0
+        for documents, begin, end in parts:
+            to = min(at + end - begin, len(flat))
+            flat[at:to] = documents.tokens[begin : begin + to - at]
+            at = to
+        flat[at:] = 0 if self.pad is None else self.pad
+        return torch.from_numpy(lines).unbind()
+
     def row(self, parts: Sequence[Part]) -> Any:
         """Return a row of parts of documents: a tensor of tokens, or a dict of fields."""
         tokens = self.line(parts)
         return tokens if self.plain else {self.tokens: tokens} | self._others(parts, tokens.numpy())
 
     def _others(self, parts: Sequence[Part], tokens: Ints) -> dict[str, torch.Tensor]:
-        ends = list(accumulate(part.end - part.begin for part in parts))
-        begins = [0, *(end for end, part in zip(ends, parts[1:], strict=False) if not part.document.continues)]
-        segment_ends = [*begins[1:], ends[-1]]
+        segment_ends = _segment_ends(parts)
+        begins = [0, *segment_ends[:-1]]
         made: dict[str, npt.NDArray[Any]] = {}
         if self.labels or self.loss_mask:
             self._add_labels(made, parts, segment_ends, tokens)
@@ -171,47 +219,47 @@ class RowFields:
             made[name] = _column(parts, name, self.length)
         for name in self.attached:
             made[name], made[name + _SEGMENTS] = _items(parts, name)
-        return {name: torch.from_numpy(made[name]) for name in self.names[1:]}
+        return {name: torch.from_numpy(made[name]) for name in self._others_names}
 
     def _add_labels(
         self, made: dict[str, npt.NDArray[Any]], parts: Sequence[Part], ends: list[int], tokens: Ints
     ) -> None:
-        """Add the labels to the fields of a row, and the mask of the tokens that have a label."""
-        mask = np.zeros(self.length, np.bool_)
-        mask[: ends[-1]] = True
-        mask[np.array(ends) - 1] = False
-        labels = np.empty(self.length, self.dtype) if self.labels else None
-        if labels is not None:
+        """Add the labels and the mask of the tokens that have one."""
+        lasts, filled = np.array(ends) - 1, ends[-1]
+        split = [(at, part.documents, part.end) for at, part in _last_tokens(parts) if part.documents.splits(part.end)]
+        if self.labels:
+            labels = np.empty(self.length, self.dtype)
             labels[:-1] = tokens[1:]
-        split = [
-            (at, part.document, part.end) for at, part in _last_tokens(parts) if part.end < len(part.document.tokens)
-        ]
-        for at, document, end in split:
-            mask[at] = True
-            if labels is not None:
+            labels[lasts] = labels[filled:] = self.ignore_index
+            for at, document, end in split:
                 labels[at] = document.tokens[end]
+            made["labels"] = labels
+        if self.loss_mask:
+            made["loss_mask"] = mask = np.zeros(self.length, np.bool_)
+            mask[:filled] = True
+            mask[lasts] = False
+            for at, _, _ in split:
+                mask[at] = True
         if isinstance(self.loss_mask, str):
             wanted = _column(parts, self.loss_mask, self.length).astype(np.bool_)
             mask[:-1] &= wanted[1:]
             for at, document, end in split:
                 mask[at] = bool(document.columns[self.loss_mask][end])
-        if labels is not None:
-            labels[~mask] = self.ignore_index
-            made["labels"] = labels
-        if self.loss_mask:
-            made["loss_mask"] = mask
+            if self.labels:
+                labels[~mask] = self.ignore_index
 
     def _positions(self, begins: list[int], ends: list[int]) -> npt.NDArray[Any]:
-        counted = np.arange(self.length)
-        positions = np.zeros(self.length, np.int64)
+        positions = np.empty(self.length, np.int64)
         for begin, end in zip(begins, ends, strict=True):
-            positions[begin:end] = counted[: end - begin]
+            positions[begin:end] = self._counted[: end - begin]
+        positions[ends[-1] :] = 0
         return positions
 
     def _segments(self, begins: list[int], ends: list[int]) -> npt.NDArray[Any]:
-        segments = np.zeros(self.length, np.int32)
+        segments = np.empty(self.length, np.int32)
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True), 1):
             segments[begin:end] = number
+        segments[ends[-1] :] = 0
         return segments
 
 
@@ -249,15 +297,58 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
     return batch
 
 
-def row_origin(parts: Sequence[Part]) -> Origin:
-    """Return the origin of a row: how many tokens it has of each source, and the samples that were left out before the
-    documents that begin in it."""
+class RowOrigins(Sequence[Origin]):
+    """Origins of rows, which are made when they are asked for."""
+
+    def __init__(self, rows: Callable[[], Sequence[Sequence[Part]]], count: int) -> None:
+        """
+        Args:
+            rows: function that returns the parts of each row.
+        """
+        self._rows, self._count = rows, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, number: int) -> Origin: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Origin]: ...
+    def __getitem__(self, number: int | slice) -> Origin | Sequence[Origin]:
+        rows = self._rows()
+        return [_row_origin(row) for row in rows[number]] if isinstance(number, slice) else _row_origin(rows[number])
+
+
+def _has(ends: Sequence[int], end: int) -> bool:
+    at = bisect_left(ends, end)
+    return at < len(ends) and ends[at] == end
+
+
+def _row_origin(parts: Sequence[Part]) -> Origin:
+    """Return the origin of a row: the parts' tokens in it by source, and what was left out before documents that begin
+    in it."""
+    if not any(documents.origins for documents, _, _ in parts):
+        return Origin(parts=(("", sum(end - begin for _, begin, end in parts)),))
     skipped: dict[str, int] = {}
-    for document, begin, _ in parts:
-        if document.origin.skipped and not begin:
-            skipped = summed(skipped, document.origin.skipped)
-    sizes = tuple((document.origin.source, end - begin) for document, begin, end in parts)
-    return Origin(sizes[0][0] if sizes else "", skipped, sizes)
+    sizes: list[tuple[str, int]] = []
+    for documents, begin, end in parts:
+        for origin, size, begins in documents.sizes(begin, end):
+            sizes.append((origin.source, size))
+            if origin.skipped and begins:
+                skipped = summed(skipped, origin.skipped)
+    return Origin(sizes[0][0] if sizes else "", skipped, tuple(sizes))
+
+
+def _segment_ends(parts: Sequence[Part]) -> list[int]:
+    """Return the end in the row of each segment. Pieces of one document are one segment."""
+    ends: list[int] = []
+    at = 0
+    for documents, begin, end in parts:
+        if at and not documents.continues_at(begin):
+            ends.append(at)
+        ends += [at - begin + inner for inner in documents.inside(begin, end)]
+        at += end - begin
+    return [*ends, at]
 
 
 def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:
@@ -270,8 +361,8 @@ def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:
 
 
 def _column(parts: Sequence[Part], name: str, length: int) -> npt.NDArray[Any]:
-    """Return a column of a row, of shape (length, ...): the values of the parts, then zeros."""
-    first = parts[0].document.columns[name]
+    """Return a column of shape (length, ...): the parts' values, then zeros."""
+    first = parts[0].documents.columns[name]
     column = np.zeros((length, *first.shape[1:]), first.dtype)
     at = 0
     for document, begin, end in parts:
@@ -283,9 +374,8 @@ def _column(parts: Sequence[Part], name: str, length: int) -> npt.NDArray[Any]:
 
 
 def _items(parts: Sequence[Part], name: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-    """Return all items of a row in the attached column `name`, of shape (items, ...), and the number of the segment of
-    each item, counted from 1; shape (items,)."""
-    found = [(number, part.document, part.document.attached[name]) for number, part in enumerate(parts, 1)]
+    """Return all items of a row, of shape (items, ...), and the segment of each, counted from 1."""
+    found = [(number, part.documents, part.documents.attached[name]) for number, part in enumerate(parts, 1)]
     full = [each for each in found if len(each[2])] or found[:1]
     for _, document, values in full:
         _check_alike(document.where, name, values, full[0][2])

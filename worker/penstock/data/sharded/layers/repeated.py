@@ -10,15 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.data.sharded.layers.layer import Layer, entered, position_function
-from penstock.data.sharded.protocol import (
-    Cursor,
-    Origin,
-    PositionOf,
-    SavedPosition,
-    ShardedSource,
-    cursor_origin,
-    is_traced,
-)
+from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition, ShardedSource, is_traced
+from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
 __all__ = ["Repeated"]
@@ -74,7 +67,7 @@ def _fewer(described: Any) -> str:
     return ""
 
 
-class _Cursor:
+class _Cursor(RunCursor):
     def __init__(
         self, source: ShardedSource, shard: int, seed: int, saved: SavedPosition | None, position_of: PositionOf
     ) -> None:
@@ -82,21 +75,16 @@ class _Cursor:
         (self._epoch, self._before, self._index), inner = entered(saved, "Repeated", "epoch", "before", "index")
         self._inner = self._opened(inner)
 
-    def __iter__(self) -> _Cursor:
-        return self
-
-    @property
-    def continues(self) -> bool:
-        """True if the sample that was yielded last is a piece of a document (made by Chunked), and not its first
-        piece."""
-        return getattr(self._inner, "continues", False)
-
-    def __next__(self) -> Any:
-        while True:
-            for sample in self._inner:
-                self._index += 1
-                return sample
+    def take(self, count: int) -> Run:
+        while not (run := take(self._inner, count)).size:
             self._next_epoch()
+        epoch, before, first, position = self._epoch, self._before, self._index, run.position
+        self._index += run.size
+
+        def wrapped(number: int) -> SavedPosition:
+            return {"epoch": epoch, "before": before, "index": first + number, "source": position(number)}
+
+        return run._replace(position=wrapped)
 
     def skip(self, count: int) -> int:
         left = count
@@ -122,10 +110,6 @@ class _Cursor:
     @property
     def traced(self) -> bool:
         return is_traced(self._inner)
-
-    @property
-    def origin(self) -> Origin:
-        return cursor_origin(self._inner)
 
     def _next_epoch(self) -> None:
         if self._index == self._before:

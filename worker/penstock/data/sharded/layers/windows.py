@@ -23,10 +23,10 @@ from penstock.data.sharded.protocol import (
     PositionOf,
     SavedPosition,
     ShardedSource,
-    cursor_origin,
     is_traced,
     summed,
 )
+from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.data.stop_iteration import forbid_stop_iteration
 from penstock.proto.errors import DatasetError
 from penstock.proto.state.generators import derive_seed
@@ -152,8 +152,8 @@ class Grouped(Layer):
         return held, [_joined([origins[at] for at in group]) for group in lists] if origins else []
 
 
-class WindowCursor:
-    """Cursor that reads a shard's samples window by window, arranges each window into items, and yields these items."""
+class WindowCursor(RunCursor):
+    """Cursor that reads a shard's samples window by window, arranges each window into items, and yields these."""
 
     def __init__(
         self,
@@ -185,32 +185,27 @@ class WindowCursor:
         self._held: list[Any] | None = None
         """Items of this window, in the order in which they are yielded; None if the window still has to be read."""
         self._origins: list[Origin] = []
-        """Source that each item in `_held` came from, for counts by source (protocol.Origin); empty if all samples come
-        from one source."""
-        self._origin = NOWHERE
+        """Origin of each item in `_held`; empty if the source's samples are not traced."""
         self._begin: SavedPosition | None = None
         """Source's saved position before the window that is in memory."""
 
-    def __iter__(self) -> WindowCursor:
-        return self
-
-    def __next__(self) -> Any:
+    def take(self, count: int) -> Run:
         held = self._hold()
-        if self._done >= len(held):
-            raise StopIteration
-        sample, held[self._done] = held[self._done], None  # do not keep the yielded sample alive
-        if self._origins:
-            self._origin = self._origins[self._done]
-        self._advance(1)
-        return sample
+        first, number, begin = self._done, self._number, self._begin
+        until = min(first + count, len(held))
+        samples, held[first:until] = held[first:until], [None] * (until - first)  # do not keep yielded samples alive
+        origins = self._origins[first:until]
+        if samples:
+            self._advance(len(samples))
+
+        def position(after: int) -> SavedPosition:
+            return {"window": number, "done": first + after, "source": begin}
+
+        return Run(samples, len(samples), position, origins)
 
     @property
     def traced(self) -> bool:
         return is_traced(self._inner)
-
-    @property
-    def origin(self) -> Origin:
-        return self._origin
 
     def skip(self, count: int) -> int:
         left = count
@@ -241,14 +236,7 @@ class WindowCursor:
         """Return the items of the present window, and read it if necessary; an empty list after the last window."""
         while self._held is None:
             self._begin = self._inner.saved_position()
-            origins = []
-            if self.traced:
-                read = []
-                for _, sample in zip(range(self._window), self._inner, strict=False):
-                    read.append(sample)
-                    origins.append(cursor_origin(self._inner))
-            else:
-                read = [sample for _, sample in zip(range(self._window), self._inner, strict=False)]
+            read, origins = self._window_of()
             held, self._origins = self._arrange(read, origins, self._number)
             if self._done and self._done >= len(held):
                 raise DatasetError(
@@ -263,6 +251,16 @@ class WindowCursor:
         if self._limit is not None:
             self._limit.found()
         return self._held
+
+    def _window_of(self) -> tuple[list[Any], list[Origin]]:
+        """Return the samples of a window and their origins; no origins if the samples are not traced."""
+        read: list[Any] = []
+        origins: list[Origin] = []
+        while len(read) < self._window and (run := take(self._inner, self._window - len(read))).size:
+            read += run.samples
+            if self.traced:
+                origins += run.origins or [NOWHERE] * run.size
+        return read, origins
 
     def _advance(self, count: int) -> None:
         self._done += count

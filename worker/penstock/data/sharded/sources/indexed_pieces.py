@@ -10,7 +10,7 @@ While user code reads a record, the process's random generators are in a state t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from penstock.data.loading.keyed_random import Seeds, seed_generators, seeds_of
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import ShardedOrder
 from penstock.data.sharded.protocol import SavedPosition
+from penstock.data.sharded.runs import Run, RunCursor
 from penstock.data.sharded.sources.pieces import Pieces
 from penstock.data.sharded.sources.randomness import OwnGenerators
 from penstock.proto.errors import StateCorruptError
@@ -88,8 +89,8 @@ class PieceParts:
         return {**self.__dict__, "_wanted": {}}
 
 
-class RangeCursor(Iterator[Any]):
-    """Cursor that reads the records at positions `begin` to `end` - 1 of an epoch's order."""
+class RangeCursor(RunCursor):
+    """Cursor that reads the records at positions [begin, end) of an epoch's order."""
 
     def __init__(
         self,
@@ -126,30 +127,38 @@ class RangeCursor(Iterator[Any]):
         self._prefetched_from = -1
         """Position of the cursor when it last asked for parts to be prefetched; -1 before the first time."""
 
-    def __next__(self) -> Any:
+    def take(self, count: int) -> Run:
         if self._at >= self._end:
             self.close()
-            raise StopIteration
+            return Run()
         index = self._at - self._found_from
         if not 0 <= index < len(self._found):
             self._find()
             index = 0
-        record = self._read(index)
-        self._at += 1
-        return record
+        found = self._found[index : index + count]
+        first, size = self._at - self._begin, len(found)
+        self._at += size
+        return Run(self._parts.pieces.listed(found) or self._records(index, found), size, first.__add__)
 
-    def _read(self, index: int) -> Any:
-        pieces, (piece, offset) = self._parts.pieces, self._found[index]
-        if self._key is None or not pieces.may_draw(piece):
-            return pieces.record(piece, offset)
+    def _records(self, first: int, found: Sequence[tuple[int, int]]) -> Iterator[Any]:
+        """Yield the records at these places in pieces. `first`: index of the first one in `_found`."""
+        pieces = self._parts.pieces
+        for index, (piece, offset) in enumerate(found, first):
+            if self._key is None or not pieces.may_draw(piece):
+                yield pieces.record(piece, offset)
+            else:
+                yield self._drawn(self._key, index, piece, offset)
+
+    def _drawn(self, key: int, index: int, piece: int, offset: int) -> Any:
+        """Return a record that user code reads, with the random generators seeded for it."""
         if not self._seeds:
             positions = np.arange(self._found_from, self._found_from + len(self._found))
-            self._seeds = seeds_of(self._key, self._epoch & (2**62 - 1), positions)
+            self._seeds = seeds_of(key, self._epoch & (2**62 - 1), positions)
         if self._random is None:
             self._random = OwnGenerators(0)
         with self._random:
             seed_generators(self._seeds[index])
-            return pieces.record(piece, offset)
+            return self._parts.pieces.record(piece, offset)
 
     def skip(self, count: int) -> int:
         count = min(count, self._end - self._at)

@@ -22,6 +22,7 @@ import torch.utils.data
 from penstock.data.arguments import whole
 from penstock.data.formats.lance.lance_rows import LanceRows
 from penstock.data.formats.megatron.token_documents import MegatronDocuments
+from penstock.data.loading.no_draws import CONTAINERS
 from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.sources.opaque import close_quietly
 from penstock.data.sharded.sources.randomness import OwnGenerators
@@ -35,10 +36,9 @@ __all__ = ["OpenPieces", "Pieces"]
 
 
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
-"""Types that are refused as the list of pieces, because each of their records would become a piece. For example, a user
-passed a single dataset instead of a list of datasets."""
-_PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor, StreamingDataset, MegatronDocuments, LanceRows)
-"""Types whose records are read without calling user code, so that no random numbers can be drawn. pyarrow's tables are
+"""Types that are refused as the list of pieces, because each of their records would become a piece."""
+_PLAIN = (*CONTAINERS, StreamingDataset, MegatronDocuments, LanceRows)
+"""Types whose records are read without calling user code, so that no random numbers are drawn. pyarrow's tables are
 treated in the same way; subclasses count as user code."""
 
 _WITH_FINGERPRINT = (StreamingDataset, MegatronDocuments, LanceRows)
@@ -116,7 +116,8 @@ class Pieces:
         self.by_position = lengths is not None
         """True if all pieces are indexable, so that records are found by position."""
         self.counts = given if lengths is None else lengths
-        """Number of records in each piece; None if the numbers are unknown."""
+        """Number of records in each piece; None if unknown."""
+        self._lists = {n: piece for n, piece in enumerate(self._pieces) if type(piece) in (list, tuple)}
         self.opened.close()
         _all.add(self)
 
@@ -179,6 +180,15 @@ class Pieces:
                 f"{self.name(number)} must have record {offset}, because {self._known(number)} ({error}). Use the data "
                 "of the saved run"
             ) from error
+
+    def listed(self, found: Sequence[tuple[int, int]]) -> list[Any] | None:
+        """Return the records at these (piece, offset) if all pieces are lists in memory; None otherwise, and for
+        offsets that they do not have."""
+        pieces = self._lists
+        try:
+            return [pieces[piece][offset] for piece, offset in found]
+        except LookupError:
+            return None
 
     def may_draw(self, number: int) -> bool:
         """Return True if user code reads the records of piece number `number`, so that it may draw random numbers."""

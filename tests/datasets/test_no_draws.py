@@ -1,0 +1,77 @@
+"""Generators are left alone for datasets that draw nothing, and for no others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+
+from penstock.data import MapLoader
+from penstock.data.loading import map_reading
+from penstock.data.loading.no_draws import draws_nothing
+
+
+def tensors() -> Any:
+    return TensorDataset(torch.arange(12), torch.arange(24).reshape(12, 2))
+
+
+def numbers() -> Any:
+    return list(range(12))
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, number: int) -> Any:
+        return random.random(), *super().__getitem__(number)  # type: ignore[no-untyped-call]
+
+
+class NoisyIndices(list[int]):
+    def __getitem__(self, number: Any) -> Any:
+        return random.randrange(12)
+
+
+def noisy() -> Any:
+    return Noisy(torch.arange(12))
+
+
+QUIET: dict[str, Callable[[], Any]] = {
+    "list": lambda: [{"a": n} for n in range(12)],
+    "array": lambda: np.arange(24).reshape(12, 2),
+    "tensors": tensors,
+    "subset": lambda: Subset(tensors(), [3, 1, 4, 5, 9, 2, 6, 8]),
+    "concatenated": lambda: ConcatDataset([tensors(), Subset(tensors(), range(4))]),
+    "stacked": lambda: StackDataset(tensors(), numbers()),
+    "stacked by name": lambda: StackDataset(a=tensors(), b=numbers()),
+}
+NOISY: dict[str, Callable[[], Any]] = {
+    "subclass": noisy,
+    "subset": lambda: Subset(noisy(), range(8)),
+    "indices": lambda: Subset(tensors(), NoisyIndices(range(8))),
+    "concatenated": lambda: ConcatDataset([noisy(), noisy()]),
+    "stacked": lambda: StackDataset(a=tensors(), b=noisy()),
+    "function": lambda: type("Own", (), {"__len__": lambda self: 8, "__getitem__": lambda self, n: random.random()})(),
+}
+
+
+def batches(dataset: Any, **options: Any) -> list[Any]:
+    return [str(batch) for batch in MapLoader(dataset, batch_size=3, shuffle=True, seed=4, **options)]
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_nothing_is_set_where_nothing_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = batches(QUIET[name](), reseed=True)
+    monkeypatch.setattr(map_reading, "seed_generators", None)
+    monkeypatch.setattr(map_reading, "capture_rng", None)
+    assert batches(QUIET[name]()) == expected
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_own_code_gets_its_generators(name: str) -> None:
+    assert not draws_nothing(NOISY[name]())
+    random.seed(1)
+    first = batches(NOISY[name]())
+    assert batches(NOISY[name]()) == first == batches(NOISY[name](), reseed=True)
