@@ -181,7 +181,7 @@ def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset
         size = prod(shape, start=leaf.itemsize)
         if start + size > nbytes:
             raise ValueError(
-                f"the shapes of a batch must fit its {nbytes} bytes, but a tensor of it would end at byte {start + size}"
+                f"the shapes of a batch must fit its {nbytes} bytes, but a tensor of it ends at byte {start + size}"
             )
         if leaf.rank and size and shape[0] == count:
             columns.append((offset + start, size // count))
