@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 from format_folders import FOLDERS, plainly
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.index import INDEX
@@ -67,6 +67,15 @@ def test_index_is_written_beside_the_files(name: str, upload: Callable[[Path], N
     upload(tmp_path / "from")
     index_folder(BUCKET, name)
     assert rows_in(BUCKET, tmp_path / "cache") == samples
+
+
+def test_objects_in_place_of_folders_are_passed(upload: Callable[[Path], None], tmp_path: Path) -> None:
+    """Consoles of object stores make an empty object for a folder."""
+    (tmp_path / "from" / "below").mkdir(parents=True)
+    (tmp_path / "from" / "below" / "a.jsonl").write_text('{"n": 1}\n')
+    upload(tmp_path / "from")
+    fsspec.filesystem("memory").store["/remote-index/below"] = MemoryFile(path="/remote-index/below")
+    assert [shard.name for shard in index_folder(BUCKET, out=tmp_path / "cache")] == ["below/a.jsonl"]
 
 
 def test_only_new_files_are_fetched(

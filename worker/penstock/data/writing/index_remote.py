@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from penstock.data.formats.arrow.saved_datasets import DICT, INFO, STATE
 from penstock.data.formats.records.offset_file import ENDING
@@ -42,8 +42,10 @@ class StandIn:
 
     def fill(self) -> None:
         """Make the empty files, and fetch those that describe a saved dataset. Raises ShardUnavailableError."""
-        for name in self.remote.find(deadline_s=self.timeout_s):
-            if is_hidden(name):
+        names = [name for name in self.remote.find(deadline_s=self.timeout_s) if not is_hidden(name)]
+        folders = {parent.as_posix() for name in names for parent in PurePosixPath(name).parents}
+        for name in names:
+            if name in folders:  # object stores have empty objects in place of folders
                 continue
             path = self.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
