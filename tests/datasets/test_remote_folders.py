@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -203,6 +204,44 @@ def test_the_deadline_holds_though_it_progresses(place: RemoteFolder, server: Sh
     with pytest.raises(ShardUnavailableError, match=r"within 0\.5 s"):
         fetch(place, tmp_path, deadline_s=0.5)
     assert time.monotonic() - started < 10
+
+
+def test_closing_ends_what_moves(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
+    server.faults[NAME] = [Fault(silent_after=1000)]
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            fetch(place, tmp_path)
+        except ShardUnavailableError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert server.moving.acquire(timeout=30)
+    place.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "was closed" in str(errors[0])
+    with pytest.raises(ShardUnavailableError, match="its cache was closed"):
+        fetch(place, tmp_path)
+
+
+def test_a_forked_child_opens_its_own(place: RemoteFolder, server: ShardServer, tmp_path: Path) -> None:
+    assert fetch(place, tmp_path) == DATA
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            place.download(NAME, tmp_path / "child's", expected_size=SIZE, deadline_s=30)
+            place.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / "child's").read_bytes() == DATA
+    assert fetch(place, tmp_path) == DATA
+    assert server.requests[NAME] == 3
 
 
 def test_no_call_after_the_interpreter_ended(server: ShardServer) -> None:

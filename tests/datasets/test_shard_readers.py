@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 import tracemalloc
@@ -55,6 +56,39 @@ def read_all(shard: Shard, paths: list[Path]) -> Iterator[dict[str, Any]]:
             yield reader[i]
     finally:
         reader.close()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_another_size_is_found_when_it_is_opened(name: str, copied: Copy) -> None:
+    shard, paths = copied(name)
+    for path in paths:
+        data = path.read_bytes()
+        for other in (data[:-1], data + b"x", b""):
+            path.write_bytes(other)
+            with pytest.raises(
+                ShardCorruptError, match=f"{path.name}: .* must have {len(data)} bytes.* got {len(other)}"
+            ):
+                open_shard(shard, paths)
+        path.write_bytes(data)
+    paths[-1].unlink()
+    with pytest.raises(ShardCorruptError, match="cannot be read"):
+        open_shard(shard, paths)
+
+
+@pytest.mark.parametrize("name", ["shards", "encodings", "json", "csv"])
+def test_a_file_cut_short_under_way_is_named(name: str, copied: Copy) -> None:
+    """A mapped file would kill the process here."""
+    shard, paths = copied(name)
+    reader = open_shard(shard, paths)
+    last = len(reader) - 1
+    assert reader[0]
+    os.truncate(paths[0], shard.files[0].raw.size - 1)
+    with pytest.raises(ShardCorruptError, match=f"{shard.name}: sample {last} is truncated"):
+        reader[last]
+    os.truncate(paths[0], 0)
+    with pytest.raises(ShardCorruptError, match=f"{shard.name}: sample 0 is truncated: 0 of"):
+        reader[0]
+    reader.close()
 
 
 @pytest.mark.parametrize("name", ["shards", "json", "csv"])

@@ -20,6 +20,16 @@ def in_turns(lengths: list[int]) -> list[tuple[int, int]]:
     return [(s, i) for i in range(max(lengths)) for s, length in enumerate(lengths) if i < length]
 
 
+@given(LENGTHS)
+def test_round_robin_without_ended_shards(lengths: list[int]) -> None:
+    order, rounds = in_turns(lengths), RoundRobin(len(lengths), lengths)
+    assert rounds.length == sum(lengths)
+    assert list(zip(*rounds.at(np.arange(len(order))), strict=True)) == order
+    for position in range(len(order) + 3):
+        before = [shard for shard, _ in order[:position]]
+        assert rounds.counts(position).tolist() == [before.count(shard) for shard in range(len(lengths))]
+
+
 @given(LENGTHS, st.data())
 def test_round_robin_is_right_up_to_known_ends(lengths: list[int], data: st.DataObject) -> None:
     """An end that is not known makes nothing wrong before the position where it shows."""
@@ -44,12 +54,38 @@ def test_far_positions_cost_no_more_than_near() -> None:
     )
 
 
+def dealt(endless_order: EndlessOrder, count: int) -> list[tuple[int, int]]:
+    """(shard, index) at each position, counted step by step."""
+    used, read = [0] * endless_order.columns, [0] * endless_order.shards
+    order = []
+    for position in range(count):
+        column = position // endless_order.block % endless_order.columns
+        shard = column * endless_order.partitions + used[column] % endless_order.partitions
+        order.append((shard, read[shard]))
+        used[column] += 1
+        read[shard] += 1
+    return order
+
+
 GRIDS = st.builds(
     lambda partitions, columns, block: EndlessOrder(partitions * columns, partitions, block),
     st.integers(1, 4),
     st.integers(1, 5),
     st.integers(1, 11),
 )
+
+
+@given(GRIDS)
+def test_a_grid_deals_column_by_column(endless_order: EndlessOrder) -> None:
+    count = 2 * endless_order.columns * endless_order.block + 3
+    order = dealt(endless_order, count)
+    shards, indices = endless_order.at(np.arange(count))
+    assert list(zip(shards.tolist(), indices.tolist(), strict=True)) == order
+    for position, (shard, index) in enumerate(order):
+        assert endless_order.position_of(shard)(index) == position
+    for position in range(0, count, 3):
+        before = [shard for shard, _ in order[:position]]
+        assert endless_order.counts(position).tolist() == [before.count(shard) for shard in range(endless_order.shards)]
 
 
 @settings(max_examples=60)
