@@ -159,7 +159,11 @@ class _ArrowFile:
             )
         # A stream of the schema, the dictionaries, and these record batches alone.
         parts = [self._bytes(message) for message in (self.head, *self.dictionaries[:dictionaries])]
-        stream = b"".join([*parts, self.read(begin, body + size - begin), END])
+        before = b"".join(parts)
+        stream = np.empty(len(before) + needed + len(END), np.uint8)  # filled in place: `join` would copy the batches
+        stream[: len(before)] = np.frombuffer(before, np.uint8)
+        self.fill(stream[len(before) : -len(END)], begin)
+        stream[-len(END) :] = np.frombuffer(END, np.uint8)
         with arrow.ipc.open_stream(arrow.py_buffer(stream)) as reader:
             table = reader.read_all()
         if table.num_rows != self.begins[end] - self.begins[first]:
