@@ -449,10 +449,13 @@ class ArrowReader:
 def _runs(rows: Ints, begins: Ints, fewest: int) -> list[tuple[int, int]]:
     """Return (first, end) in `rows` of each run of at least `fewest` rows that follow each other and lie in one record
     batch. `begins`: first row of each record batch."""
-    if len(rows) < fewest or not len(rows):
+    if not len(rows):
+        return []
+    follows = rows[1:] - rows[:-1] == 1
+    if np.count_nonzero(follows) < fewest - 1:
         return []
     numbers = np.searchsorted(begins, rows, side="right")
-    edges = np.flatnonzero((rows[1:] - rows[:-1] != 1) | (numbers[1:] != numbers[:-1])) + 1
+    edges = np.flatnonzero(~follows | (numbers[1:] != numbers[:-1])) + 1
     bounds = np.concatenate([[0], edges, [len(rows)]])
     long = bounds[1:] - bounds[:-1] >= fewest
     return list(zip(bounds[:-1][long].tolist(), bounds[1:][long].tolist(), strict=True))
