@@ -349,6 +349,8 @@ class ArrowReader:
                 parts.append((places, {name: column.batch(inside) for name, column in self._batch(number)}))
             return joined(len(rows), parts)
         left = np.arange(len(rows))
+        if not self._spans and (columns := self._one_run(rows)):
+            return {name: column.batch(left) for name, column in columns}
         if self._spans:
             parts, left = self._spans.read(rows)
         alone = np.zeros(len(rows), np.bool_)
@@ -364,6 +366,13 @@ class ArrowReader:
             by_row: Columns = {name: [plan.row(batch, row) for batch, row in found] for name, plan in self._plans}
             parts.append((np.flatnonzero(alone), by_row))
         return joined(len(rows), parts)
+
+    def _one_run(self, rows: Ints) -> Whole:
+        """Return the columns of rows that are a single run, as a batch of an epoch in order is; none otherwise."""
+        first, end = int(rows[0]), int(rows[0]) + len(rows)
+        if end > self._file.begins[bisect.bisect_right(self._file.begins, first)]:
+            return []
+        return self._run(first, end) if rows.tolist() == list(range(first, end)) else []
 
     def _new_spans(self) -> KeptSpans | None:
         """Return spans of which none is in memory; None if record batches do not follow each other, or if some of the
