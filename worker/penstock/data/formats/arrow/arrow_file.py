@@ -161,7 +161,11 @@ class _ArrowFile:
             )
         # A stream of the schema, the dictionaries, and these record batches alone.
         parts = [self._bytes(message) for message in (self.head, *self.dictionaries[:dictionaries])]
-        stream = b"".join([*parts, self.read(begin, body + size - begin), END])
+        before = b"".join(parts)
+        stream = np.empty(len(before) + needed + len(END), np.uint8)  # filled in place: `join` would copy the batches
+        stream[: len(before)] = np.frombuffer(before, np.uint8)
+        self.fill(stream[len(before) : -len(END)], begin)
+        stream[-len(END) :] = np.frombuffer(END, np.uint8)
         with arrow.ipc.open_stream(arrow.py_buffer(stream)) as reader:
             table = reader.read_all()
         if table.num_rows != self.begins[end] - self.begins[first]:
@@ -356,6 +360,8 @@ class ArrowReader:
                 parts.append((places, {name: column.batch(inside) for name, column in self._batch(number)}))
             return joined(len(rows), parts)
         left = np.arange(len(rows))
+        if not self._spans and (columns := self._one_run(rows)):
+            return {name: column.batch(left) for name, column in columns}
         if self._spans:
             parts, left = self._spans.read(rows)
         alone = np.zeros(len(rows), np.bool_)
@@ -371,6 +377,13 @@ class ArrowReader:
             by_row: Columns = {name: [plan.value(batch, row) for batch, row in found] for name, plan in self._plans}
             parts.append((np.flatnonzero(alone), by_row))
         return joined(len(rows), parts)
+
+    def _one_run(self, rows: Ints) -> Whole:
+        """Return the columns of rows that are a single run, as a batch of an epoch in order is; none otherwise."""
+        first, end = int(rows[0]), int(rows[0]) + len(rows)
+        if end > self._file.begins[bisect.bisect_right(self._file.begins, first)]:
+            return []
+        return self._run(first, end) if rows.tolist() == list(range(first, end)) else []
 
     def _new_spans(self) -> KeptSpans | None:
         """Return spans of which none is in memory; None if record batches do not follow each other, or if some of the
@@ -459,10 +472,13 @@ class ArrowReader:
 def _runs(rows: Ints, begins: Ints, fewest: int) -> list[tuple[int, int]]:
     """Return (first, end) in `rows` of each run of at least `fewest` rows that follow each other and lie in one record
     batch. `begins`: first row of each record batch."""
-    if len(rows) < fewest or not len(rows):
+    if not len(rows):
+        return []
+    follows = rows[1:] - rows[:-1] == 1
+    if np.count_nonzero(follows) < fewest - 1:
         return []
     numbers = np.searchsorted(begins, rows, side="right")
-    edges = np.flatnonzero((rows[1:] - rows[:-1] != 1) | (numbers[1:] != numbers[:-1])) + 1
+    edges = np.flatnonzero(~follows | (numbers[1:] != numbers[:-1])) + 1
     bounds = np.concatenate([[0], edges, [len(rows)]])
     long = bounds[1:] - bounds[:-1] >= fewest
     return list(zip(bounds[:-1][long].tolist(), bounds[1:][long].tolist(), strict=True))
