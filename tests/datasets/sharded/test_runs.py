@@ -69,6 +69,8 @@ def test_error_comes_where_it_is_needed(name: str, count: int) -> None:
         single.go_on(over(name, failing).open(0, 0, 1), 1)
     with pytest.raises(ZeroDivisionError, match="bad document"):
         got.go_on(over(name, failing).open(0, 0, 1), count)
+    needing = next(number for number, sample in enumerate(expected) if 10 * BAD in sample)
+    assert needing - 1 <= len(single.samples) <= needing, "a line may need the document to know that it does not fit"
     assert len(single.samples) - count < len(got.samples) <= len(single.samples)
     assert (got.samples + lists(rest(over(name, same), got.position)))[: len(expected)] == expected
 

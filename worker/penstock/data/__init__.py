@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from penstock.data.ordering.balancing.balanced_order import Balance
     from penstock.data.sharded.blends.energon_blend import energon_blend, energon_concat
     from penstock.data.sharded.blends.megatron_blend import megatron_blend
+    from penstock.data.sharded.documents.packed_rows import collate_packed
     from penstock.data.sharded.layers.chunked import Chunked
     from penstock.data.sharded.layers.mapped import Filtered, Mapped, SkipSample
     from penstock.data.sharded.layers.mixture import Mixture
     from penstock.data.sharded.layers.mixture_schedule import Ramp, Schedule
     from penstock.data.sharded.layers.packed import Packed
-    from penstock.data.sharded.layers.packed_rows import collate_packed
     from penstock.data.sharded.layers.repeated import Repeated
     from penstock.data.sharded.layers.windows import Grouped, WindowShuffled
     from penstock.data.sharded.protocol import Cursor, ShardedSource
@@ -120,7 +120,7 @@ _MODULES = {
     "VideoClip": "formats.media.clips",
     "WindowShuffled": "sharded.layers.windows",
     "XSVWriter": "writing.text_writers",
-    "collate_packed": "sharded.layers.packed_rows",
+    "collate_packed": "sharded.documents.packed_rows",
     "convert_dataset": "converting.convert",
     "energon_blend": "sharded.blends.energon_blend",
     "energon_concat": "sharded.blends.energon_blend",

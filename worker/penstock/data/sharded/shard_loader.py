@@ -20,8 +20,8 @@ from penstock.data.loading.restore_keys import checked_name, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
 from penstock.data.ordering.order_states import OrderProgress, Topology
 from penstock.data.ordering.partition import APART, Partition
+from penstock.data.sharded.documents.packed_rows import collate_packed
 from penstock.data.sharded.layers.layer import is_keyed
-from penstock.data.sharded.layers.packed_rows import collate_packed
 from penstock.data.sharded.mixture_changes import (
     CHANGES,
     LoadSource,

@@ -15,8 +15,8 @@ import torch
 
 from penstock.data.arguments import whole
 from penstock.data.ordering.permutation import Ints
+from penstock.data.sharded.documents.packed_rows import Documents, RowFields
 from penstock.data.sharded.layers.layer import Layer, SearchLimit
-from penstock.data.sharded.layers.packed_rows import Documents, RowFields
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, SavedPosition
 from penstock.data.sharded.runs import Run, take_with_positions
 from penstock.proto.errors import DatasetError, InvalidArgumentError

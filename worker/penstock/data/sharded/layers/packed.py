@@ -21,9 +21,9 @@ from functools import cache
 from typing import Any, Literal
 
 from penstock.data.arguments import at_least_one
+from penstock.data.sharded.documents.packed_rows import Documents, Part, RowFields, RowOrigins
 from penstock.data.sharded.layers.documents import Block, DocumentParser, DocumentReader, located, token_of
 from penstock.data.sharded.layers.layer import Layer, SearchLimit, entered
-from penstock.data.sharded.layers.packed_rows import Documents, Part, RowFields, RowOrigins
 from penstock.data.sharded.layers.windows import WindowCursor
 from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
 from penstock.data.sharded.runs import Run, RunCursor

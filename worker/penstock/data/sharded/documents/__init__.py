@@ -1,0 +1,1 @@
+"""Documents of tokens, and rows that are made of them."""
