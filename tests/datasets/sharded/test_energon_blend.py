@@ -69,7 +69,7 @@ def test_nested_repetitions_are_multiplied() -> None:
         (NEW % "{path: a, weight: -1}", "weight must be a number of at least 0, got -1"),
         (NEW % "{path: a, weight: 0}", "at least one weight must be above 0"),
         (NEW % "{path: 3}", "path must be a text, got 3"),
-        (NEW % "{path: x.yaml}", "at most 16 files may name each other"),
+        (NEW % "{path: x.yaml}", "may name one another in a chain of at most 16"),
         (EPOCHS % "{path: a, repetitions: 0.5}", "a whole number of at least 1, got 0.5, because"),
         (EPOCHS % "{path: y.yaml}", "must not be a blend within a blend_epochized"),
         ("{splits: {train: {join: {a: {path: a}}, joiner: f}}}", "join must be left out, because"),

@@ -44,7 +44,8 @@ class Fetches:
     starts: Ints
     """Number of the first sample of each unit (shard, or part of a large file)."""
     transferred: Ints
-    """Number of bytes to transfer for each unit: those of the compressed files, if the dataset has them."""
+    """Number of bytes to transfer for each unit (shard, or part of a large file): those of the compressed file, if the
+    dataset has compressed files."""
     kept: Ints
     """Number of bytes that the cache keeps for each unit."""
 

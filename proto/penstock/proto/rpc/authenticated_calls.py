@@ -44,7 +44,8 @@ Answer = tuple[Any, Trailing]
 """Reply of a call, and the trailing metadata that came with it."""
 _RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 _OWN_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Status codes that gRPC itself sets if no coordinator has answered. They need no proof of the token."""
+"""Status codes that gRPC itself sets if no coordinator has answered. An error with one of them is accepted although no
+server has proved that it knows the credential token."""
 
 
 class AuthenticatedCall:

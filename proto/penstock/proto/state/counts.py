@@ -109,7 +109,8 @@ class SampleCounts:
 
     @classmethod
     def of(cls, row: Sequence[int]) -> SampleCounts:
-        """Return the counts that a row holds."""
+        """Return the counts of one group (source, key) from their list of integers `row`: FIELDS counts, then the
+        numbers of samples by length."""
         samples, tokens, truncated, skipped, _, _, of_samples, of_tokens = row[:FIELDS]
         lengths = {1 << bin >> 1: count for bin, count in enumerate(row[FIELDS:]) if count}
         wanted = (of_samples / 1e6, "samples") if of_samples else (of_tokens / 1e6, "tokens") if of_tokens else None

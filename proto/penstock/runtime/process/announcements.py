@@ -126,8 +126,8 @@ def _parsed(data: bytes) -> Announcement:
         raise TypeError("the values of an announcement must be texts: remove the file, and start the coordinator again")
     if owner is not None and not (type(owner["pid"]) is type(owner["started"]) is int and owner["pid"] > 0):
         raise TypeError(
-            "the process of an announcement must have integers as pid (> 0) and started: remove the file, and start "
-            "the coordinator again"
+            f"the owner of an announcement must have `pid` (> 0) and `started`, both integers, got {owner!r:.100}. "
+            "Remove the file, and start the coordinator again"
         )
     return Announcement(**texts, tls=tls, owner=None if owner is None else Identity(**owner))
 

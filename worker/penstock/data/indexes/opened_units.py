@@ -54,8 +54,9 @@ class Units:
             self.bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
 
     def _division(self, stream: int) -> tuple[Ints, Ints | None]:
-        """Return the number of samples in each unit of a stream, and the number of units in each file; None if each
-        file is one unit."""
+        """Return two arrays for stream number `stream` of the dataset: the number of samples in each unit (a file, or a
+        part of one that is read as a whole), and the number of units in each file. The second one is None if no file
+        is divided."""
         table = self._tables[stream]
         return table.parts if self.finer[stream] and table.parts is not None else (table.sizes, table.counts)
 
@@ -102,7 +103,8 @@ class Units:
         return units if self._file_of is None else self._opened_of[units]
 
     def first_unit(self, opened: int) -> int:
-        """Return the number of the first unit of an opened piece (whole file, or unit that is opened alone)."""
+        """Return the number of the first unit in `opened`, the number of a whole file or of a unit that is opened
+        alone. A unit is a part of a file that is read as a whole, such as a row group of Parquet."""
         return opened if self._file_of is None else int(self._first_units[opened])
 
     def file(self, opened: int) -> tuple[int, int, int | None]:

@@ -14,7 +14,15 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.data.sharded.protocol import NOWHERE, Cursor, Origin, PositionOf, SavedPosition, ShardedSource
+from penstock.data.sharded.protocol import (
+    NOWHERE,
+    Cursor,
+    Origin,
+    PositionOf,
+    SavedPosition,
+    ShardedSource,
+    cursor_origin,
+)
 from penstock.data.sharded.runs import take
 from penstock.proto.errors import DatasetError, StateCorruptError
 
@@ -223,6 +231,13 @@ class ShardReaders:
         """Take a run of samples, and keep it for `get`. Returns the number of samples."""
         key = self._key
         before = cursor.saved_position() if key is not None else None
+        if count == 1:
+            for sample in cursor:
+                text = None if key is None else key(shard, index, before)
+                origin = cursor_origin(cursor)
+                self._held[shard, index] = HeldSample(sample, text, () if origin is NOWHERE else (origin,), 0)
+                return 1
+            return 0
         run = take(cursor, count)
         for number, sample in enumerate(run.samples):
             at = index + number

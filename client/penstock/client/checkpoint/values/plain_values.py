@@ -31,7 +31,8 @@ Mapping)` takes a microsecond, and a state has thousands of values."""
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 """Default factories with which a defaultdict can be restored, by name."""
 DEPTH = 60
-"""Largest number of levels of nesting in a value that is encoded. A deeper value counts as one without a recipe."""
+"""Largest number of levels of nesting in a value that is encoded with a recipe (how to make the value again from plain
+values). A deeper value is treated as one that has no recipe."""
 
 
 class EncodedValue(NamedTuple):

@@ -220,7 +220,8 @@ class _ArrowFile:
         return self._header[begin : begin + size] if in_header else file.read(size, begin - self._begin)
 
     def _bytes(self, message: Message) -> bytes:
-        """Return the bytes of a message in the file's header."""
+        """Return the bytes of an Arrow IPC message (the schema or a dictionary) that lies before the first record
+        batch."""
         size = message.end - message.begin
         data = self._read(message.begin, size)
         if len(data) != size:

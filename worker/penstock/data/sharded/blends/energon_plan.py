@@ -101,7 +101,10 @@ class _Reader:
         a file which names this file gives to its members; `depth`: number of files that name each other up to this
         file."""
         if depth > DEEPEST:
-            raise DatasetError(f"{path}: at most {DEEPEST} files may name each other. Remove the cycle")
+            raise DatasetError(
+                f"{path}: metadataset files may name one another in a chain of at most {DEEPEST}. Remove the cycle, or nest "
+                "fewer files"
+            )
         splits = self._splits(path)
         if split not in splits:
             raise InvalidArgumentError(

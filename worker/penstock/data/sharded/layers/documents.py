@@ -80,7 +80,8 @@ class DocumentParser:
         if missing:
             raise DatasetError(
                 f"{self.where(index)} must be a dict with the fields {sorted({fields.tokens, *self._columns})}, got "
-                f"{self._names(sample) or type(sample).__name__}. Use Mapped to make it, or name other columns"
+                f"{self._names(sample) or type(sample).__name__}. Make it with "
+                "Mapped(source, function), or name the columns that the samples have"
             )
         full = self._array(sample[fields.tokens], index)
         tokens = self._cut(full, index)

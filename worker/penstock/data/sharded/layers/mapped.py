@@ -219,6 +219,13 @@ class _EachCursor(RunCursor):
     def __init__(self, inner: Cursor, call: _Call, index: int) -> None:
         self._inner, self._call, self._index = inner, call, index
 
+    def __next__(self) -> Any:  # as `take(1)`, in half of its time
+        for sample in self._inner:
+            self.origin = cursor_origin(self._inner)
+            self._index += 1
+            return self._converted(sample, self._index - 1)
+        raise StopIteration
+
     def take(self, count: int) -> Run:
         run = take(self._inner, count)
         first, position = self._index, run.position

@@ -196,7 +196,7 @@ class Packed(Layer):
         if self._split and (self._long != "split" or self._window is not None):
             raise InvalidArgumentError(
                 "long and window must be left out with split=True, because they are for whole documents. Give "
-                "split=False"
+                "split=False, or leave long and window out"
             )
         if separators and (not self._fields.plain or self._long != "split" or self._window is not None):
             raise InvalidArgumentError(
@@ -433,7 +433,8 @@ class _LineCursor(_InOrder):
         return end - max(begin, block.start(bisect_left(block.ends, end)))
 
     def _needs_eos(self, taken: int) -> bool:
-        """Return True if an EOS must be added to a line of `taken` tokens of documents."""
+        """Return True if an EOS must follow the `taken` tokens of documents in a line: there is an EOS token, and the
+        last of these tokens is another one."""
         if self._eos is None:
             return False
         back = self._have - taken

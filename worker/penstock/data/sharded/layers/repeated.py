@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.data.sharded.layers.layer import Layer, entered, position_function
-from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition, ShardedSource, is_traced
+from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition, ShardedSource, cursor_origin, is_traced
 from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
@@ -74,6 +74,14 @@ class _Cursor(RunCursor):
         self._source, self._shard, self._seed, self._position_of = source, shard, seed, position_of
         (self._epoch, self._before, self._index), inner = entered(saved, "Repeated", "epoch", "before", "index")
         self._inner = self._opened(inner)
+
+    def __next__(self) -> Any:  # as `take(1)`, in half of its time
+        while True:
+            for sample in self._inner:
+                self.origin = cursor_origin(self._inner)
+                self._index += 1
+                return sample
+            self._next_epoch()
 
     def take(self, count: int) -> Run:
         while not (run := take(self._inner, count)).size:

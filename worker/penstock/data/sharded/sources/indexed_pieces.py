@@ -127,14 +127,28 @@ class RangeCursor(RunCursor):
         self._prefetched_from = -1
         """Position of the cursor when it last asked for parts to be prefetched; -1 before the first time."""
 
-    def take(self, count: int) -> Run:
+    def __next__(self) -> Any:  # as `take(1)`, in half of its time: a round robin reads each sample by itself
+        index = self._next_found()
+        if index < 0:
+            raise StopIteration
+        self._at += 1
+        return self._record(index, *self._found[index])
+
+    def _next_found(self) -> int:
+        """Return the index in `_found` of the next record; -1 at the end of the shard."""
         if self._at >= self._end:
             self.close()
-            return Run()
+            return -1
         index = self._at - self._found_from
         if not 0 <= index < len(self._found):
             self._find()
             index = 0
+        return index
+
+    def take(self, count: int) -> Run:
+        index = self._next_found()
+        if index < 0:
+            return Run()
         found = self._found[index : index + count]
         first, size = self._at - self._begin, len(found)
         self._at += size
@@ -142,12 +156,14 @@ class RangeCursor(RunCursor):
 
     def _records(self, first: int, found: Sequence[tuple[int, int]]) -> Iterator[Any]:
         """Yield the records at these places in pieces. `first`: index of the first one in `_found`."""
-        pieces = self._parts.pieces
         for index, (piece, offset) in enumerate(found, first):
-            if self._key is None or not pieces.may_draw(piece):
-                yield pieces.record(piece, offset)
-            else:
-                yield self._drawn(self._key, index, piece, offset)
+            yield self._record(index, piece, offset)
+
+    def _record(self, index: int, piece: int, offset: int) -> Any:
+        pieces = self._parts.pieces
+        if self._key is None or not pieces.may_draw(piece):
+            return pieces.record(piece, offset)
+        return self._drawn(self._key, index, piece, offset)
 
     def _drawn(self, key: int, index: int, piece: int, offset: int) -> Any:
         """Return a record that user code reads, with the random generators seeded for it."""

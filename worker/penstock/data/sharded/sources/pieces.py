@@ -89,7 +89,8 @@ class Pieces:
     ) -> None:
         """Check all pieces.
 
-        A function is called if the length of its piece is needed and not given. The first function is always called, to
+        A piece is an object with records (a list, a dataset, a file), or a function that opens one. Such a function is
+        called here if the piece's number of records is needed and not given. The first function is always called, to
         find out the kind of object that the functions return.
 
         Args:
