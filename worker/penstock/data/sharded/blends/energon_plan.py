@@ -102,8 +102,8 @@ class _Reader:
         file."""
         if depth > DEEPEST:
             raise DatasetError(
-                f"{path}: metadataset files may name one another in a chain of at most {DEEPEST}. Remove the cycle, or nest "
-                "fewer files"
+                f"{path}: metadataset files may name one another in a chain of at most {DEEPEST}. Remove the cycle, or "
+                "nest fewer files"
             )
         splits = self._splits(path)
         if split not in splits:
