@@ -53,7 +53,7 @@ def test_damaged_files_are_named_each(lines: Path) -> None:
     code, found = asked("verify", lines)
     assert code == 28
     assert [each["file"] for each in found["damaged"]] == ["0.jsonl", "1.jsonl"]
-    assert "sample 0 must be a line of JSON" in found["damaged"][0]["error"]
+    assert "must be the file that was indexed, got another one" in found["damaged"][0]["error"]
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

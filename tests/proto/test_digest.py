@@ -152,7 +152,7 @@ def test_rows_digest_sums_over_any_split() -> None:
     flat = Flattener().flatten(rows(0, 7))
     with pytest.raises(ValueError, match="dimensions in shapes"):
         rows_digest(flat.structure, flat.shapes[1:], bytes(flat.nbytes), 0, flat.nbytes)
-    with pytest.raises(ValueError, match="a leaf must end"):
+    with pytest.raises(ValueError, match="the shapes of a batch must fit"):
         rows_digest(flat.structure, [1 << 40, *flat.shapes[1:]], bytes(flat.nbytes), 0, flat.nbytes)
     with pytest.raises(ValueError, match="a batch must lie within"):
         rows_digest(flat.structure, flat.shapes, bytes(8), 0, flat.nbytes)
