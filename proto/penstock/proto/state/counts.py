@@ -50,6 +50,7 @@ __all__ = [
     "is_whole",
     "merged_rows",
     "new_row",
+    "note_imbalance",
     "plain_rows",
     "read_changes",
     "rows_of",
@@ -267,6 +268,13 @@ def by_source(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
 def by_key(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
     """Return key -> its counts, in the order of the keys' names; {} if no key was counted."""
     return _by(rows, 1) if any(group[1] for group in rows) else {}
+
+
+def note_imbalance(rows: Mapping[Group, Row], ratio: float) -> None:
+    """Add the imbalance of a step to the counts of its batch, which has at least one group. `ratio`: cost of the step's
+    most expensive box divided by the mean of all boxes."""
+    row = next(iter(rows.values()))
+    row[MEASURED], row[IMBALANCE] = 1, round(1e4 * ratio)
 
 
 def imbalance_of(rows: Mapping[Group, Sequence[int]]) -> float | None:

@@ -40,7 +40,7 @@ from penstock.data.ordering.partition import Tail
 from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.skips import ranges_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
-from penstock.proto.state.counts import IMBALANCE, MEASURED, Group, Row, Tally, merged_rows
+from penstock.proto.state.counts import Group, Row, Tally, merged_rows, note_imbalance
 
 __all__ = ["Fetcher", "PositionLoader", "balanced_order", "check_settings"]
 
@@ -454,8 +454,7 @@ class _Epoch:
         its end."""
         loader, remainder, imbalance = self._loader, self._worker_batches.remainder, self._ready[-1].imbalance
         if imbalance is not None and counted:
-            row = next(iter(counted.values()))
-            row[MEASURED], row[IMBALANCE] = 1, round(1e4 * imbalance)
+            note_imbalance(counted, imbalance)
         skipped = loader._skipped(remainder, self._worker_batches.turn.batch(loader._done))
         loader._counts.handed_out(merged_rows([counted, skipped_rows(skipped)]) if skipped else counted)
 

@@ -18,6 +18,7 @@ from penstock.data.loading.counting import Counts, LoaderCounts, skipped_rows
 from penstock.data.loading.keyed_random import seeded
 from penstock.data.loading.restore_keys import checked_name, with_keys
 from penstock.data.loading.worker_identity import WorkerIdentity, global_batch
+from penstock.data.ordering.balancing.balanced_order import Balance, Imbalance
 from penstock.data.ordering.order_states import OrderProgress, Topology
 from penstock.data.ordering.partition import APART, Partition
 from penstock.data.sharded.documents.packed_rows import collate_packed
@@ -40,10 +41,11 @@ from penstock.data.sharded.mixture_changes import (
     try_sources,
 )
 from penstock.data.sharded.protocol import ShardedSource
-from penstock.data.sharded.round_robin import Tail
+from penstock.data.sharded.rows.round_robin import Tail
+from penstock.data.sharded.rows.row_balance import RowBalance
 from penstock.data.sharded.sample_counts import changes_shares, counted_samples, wanted_shares
 from penstock.data.sharded.shard_cursors import HeldSample
-from penstock.data.sharded.shard_keys import KeyStage, SampleKey, digest_of
+from penstock.data.sharded.shard_keys import KeyStage, digest_of
 from penstock.data.sharded.shard_states import (
     FixedOrder,
     ShardedPosition,
@@ -54,8 +56,8 @@ from penstock.data.sharded.shard_states import (
     differences,
 )
 from penstock.data.sharded.worker_share import SharePlan, WorkerShare
-from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
-from penstock.proto.state.counts import Group, Row, Tally
+from penstock.proto.errors import InvalidArgumentError, StateMismatchError
+from penstock.proto.state.counts import Group, Row, Tally, note_imbalance
 from penstock.proto.state.generators import derive_seed
 from penstock.worker.batch.building import collate
 
@@ -105,6 +107,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         tail: Tail = "emit",
         keys: str | None = None,
         counts: Counts | None = None,
+        balance: Balance | None = None,
         rank: tuple[int, int] | None = None,
         collate_fn: Callable[[list[Any]], Any] = collate,
         unbatched: bool = False,
@@ -127,6 +130,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
                 read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
             counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
+            balance: distribution of the rows of a step to the boxes by cost, see Balance; None: rows are assigned in
+                turn. For LogicalShards of pieces with lengths, and Mapped or Repeated on it. A cost is that of a
+                record, by its number over all pieces. A box reads shards of other boxes' partitions too.
             rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
@@ -157,7 +163,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._partitions, self._block, self._asked_tail, self._counts = partitions, block, tail, LoaderCounts(counts)
         self._tail: Tail = APART if unbatched and tail == "emit" else tail
         self._collate = _only if unbatched else checked_collate(collate_fn)
-        self._keys = checked_name(keys)
+        self._keys, self._balance = checked_name(keys), balance
         self._seed = identity.seed if seed is None else seed
         draws = not unbatched and collate_fn is not collate_packed and may_draw(collate_fn)
         self._collate_key = derive_seed(self._seed, "collate") if draws else None
@@ -180,7 +186,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         }
         self._fixed_order = FixedOrder(source, partitions, self._tail, block)
         stages = stages_of(self._code, self._present, self._load_source, self._order)
-        self._plan = SharePlan(self._fixed_order, self._seed, identity.box, stages, self._keys is not None)
+        balance = None if self._balance is None else RowBalance(self._balance, source)
+        self._plan = SharePlan(self._fixed_order, self._seed, identity.box, stages, self._keys is not None, balance)
         self._begun = ShardedPosition(
             OrderProgress(0, 0, 0, self._topology()),
             endless_order=self._fixed_order.endless_order(block or self._batch),
@@ -194,7 +201,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._counts.want(wanted_shares(source))
         counts = self._counts.tally is not None  # counting needs the samples between two states
         self._wants_change = counts and changes_shares(source)
-        if counts or not is_keyed(self._order["source"]) or (lengths is None and not source.endless):
+        if counts or balance or not is_keyed(self._order["source"]) or (lengths is None and not source.endless):
             self.advance_state = None  # type: ignore[method-assign, assignment]
         if lengths is not None:
             self._plan.check_length(0, sum(map(int, lengths)), self._batch, identity.boxes)
@@ -249,6 +256,15 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             "block": None if endless_order is None else endless_order.block,
         }
 
+    def imbalance(self, steps: int = 100) -> Imbalance:
+        """Return how unequal the boxes' costs are in `steps` steps from the epoch's beginning, or from a loaded state
+        on, without balance and with it. No sample is read. Raises InvalidArgumentError for a loader without
+        `balance`."""
+        if self._balance is None:
+            raise InvalidArgumentError("imbalance() needs costs. Pass balance=Balance(cost, report=True)")
+        whole = self._fixed_order.repartitioned(self._begun, self._topology(), first=0)
+        return self._plan.imbalance(whole, at_least_one("steps", steps))
+
     def can_restore_sample(self) -> bool:
         """Return True: any sample can be read again by its restore key. A user's function that draws from the process's
         random generators returns another value when the sample is read again."""
@@ -262,33 +278,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             InvalidArgumentError, StateCorruptError: `key` is not a restore key, or damaged.
             DatasetError: the shard ends before the sample.
         """
-        found = SampleKey.of(key)
-        stages = {stage.order: stage for stage in self._stages(found.epoch)}
-        if found.order not in stages:
-            raise StateMismatchError(
-                "the restore key must come from a loader with the same source, seed, shards and partitions (digest "
-                f"{[*stages][-1]}), got digest {found.order}. Make the loader with the settings of that run"
-            )
-        if found.shard >= self.source.num_shards or (found.block is None) == self.source.endless:
-            raise InvalidArgumentError(
-                f"the restore key {key!r:.200} must have a shard below {self.source.num_shards}, and a block only for "
-                f"an endless source, got shard {found.shard} and block {found.block}. Use the unchanged text from a "
-                "batch"
-            )
-        endless_order = None if found.block is None else self._fixed_order.endless_order(found.block)
-        position_of = None if endless_order is None else endless_order.position_of(found.shard)
-        epoch, seed = self._plan.opening(found.epoch)
-        cursor = stages[found.order].source.open(found.shard, epoch, seed, found.saved, position_of)
-        try:
-            cursor.skip(found.index - found.at)
-            return next(cursor)
-        except StopIteration:
-            raise DatasetError(
-                f"shard {found.shard} of epoch {found.epoch} must have the sample {found.index} of the restore key, "
-                "but ends before. Use the data from which the key was made, which may have changed"
-            ) from None
-        finally:
-            cursor.close()
+        return self._plan.restored(key, self._stages)
 
     # ---- states
 
@@ -470,6 +460,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         progress = part.progress
         if part.endless_order is not None:
             turn, batch = identity.turn(progress.first), progress.topology.batch
+            if self._plan.balance is not None and self._plan.balance.assigns:
+                return part  # rows of any shard
             own = part.endless_order.own(
                 progress.start + turn.number * batch, batch, turn.of, identity.box, identity.boxes
             )
@@ -559,6 +551,8 @@ class _Epoch:
     def __next__(self) -> Any:
         samples = self._next(read=True)
         batch, counted = self._loader._make(samples)
+        if self._share is not None and self._share.imbalance is not None and counted:
+            note_imbalance(counted, self._share.imbalance)
         self._loader._counts.handed_out(counted)
         self._loader._want()
         self._done()

@@ -20,11 +20,11 @@ from penstock.data.arguments import one_of
 from penstock.data.ordering.order_states import FORMAT, OrderProgress, Topology, check_format, others_of
 from penstock.data.ordering.partition import APART, Partition, WorkerTurn
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.endless_order import EndlessOrder
 from penstock.data.sharded.later_weights import with_later_weights
 from penstock.data.sharded.layers.layer import checked
 from penstock.data.sharded.protocol import ShardedSource
-from penstock.data.sharded.round_robin import RoundRobin, Tail
+from penstock.data.sharded.rows.endless_order import EndlessOrder
+from penstock.data.sharded.rows.round_robin import RoundRobin, Tail
 from penstock.data.sharded.shard_cursors import CursorStates
 from penstock.proto.errors import (
     DatasetError,

@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from penstock.data.ordering.balancing.balanced_order import Imbalance
 from penstock.data.ordering.order_states import OrderProgress
 from penstock.data.ordering.partition import Partition, WorkerTurn
-from penstock.data.sharded.epoch_stream import EpochStream
 from penstock.data.sharded.protocol import SavedPosition
+from penstock.data.sharded.rows.epoch_stream import EpochStream, Rows
+from penstock.data.sharded.rows.row_balance import RowBalance
 from penstock.data.sharded.shard_cursors import HeldSample, ShardReaders
 from penstock.data.sharded.shard_keys import KeyStage, SampleKey, as_made_before
 from penstock.data.sharded.shard_states import FixedOrder, ShardedPosition
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.proto.state.generators import derive_seed
 
 __all__ = ["SharePlan", "WorkerShare"]
@@ -35,6 +37,8 @@ class SharePlan:
     weights of a mixture were changed in mid-run."""
     keys: bool
     """True if samples come with restore keys."""
+    balance: RowBalance | None
+    """Assignment of rows to boxes by cost; None: rows are assigned in turn."""
 
     def opening(self, epoch: int) -> tuple[int, int]:
         """Return the epoch and the seed with which the source is opened for an epoch of the loader. An endless source
@@ -75,6 +79,64 @@ class SharePlan:
             tail=self.fixed_order.tail,
             every=progress.topology.workers,
         )
+
+    def endless_rows(self, position: ShardedPosition, number: int, first: int, every: int) -> Rows:
+        """Return rows of batch number `number` of an endless source: row `first` and each `every`-th one after it."""
+        assert position.endless_order is not None
+        batch = position.progress.topology.batch
+        begin = position.progress.start + number * batch
+        shards, indices = position.endless_order.at(np.arange(begin + first, begin + batch, every))
+        return [(shard, index, False) for shard, index in zip(shards.tolist(), indices.tolist(), strict=True)]
+
+    def all_rows(self, position: ShardedPosition, stream: EpochStream | None, number: int) -> Rows | None:
+        """Return the rows of all boxes in batch number `number`, in the order of their positions; None after the last
+        batch. `stream`: that of a finite source with known lengths."""
+        return self.endless_rows(position, number, 0, 1) if stream is None else stream.all_rows(number)
+
+    def imbalance(self, position: ShardedPosition, steps: int) -> Imbalance:
+        """Return how unequal the boxes' costs are in `steps` steps from a position on, without balance and with it."""
+        assert self.balance is not None
+        progress, readers, found = position.progress, self.readers(position), list[tuple[float, float]]()
+        stream = None if position.endless_order is not None else self.stream(position, readers)
+        for number in range(steps):
+            rows = self.all_rows(position, stream, number)
+            if rows is None:
+                break
+            step = progress.start // progress.topology.batch + number
+            found.append(self.balance.ratios(self.opening(progress.epoch), rows, progress.topology.boxes, step))
+        readers.close()
+        plain, balanced = np.mean(found, axis=0) if found else (1.0, 1.0)
+        return Imbalance(float(plain), float(balanced))
+
+    def restored(self, key: str, stages_of: Callable[[int], Sequence[KeyStage]]) -> Any:
+        """Read the sample with a restore key, see ShardLoader.restore_sample. `stages_of`: function that returns the
+        stages of an epoch's order."""
+        found, source = SampleKey.of(key), self.fixed_order.source
+        stages = {stage.order: stage for stage in stages_of(found.epoch)}
+        if found.order not in stages:
+            raise StateMismatchError(
+                "the restore key must come from a loader with the same source, seed, shards and partitions (digest "
+                f"{[*stages][-1]}), got digest {found.order}. Make the loader with the settings of that run"
+            )
+        if found.shard >= source.num_shards or (found.block is None) == source.endless:
+            raise InvalidArgumentError(
+                f"the restore key {key!r:.200} must have a shard below {source.num_shards}, and a block only for an "
+                f"endless source, got shard {found.shard} and block {found.block}. Use the unchanged text from a batch"
+            )
+        endless_order = None if found.block is None else self.fixed_order.endless_order(found.block)
+        position_of = None if endless_order is None else endless_order.position_of(found.shard)
+        epoch, seed = self.opening(found.epoch)
+        cursor = stages[found.order].source.open(found.shard, epoch, seed, found.saved, position_of)
+        try:
+            cursor.skip(found.index - found.at)
+            return next(cursor)
+        except StopIteration:
+            raise DatasetError(
+                f"shard {found.shard} of epoch {found.epoch} must have the sample {found.index} of the restore key, "
+                "but ends before. Use the data from which the key was made, which may have changed"
+            ) from None
+        finally:
+            cursor.close()
 
     def has_rows(self, position: ShardedPosition) -> bool:
         """Return True if the epoch has a batch after this position."""
@@ -119,6 +181,8 @@ class WorkerShare:
         self._first: tuple[int, int] | None = None
         """(shard, index in the shard) of this box's first row in the next batch; None if the box has no row in that
         batch."""
+        self.imbalance: float | None = None
+        """Imbalance of the batch that `next` returned or skipped last; None if the loader has no `balance`."""
         self.rows = 0
         """Number of this box's rows in the batch that `next` returned or skipped last."""
         self._between = True
@@ -136,20 +200,23 @@ class WorkerShare:
             self._readers.begin()
             self._between = False
         number, progress = self._turn.batch(self._done), self._begun.progress
-        if self._stream is not None:
+        balance = self._plan.balance
+        if balance is not None:
+            rows = self._plan.all_rows(self._begun, self._stream, number)
+            if rows is not None:
+                opening, batch = self._plan.opening(progress.epoch), progress.topology.batch
+                step = progress.start // batch + number
+                rows, self.imbalance = balance.own(opening, rows, self._plan.box, progress.topology.boxes, step)
+        elif self._stream is not None:
             rows = self._stream.rows(number, read=read)
-            if rows is None:
-                self._between = True
-                if progress.start == 0 and (length := self._stream.length) is not None:
-                    self._plan.check_length(progress.epoch, length, progress.topology.batch, progress.topology.boxes)
-                return None
         else:
-            assert self._begun.endless_order is not None
-            batch, begin = progress.topology.batch, progress.start + number * progress.topology.batch
-            shards, indices = self._begun.endless_order.at(
-                np.arange(begin + self._plan.box, begin + batch, progress.topology.boxes)
-            )
-            rows = [(shard, index, False) for shard, index in zip(shards.tolist(), indices.tolist(), strict=True)]
+            rows = self._plan.endless_rows(self._begun, number, self._plan.box, progress.topology.boxes)
+        if rows is None:
+            assert self._stream is not None
+            self._between = True
+            if progress.start == 0 and (length := self._stream.length) is not None:
+                self._plan.check_length(progress.epoch, length, progress.topology.batch, progress.topology.boxes)
+            return None
         self._first, self.rows = None if not rows else rows[0][:2], len(rows)
         if not read:
             return []

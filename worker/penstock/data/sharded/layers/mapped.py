@@ -30,6 +30,7 @@ from penstock.data.sharded.protocol import (
     cursor_origin,
     is_traced,
 )
+from penstock.data.sharded.rows.known_records import KnownRecords, known_records
 from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.data.stop_iteration import stop_iteration_error
 from penstock.proto.errors import InvalidArgumentError
@@ -117,6 +118,9 @@ class Mapped(_PerSample):
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
         return None if self._skip_failures else self.source.lengths(epoch)
+
+    def known_records(self) -> KnownRecords | None:
+        return None if self._skip_failures else known_records(self.source)
 
     def open(
         self,

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.layer import Layer, entered, position_function
 from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition, ShardedSource, cursor_origin, is_traced
+from penstock.data.sharded.rows.known_records import KnownRecords, known_records
 from penstock.data.sharded.runs import Run, RunCursor, take
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 
@@ -43,6 +47,23 @@ class Repeated(Layer):
     @property
     def endless(self) -> bool:
         return True
+
+    def known_records(self) -> KnownRecords | None:
+        """Return the records below, each of which a shard has once in each of its epochs."""
+        below, lengths = known_records(self.source), self.source.lengths(0)
+        if below is None or lengths is None or min(lengths) < 1:
+            return None
+        sizes, once = np.array(lengths, np.int64), below.numbers
+
+        def numbers(epoch: int, seed: int, shards: Ints, indices: Ints) -> Ints:
+            epochs, inside = np.divmod(indices, sizes[shards])
+            found = np.empty_like(indices)
+            for each in np.unique(epochs).tolist():
+                chosen = epochs == each
+                found[chosen] = once(each, seed, shards[chosen], inside[chosen])
+            return found
+
+        return KnownRecords(below.total, numbers)
 
     def open(
         self,

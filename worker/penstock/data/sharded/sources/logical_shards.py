@@ -16,8 +16,10 @@ import xxhash
 
 from penstock.data.arguments import at_least_one
 from penstock.data.loading.streaming_loader import BLOCK
+from penstock.data.ordering.permutation import Ints
 from penstock.data.ordering.sharded_order import ShardedOrder
 from penstock.data.sharded.protocol import Cursor, PositionOf, SavedPosition
+from penstock.data.sharded.rows.known_records import KnownRecords
 from penstock.data.sharded.sources.indexed_pieces import PieceParts, RangeCursor, shard_range
 from penstock.data.sharded.sources.lines import LineFile, cut_files
 from penstock.data.sharded.sources.pieces import Pieces
@@ -139,6 +141,18 @@ class LogicalShards:
             return self._runs.lengths(epoch)
         bounds = [shard_range(self._parts.records, self._shards, shard) for shard in range(self._shards)]
         return [end - begin for begin, end in bounds]
+
+    def known_records(self) -> KnownRecords | None:
+        """Return the records of the pieces, in the order of the pieces; None if a piece has no known length."""
+        parts = self._parts
+        if parts is None or not parts.records:
+            return None
+
+        def numbers(epoch: int, seed: int, shards: Ints, indices: Ints) -> Ints:
+            begins = shards * parts.records // self._shards  # as `shard_range`
+            return self._order(seed).ids(epoch, begins + indices)
+
+        return KnownRecords(parts.records, numbers)
 
     def open(
         self,

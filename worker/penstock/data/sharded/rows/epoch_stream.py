@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.data.ordering.partition import Partition
 from penstock.data.ordering.permutation import Ints
-from penstock.data.sharded.round_robin import RoundRobin, Tail
+from penstock.data.sharded.rows.round_robin import RoundRobin, Tail
 from penstock.data.sharded.shard_cursors import ShardReaders
 from penstock.proto.errors import DatasetError
 
@@ -95,6 +95,21 @@ class EpochStream:
         if number >= partition.batches:
             return None
         return self._rows(partition.rows(number, self._box), begin)
+
+    def all_rows(self, number: int) -> Rows | None:
+        """Return the rows of all boxes in batch number `number`, in the order of their positions; None after the last
+        batch. For a source whose lengths are known."""
+        length, begin = self._round_robin.length, self._start + number * self._batch
+        assert length is not None
+        partition = Partition(length, self._start, self._batch, self._boxes, self._tail)
+        if number >= partition.batches:
+            return None
+        boxes = [partition.rows(number, box) for box in range(self._boxes)]
+        positions = np.empty(sum(map(len, boxes)), np.int64)
+        for box, own in enumerate(boxes):
+            positions[box :: self._boxes] = own
+        again = (positions != begin + np.arange(len(positions))).tolist()
+        return list(zip(*self._round_robin.at(positions), again, strict=True))
 
     def first(self, number: int) -> tuple[int, int]:
         """Return (shard, index in the shard) of the first row of batch number `number`. The row belongs to box 0."""

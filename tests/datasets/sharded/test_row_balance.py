@@ -1,0 +1,160 @@
+"""Balance of cost in a ShardLoader: the same rows in each step, in any topology and after any resume."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.datasets.sharded.contract import Fleet
+
+from penstock.data import (
+    Balance,
+    Counts,
+    Filtered,
+    LogicalShards,
+    MapLoader,
+    Mapped,
+    Packed,
+    Repeated,
+    ShardedSource,
+    ShardLoader,
+)
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+
+RECORDS = 900
+COSTS = np.random.default_rng(0).lognormal(5, 1, RECORDS) ** 2
+PIECES = [list(range(370)), list(range(370, RECORDS))]
+
+
+def source(*, endless: bool, shuffle: bool = True, shards: int = 12) -> ShardedSource:
+    records = Mapped(LogicalShards(PIECES, shards=shards, shuffle=shuffle), abs)
+    return Repeated(records) if endless else records
+
+
+def fleet(endless: bool, shape: tuple[int, int], before: Fleet | None = None, **more: Any) -> Fleet:
+    options = {"partitions": 3} if endless else {"tail": "drop"}
+    return Fleet(lambda: source(endless=endless), shape, before, global_batch_size=24, **options, **more)
+
+
+SHAPES = st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 1), (8, 1), (5, 2)])
+
+
+@settings(max_examples=25)
+@given(st.booleans(), st.lists(st.tuples(SHAPES, st.integers(0, 14)), min_size=1, max_size=5))
+def test_steps_keep_their_rows_over_any_chain(endless: bool, shapes: list[Any]) -> None:
+    whole = fleet(endless, (1, 1)).take(sum(count for _, count in shapes))
+    balanced: Fleet | None = None
+    got = []
+    for shape, count in shapes:
+        balanced = fleet(endless, shape, balanced, balance=Balance(COSTS))
+        got += balanced.take(count)
+    assert [sorted(rows) for rows in got] == [sorted(rows) for rows in whole]
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_lost_workers_change_nothing(endless: bool) -> None:
+    whole = fleet(endless, (2, 3), balance=Balance(COSTS)).take(60)
+    losing = fleet(endless, (2, 3), balance=Balance(COSTS))
+    got = []
+    for step in range(60):
+        if step % 4 == 1:
+            losing.lose(step % 6)
+        got += losing.take(1)
+    assert got == whole
+
+
+@pytest.mark.parametrize("tail", ["emit", "pad", "drop"])
+def test_incomplete_batches_keep_their_rows(tail: Any) -> None:
+    options: dict[str, Any] = {"global_batch_size": 64, "tail": tail, "collate_fn": list, "seed": 3}
+    for boxes in (1, 3, 8):
+        plain, balanced = (
+            [
+                list(ShardLoader(source(endless=False), rank=(box, boxes), balance=balance, **options))
+                for box in range(boxes)
+            ]
+            for balance in (None, Balance(COSTS))
+        )
+        for one, other in zip(zip(*plain, strict=True), zip(*balanced, strict=True), strict=True):
+            assert [len(rows) for rows in one] == [len(rows) for rows in other]
+            assert sorted(chain.from_iterable(one)) == sorted(chain.from_iterable(other))
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_boxes_have_about_the_same_cost(endless: bool) -> None:
+    """With costs of few rows that are too large for a box, and each record's own cost."""
+    costs = np.random.default_rng(1).uniform(1, 100, RECORDS)
+    loader = ShardLoader(source(endless=endless), global_batch_size=128, rank=(0, 8), balance=Balance(costs))
+    found = loader.imbalance(6)
+    assert found.plain > 1.1
+    assert found.balanced < 1.01
+    boxes = [
+        ShardLoader(
+            source(endless=endless), global_batch_size=128, rank=(box, 8), balance=Balance(costs), collate_fn=list
+        )
+        for box in range(8)
+    ]
+    sums = np.array([[costs[rows].sum() for rows, _ in zip(box, range(6), strict=False)] for box in boxes])
+    assert np.mean(sums.max(axis=0) / sums.mean(axis=0)) == pytest.approx(found.balanced)
+
+
+def test_costs_are_those_of_the_records() -> None:
+    """A cost is asked for by the number of the record, whatever order the shards have, and in each epoch of them."""
+    asked: list[Any] = []
+
+    def cost(numbers: Any) -> Any:
+        asked.append(numbers)
+        return COSTS[numbers]
+
+    loader = ShardLoader(
+        source(endless=True), global_batch_size=30, rank=(1, 3), balance=Balance(cost), collate_fn=list
+    )
+    asked.clear()
+    whole = ShardLoader(source(endless=True), global_batch_size=30, collate_fn=list)
+    for own, rows, _ in zip(loader, whole, range(70), strict=False):
+        assert set(own) <= set(rows)
+        assert sorted(asked[-1].tolist()) == sorted(rows)
+
+
+def test_report_measures_and_changes_nothing() -> None:
+    options: dict[str, Any] = {"global_batch_size": 32, "rank": (0, 4), "collate_fn": list, "counts": Counts()}
+    plain = ShardLoader(source(endless=False), **options)
+    reporting = ShardLoader(source(endless=False), balance=Balance(COSTS, report=True), **options)
+    assert list(reporting) == list(plain)
+    assert reporting.tally is not None
+
+
+@pytest.mark.parametrize(
+    ("made", "balance", "says"),
+    [
+        (
+            lambda: Packed(source(endless=True), length=8),
+            Balance(COSTS),
+            "whose records are known before",
+        ),
+        (lambda: Filtered(source(endless=False), bool), Balance(COSTS), "whose records are known before"),
+        (lambda: source(endless=True), Balance(COSTS, over_steps=2), "over_steps must be 1 in a ShardLoader"),
+        (lambda: source(endless=True), Balance(COSTS[1:]), "one number for each of the dataset's 900 samples, got 899"),
+        (lambda: source(endless=True), 4, "balance must be a penstock.data.Balance or None, got 4"),
+        (lambda: source(endless=True), Balance(COSTS * np.nan), "must be finite and at least 0, got nan for sample 0"),
+    ],
+)
+def test_what_cannot_be_balanced_is_refused(made: Any, balance: Any, says: str) -> None:
+    with pytest.raises((InvalidArgumentError, DatasetError), match=says):
+        ShardLoader(made(), global_batch_size=24, balance=balance)
+
+
+def test_imbalance_needs_costs() -> None:
+    with pytest.raises(InvalidArgumentError, match="Pass balance="):
+        ShardLoader(source(endless=True), global_batch_size=24).imbalance()
+
+
+def test_rows_are_those_of_a_map_loader() -> None:
+    """One function assigns rows in all loaders."""
+    plain = LogicalShards([list(range(RECORDS))], shards=1)
+    options: dict[str, Any] = {"global_batch_size": 48, "rank": (2, 4), "balance": Balance(COSTS), "collate_fn": list}
+    ours = list(ShardLoader(plain, tail="drop", **options))
+    assert ours == list(MapLoader(range(RECORDS), tail="drop", **options))

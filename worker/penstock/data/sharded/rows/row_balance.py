@@ -1,0 +1,69 @@
+"""Balance of cost in a ShardLoader: the rows of a step are assigned to the boxes (data-parallel ranks) so that all have
+about the same work.
+
+The rows of a step are those of the plain order, so positions and states are the same with and without balance. Only one
+step is balanced at a time: a box that got rows of later steps first would have to read its shards backwards.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.data.ordering.balancing.balanced_order import Balance
+from penstock.data.ordering.balancing.costs import Costs
+from penstock.data.ordering.balancing.row_assignment import assign_in_turn, assign_to_boxes, cost_ratio
+from penstock.data.sharded.protocol import ShardedSource
+from penstock.data.sharded.rows.epoch_stream import Rows
+from penstock.data.sharded.rows.known_records import known_records
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["RowBalance"]
+
+
+class RowBalance:
+    """Costs of a source's records, by which rows are assigned to boxes."""
+
+    def __init__(self, balance: Balance, source: ShardedSource) -> None:
+        """Check the costs. Raises InvalidArgumentError or DatasetError."""
+        if not isinstance(balance, Balance):
+            raise InvalidArgumentError(
+                f"balance must be a penstock.data.Balance or None, got {balance!r}. Pass Balance(cost)"
+            )
+        if balance.over_steps != 1:
+            raise InvalidArgumentError(
+                f"over_steps must be 1 in a ShardLoader, whose shards are read forwards, got {balance.over_steps}. "
+                "Leave over_steps out, or use a MapLoader"
+            )
+        records = known_records(source)
+        if records is None:
+            raise InvalidArgumentError(
+                "balance needs a source whose records are known before they are read: LogicalShards of pieces with "
+                f"lengths, or Mapped or Repeated on it, got {source!r:.200}. Leave balance out, or give counts="
+            )
+        self._numbers, self._costs = records.numbers, Costs(balance.cost, source, records.total)
+        self.assigns = not balance.report
+        """True if rows are assigned by cost; False if only their imbalance is measured."""
+
+    def own(self, opening: tuple[int, int], rows: Rows, box: int, boxes: int, turn: int) -> tuple[Rows, float]:
+        """Return a box's rows of a step, and the step's imbalance: the cost of the most expensive box divided by the
+        mean over all boxes.
+
+        Args:
+            opening: epoch and seed with which the source is opened.
+            rows: rows of all boxes, in the order of their positions.
+            box, boxes: number of the box, and number of all boxes.
+            turn: number of the step; it decides which box gets the row that costs most.
+        """
+        costs, plain = self.costs(opening, rows), assign_in_turn(len(rows), boxes)
+        assigned = assign_to_boxes(costs, boxes, turn) if self.assigns else plain
+        return [rows[row] for row in assigned[box].tolist()], cost_ratio(costs, assigned)
+
+    def ratios(self, opening: tuple[int, int], rows: Rows, boxes: int, turn: int) -> tuple[float, float]:
+        """Return a step's imbalance without balance, and with it."""
+        costs = self.costs(opening, rows)
+        plain, assigned = assign_in_turn(len(rows), boxes), assign_to_boxes(costs, boxes, turn)
+        return cost_ratio(costs, plain), cost_ratio(costs, assigned)
+
+    def costs(self, opening: tuple[int, int], rows: Rows) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        shards, indices = (np.array([row[part] for row in rows], np.int64) for part in (0, 1))
+        return self._costs.of(self._numbers(*opening, shards, indices))
