@@ -38,11 +38,13 @@ class BatchReader(Reader):
 
 
 class Ours(BatchReader):
-    """Penstock's StreamingLoader with its defaults as a reader. `write` of a subclass indexes the files that the other
-    library has written."""
+    """Penstock's StreamingLoader with its defaults, and images as arrays, as a reader. `write` of a subclass indexes the
+    files that the other library has written."""
 
     packages: tuple[str, ...] = ("torch", "numpy")
 
     def batches(self, kind: str, folder: str, *, shuffle: bool, workers: int, remote: str = "") -> Iterable[Any]:
-        images: dict[str, Any] = {"collate_fn": collate} if value_column(kind) == "image" else {}
-        return StreamingLoader(StreamingDataset(local=folder), batch_size=BATCH, shuffle=shuffle, seed=SEED, **images)
+        images = value_column(kind) == "image"
+        dataset = StreamingDataset(local=folder, images="array" if images else "pil")  # as docs/formats.md advises
+        function: dict[str, Any] = {"collate_fn": collate} if images else {}
+        return StreamingLoader(dataset, batch_size=BATCH, shuffle=shuffle, seed=SEED, **function)
