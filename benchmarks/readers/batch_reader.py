@@ -38,8 +38,8 @@ class BatchReader(Reader):
 
 
 class Ours(BatchReader):
-    """Penstock's StreamingLoader with its defaults, and images as arrays, as a reader. `write` of a subclass indexes the
-    files that the other library has written."""
+    """Penstock's StreamingLoader with its defaults, and images as arrays. `write` of a subclass indexes the files that
+    the other library has written."""
 
     packages: tuple[str, ...] = ("torch", "numpy")
 
