@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from listed import Counting, Listed
 
-from penstock.data import Counts, LogicalShards, Repeated, ShardLoader
+from penstock.data import Balance, Counts, LogicalShards, Repeated, ShardLoader
 
 
 def listed(lengths: list[int], **options: Any) -> ShardLoader:
@@ -17,6 +18,13 @@ def listed(lengths: list[int], **options: Any) -> ShardLoader:
 
 def counting(shards: int, **options: Any) -> ShardLoader:
     return ShardLoader(Counting(shards), keys="keys", **options)
+
+
+def balanced(**options: Any) -> ShardLoader:
+    """Endless, of whole numbers whose cost is their square; counted."""
+    costs = np.arange(1000.0) ** 2
+    source = Repeated(LogicalShards([range(400), range(400, 1000)], shards=12, shuffle=True))
+    return ShardLoader(source, keys="keys", balance=Balance(costs), counts=Counts(), **options)
 
 
 def numbers(batch_size: int) -> ShardLoader:

@@ -16,7 +16,7 @@ from chains import kill_runners, runners
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.state.counts import by_key
+from penstock.proto.state.counts import by_key, imbalance_of
 from penstock.proto.state.counts import rows_of as rows_of_state
 
 LENGTHS, BATCH = [30, 0, 55, 7, 41, 12, 30], 12
@@ -26,6 +26,8 @@ SHARDS, PARTITIONS = 12, 2
 def loader_of(kind: str) -> DataLoader:
     if kind == "finite":
         return DataLoader(dealt.listed, LENGTHS, global_batch_size=BATCH)
+    if kind == "balanced":
+        return DataLoader(dealt.balanced, global_batch_size=BATCH, partitions=PARTITIONS)
     return DataLoader(dealt.counting, SHARDS, global_batch_size=BATCH, partitions=PARTITIONS)
 
 
@@ -83,6 +85,8 @@ def alone(kind: str, steps: int) -> list[list[Any]]:
     """The same from one loader in this process."""
     if kind == "finite":
         loader = dealt.listed(LENGTHS, global_batch_size=BATCH, seed=7)
+    elif kind == "balanced":
+        loader = dealt.balanced(global_batch_size=BATCH, partitions=PARTITIONS, seed=7)
     else:
         loader = dealt.counting(SHARDS, global_batch_size=BATCH, partitions=PARTITIONS, seed=7)
     passes = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
@@ -104,6 +108,18 @@ def test_killed_saved_and_resumed_elsewhere(appliance: Appliance, kind: str) -> 
             tokens = sum(own.tokens for own in by_key(rows_of_state(state) or {}).values())
             assert tokens == sum(sample % 100 for batch in got for sample, _ in batch)
     assert got == alone(kind, 94)
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+def test_balanced_rows_are_killed_and_resumed(appliance: Appliance) -> None:
+    """A step has the same rows, whichever box gets them, and whatever dies; their keys read the same records."""
+    got, state, recoveries = train(appliance, "balanced", 2, 2, 20, None, kill_at=7)
+    assert recoveries
+    for boxes, workers, steps in ((1, 3, 8), (3, 1, 8)):
+        batches, state, _ = train(appliance, "balanced", boxes, workers, steps, state)
+        got += batches
+    assert [sorted(batch) for batch in got] == [sorted(batch) for batch in alone("balanced", 36)]
+    assert imbalance_of(rows_of_state(state) or {}) is not None
 
 
 def test_self_splitting_streams_stay_whole(appliance: Appliance) -> None:
