@@ -5,7 +5,6 @@ This module returns samples by number, and fetches shards on demand. StreamingLo
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import weakref
@@ -518,8 +517,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             cache.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # __init__ may have failed
+        try:
             self.close()
+        except AttributeError:  # __init__ failed; or the interpreter exits, and modules are gone already
+            pass
 
     def __getstate__(self) -> dict[str, Any]:
         made_again = ("_open", "_decoder", "_starts")
