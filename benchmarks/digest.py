@@ -37,7 +37,7 @@ SIZES = {4 << 10: 60_000, 64 << 10: 40_000, 1 << 20: 12_000, 8 << 20: 1_500}
 KINDS = ("none", "sample", "full")
 RING_SLOTS = 8
 WARM_SHARE = 10
-"""One batch in this many, at the start of a round, is not measured."""
+"""Divisor of the number of batches in a round: this part of them, at the start, is not measured."""
 
 
 def source(kind: str, size: int) -> Iterator[Any]:

@@ -32,7 +32,7 @@ from benchmarks.streaming_data import BATCH, KINDS, look_at, value_checksum
 __all__ = ["Reader", "answer_of", "memory_mib", "play"]
 
 WARM_SHARE = 10
-"""One sample in this many, at the start of an epoch, is not measured."""
+"""Divisor of the number of samples in an epoch: this part of them, at the start, is not measured."""
 LONGEST_S = 3.0
 """Largest number of seconds for all epochs of one measurement of a rate, with their openings. At least one epoch is
 read, even if it takes longer."""

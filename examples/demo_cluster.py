@@ -32,7 +32,7 @@ STALLED_S = (
 TELL_S = 5.0  # time between two lines about a training that goes on
 
 Step = dict[str, Any]
-"""One line of a box's log, as parsed JSON."""
+"""Line of a box's log, as parsed JSON."""
 
 
 class DemoError(Exception):

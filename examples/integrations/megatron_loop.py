@@ -38,8 +38,7 @@ GLOBAL_BATCH = 16
 
 @dataclass(frozen=True)
 class Split:
-    """How the ranks share the work: number of ranks in each parallel dimension, and number of model chunks of each
-    rank."""
+    """Division of the work: number of ranks in each parallel dimension, and number of model chunks of each rank."""
 
     tp: int
     pp: int

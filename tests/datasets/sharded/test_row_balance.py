@@ -153,7 +153,7 @@ def test_imbalance_needs_costs() -> None:
 
 
 def test_rows_are_those_of_a_map_loader() -> None:
-    """One function assigns rows in all loaders."""
+    """The same function assigns rows in all loaders."""
     plain = LogicalShards([list(range(RECORDS))], shards=1)
     options: dict[str, Any] = {"global_batch_size": 48, "rank": (2, 4), "balance": Balance(COSTS), "collate_fn": list}
     ours = list(ShardLoader(plain, tail="drop", **options))

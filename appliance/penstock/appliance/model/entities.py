@@ -128,7 +128,7 @@ class Slot:
     migrated: bool = False
     """True if the slot's last move was a migration."""
     remade: list[tuple[int, int]] = field(default_factory=list)
-    """One entry (generation, total) for each change of the mixture: the first generation of the slot that knows the
+    """Entries (generation, total), one for each change of the mixture: the first generation of the slot that knows the
     change, and the number of the slot's last batch before the change. A snapshot that an older generation took after
     this batch is not valid. The list is empty after a restart of the coordinator; then the loader refuses such a
     snapshot."""
@@ -142,7 +142,7 @@ class Slot:
     batch_delay_s: float = 0.0
     """Seconds per batch, within `batch_s`, in which the runner waited for a processor."""
     doing: str = ""
-    """What the slot's runner is doing, if that takes unusually long; else ""."""
+    """Activity of the slot's runner, if it takes unusually long; else ""."""
     start_queue_position: tuple[int, int] = (0, 0)
     """Position of the slot's runner in the worker's start queue, from 1, and the length of the queue; (0, 0) = not in
     the queue."""

@@ -36,9 +36,10 @@ class Kind(IntEnum):
 
     BATCH = 0
     END = 1
-    """The loader has no more batches."""
+    """Message that the loader has no more batches."""
     ERROR = 2
-    """The reader has failed. The content is the name of the error's class, a newline, and the error's text."""
+    """Message that the reader has failed. The content is the name of the error's class, a newline, and the error's
+    text."""
     STATE = 3
 
 

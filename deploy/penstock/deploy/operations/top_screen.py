@@ -36,7 +36,7 @@ STYLES = {"": "", "info": "cyan", "warn": "yellow", "bad": "red"}
 
 @dataclass(frozen=True)
 class Section:
-    """One table of the screen, with its rows sorted by importance."""
+    """Table of the screen, with its rows sorted by importance."""
 
     columns: Columns[Any]
     headings: Sequence[str]

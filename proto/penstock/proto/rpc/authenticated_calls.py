@@ -108,7 +108,7 @@ class AuthenticatedCall:
 
 
 class Call:
-    """One call of a client. It is made again until its answer has a proof that the server knows the token; see
+    """Call of a client. It is made again until its answer has a proof that the server knows the token; see
     penstock.proto.rpc.credentials.token_proof."""
 
     def __init__(self, client: AuthenticatedCall) -> None:

@@ -191,7 +191,7 @@ class ResolvedSetting:
     field: str
     value: Any
     source: str
-    """Where the value comes from: a variable's name, FILE:LINE or "default"; "" if a required setting has no value."""
+    """Origin of the value: a variable's name, FILE:LINE or "default"; "" if a required setting has no value."""
     problem: str = ""
     """Reason why the value is invalid; "" if it is valid."""
 

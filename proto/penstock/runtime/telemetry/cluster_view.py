@@ -139,7 +139,7 @@ class BoxView:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What limits the speed of a run (its bottleneck), as text for people."""
+    """Bottleneck of a run: what limits its speed, as text for people."""
 
     kind: str
     input_bound: bool
@@ -174,7 +174,7 @@ _NO_BOX = Finding("", False, "Its training job has ended, or has not reported.",
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """One request for a run's state, or several for the same step: a checkpoint of the job, or an operator's
+    """Request for a run's state, or several for the same step: a checkpoint of the job, or an operator's
     request."""
 
     step: int

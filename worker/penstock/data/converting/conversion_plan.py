@@ -78,7 +78,7 @@ class ConversionPlan:
     source_options: Mapping[str, Any] = field(default_factory=dict)
     dest_options: Mapping[str, Any] = field(default_factory=dict)
     names: ArgumentNames = ARGUMENTS
-    """How errors name the arguments that the user gave."""
+    """Names of the arguments that the user gave, for errors."""
 
     @cached_property
     def key(self) -> str:

@@ -256,7 +256,7 @@ def _sampled(cache: ShardCache, shards: Sequence[Shard]) -> list[dict[str, Any]]
 
 @dataclass
 class _Conversion:
-    """One run of a conversion in this process."""
+    """Run of a conversion in this process."""
 
     plan: ConversionPlan
     remote: RemoteFolder

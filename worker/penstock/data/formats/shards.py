@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file in the dataset's folder, or a range of a remote file that the cache stores as a file."""
+    """File in the dataset's folder, or a range of a remote file that the cache stores as a file."""
 
     name: str
     """Path relative to the folder, with forward slashes. Never absolute, and never outside of the folder."""

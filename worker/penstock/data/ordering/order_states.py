@@ -65,7 +65,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class OrderProgress:
-    """How far one worker, or all workers of a topology together, have come in the order of samples."""
+    """Progress of one worker, or of all workers of a topology together, in the order of samples."""
 
     epoch: int
     start: int

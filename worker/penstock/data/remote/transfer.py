@@ -400,7 +400,7 @@ def _copy_pieces(
 
 @dataclass(frozen=True)
 class FailureKind:
-    """What is known about a failed attempt: the reason, and whether another attempt may succeed (`final` is False)."""
+    """Failed attempt: the reason, and whether another attempt may succeed (`final` is False)."""
 
     reason: str
     final: bool

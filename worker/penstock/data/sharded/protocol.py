@@ -48,8 +48,8 @@ samples, which is the order in which batches contain them."""
 
 
 class Origin(NamedTuple):
-    """Where a sample comes from, for counts of samples by source. A cursor may have an attribute `origin`: the origin
-    of the sample that `next` returned last."""
+    """Source that a sample comes from, for counts of samples by source. A cursor may have an attribute `origin`: the
+    origin of the sample that `next` returned last."""
 
     source: str = ""
     """Name of the sample's source in a Mixture; "outer/inner" for nested Mixtures; "" without a Mixture."""

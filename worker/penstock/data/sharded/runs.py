@@ -28,7 +28,7 @@ class Run(NamedTuple):
     """Consecutive samples of a shard."""
 
     samples: Iterable[Any] = ()
-    """The samples, to be iterated once, before the cursor is used again. User code may run for each of them; if that
+    """Samples, to be iterated once, before the cursor is used again. User code may run for each of them; if that
     fails, the samples before are valid, and the cursor must be closed."""
     size: int = 0
     """Number of samples; 0 only at the end of the shard."""
@@ -41,7 +41,7 @@ class Run(NamedTuple):
     """For each sample True if it is a piece of a Chunked that continues the document of the piece before; empty if none
     does."""
     tokens: tuple[Ints, Sequence[int]] | None = None
-    """The samples again, if they are pieces of a Chunked: an int64 array with all of them one after the other, and
+    """Samples once more, if they are pieces of a Chunked: an int64 array with all of them one after the other, and
     their sizes. None for other samples."""
 
 

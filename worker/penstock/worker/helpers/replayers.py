@@ -29,7 +29,7 @@ ASKED_FOR = ("state", "aggregate", "advance", "mixture")
 
 
 class ReplayHost(Protocol):
-    """What `run_task` needs of the worker daemon."""
+    """Part of the worker daemon that `run_task` needs."""
 
     helper_turns: TurnQueue
     """Queue that limits how many helper tasks run at the same time."""

@@ -23,7 +23,7 @@ class ResumeKind(Enum):
 
 @dataclass(frozen=True)
 class ResumeWay:
-    """One way to bring a slot's loader to the saved position."""
+    """Way to bring a slot's loader to the saved position."""
 
     kind: ResumeKind
     first: int | None = None

@@ -91,7 +91,7 @@ def run_slot(channel: ControlChannel, progress_page: ProgressPage) -> None:
 
 @dataclass
 class _Start:
-    """What the daemon sends after the assignment, before the slot starts."""
+    """Data that the daemon sends after the assignment, before the slot starts."""
 
     resume: dict[str, Any] | None
     points: list[RestartPoint]

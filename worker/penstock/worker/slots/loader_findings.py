@@ -15,7 +15,7 @@ short one compares."""
 
 @dataclass
 class LoaderFindings:
-    """What this worker has found out about one run's loader."""
+    """Findings of this worker about one run's loader."""
 
     crossing: str = ""
     """Way in which the loader enters the next epoch after a restore; see StreamHistory.crossing in

@@ -63,7 +63,7 @@ class SnapshotQuota:
 
 
 class SlotHost(ReplayHost, Protocol):
-    """What a slot needs of its daemon."""
+    """Part of its daemon that a slot needs."""
 
     name: str
     coordinator: AsyncCoordinatorClient
@@ -83,7 +83,7 @@ class SlotHost(ReplayHost, Protocol):
 
 
 class SlotContext(Protocol):
-    """What the parts of a slot need of it: durable_snapshots.py, memory_watch.py, slot_states.py and
+    """Interface of a slot for its parts: durable_snapshots.py, memory_watch.py, slot_states.py and
     verification.py."""
 
     name: str

@@ -120,7 +120,7 @@ class RestoreContext:
     """Descriptions of the types and keys that dicts had when they were saved (see `with_containers`), by the keys that
     lead to the dict, joined by dots."""
     notes: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """What the ranks noted about each optimizer when the checkpoint was saved (see `optimizers.notes`), merged over all
+    """Notes of the ranks about each optimizer when the checkpoint was saved (see `optimizers.notes`), merged over all
     ranks, by the optimizer's key."""
     orders: dict[int, list[int]] = field(default_factory=dict)
     """Order of each optimizer's parameter groups at the save (see `group_order`), by the optimizer's id(). Entries that

@@ -29,7 +29,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """One file of a rank, and the items in it."""
+    """File of a rank, and the items in it."""
 
     name: str
     items: tuple[int, ...]

@@ -23,7 +23,7 @@ MARGIN_S = 60.0
 
 
 class Ranks:
-    """The ranks that save and restore together.
+    """Ranks that save and restore together.
 
     Args:
         group: process group of the ranks; None: all ranks of the job, or only this process if torch.distributed is not

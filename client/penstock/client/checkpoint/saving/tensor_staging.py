@@ -25,8 +25,8 @@ bytes before all regions must be laid out again. Objects with more bytes than th
 so that objects which grow steadily cause new layouts ever more rarely."""
 
 Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
-"""What was copied into the image. First the files, each with its name, its offset and length in the image, and the
-offsets of its archives in the file; then offset and length of the description of torch's `.metadata`. All in bytes."""
+"""Contents of the image. First the files, each with its name, its offset and length in the image, and the offsets
+of its archives in the file; then offset and length of the description of torch's `.metadata`. All in bytes."""
 
 
 class StagingBuffer:

@@ -46,7 +46,7 @@ _BLOCK = struct.Struct("<qi4xq")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Where a message lies in a file; all offsets in bytes."""
+    """Place of a message in a file; all offsets in bytes."""
 
     kind: int
     begin: int

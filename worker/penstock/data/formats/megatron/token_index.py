@@ -44,7 +44,7 @@ parts, evenly spaced."""
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """Where a document lies in the .bin file, and its sequences."""
+    """Place of a document in the .bin file, and its sequences."""
 
     begin: int
     """Offset in the .bin file of the document's first byte."""

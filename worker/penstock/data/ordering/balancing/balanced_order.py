@@ -75,7 +75,8 @@ class Imbalance:
     plain: float
     """Cost of the most expensive box divided by the mean over all boxes, without balancing."""
     balanced: float
-    """The same with the loader's `balance`; with report=True, as it would be."""
+    """Cost of the most expensive box divided by the mean over all boxes, with the loader's `balance`; with report=True,
+    as it would be."""
 
 
 class BalancedOrder:

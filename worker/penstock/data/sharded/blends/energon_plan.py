@@ -55,7 +55,7 @@ Read = Callable[[str], bytes]
 
 @dataclass(frozen=True)
 class BlendMember:
-    """One prepared folder that a blend reads, with the split to read of it."""
+    """Prepared folder that a blend reads, with the split to read of it."""
 
     path: str
     """Path of the folder, or its URL."""

@@ -28,7 +28,7 @@ number of each item's segment in its row."""
 
 
 class Documents(NamedTuple):
-    """One document of tokens with its other columns; or several consecutive ones without other columns."""
+    """Document of tokens with its other columns; or several consecutive ones without other columns."""
 
     tokens: Ints
     """Array of integers of shape (tokens,): all documents one after the other."""

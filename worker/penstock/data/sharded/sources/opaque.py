@@ -167,7 +167,7 @@ class OpaqueStream(Iterator[Any]):
         """Number of samples that the stream has yielded or skipped."""
         self._chain = mark.digest
         self._snapshots = [mark.snapshot] if mark.snapshot is not None else []
-        """The two newest snapshots, or fewer; the older one first."""
+        """Two newest snapshots, or fewer; the older one first."""
         self._cadence = SnapshotCadence()
         self._next_at, self._next_s = 1, float("inf")
         self._made: Any = None

@@ -1,0 +1,311 @@
+"""Conversion in parts: after kills, by several processes, beside other runs, to full disks and to remote folders."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conversions import files_in, names_in, rows_in, to_mds
+from forked import Child, join_all
+from forked_jobs import forked_jobs
+from fsspec.implementations.memory import MemoryFileSystem
+from offset_files import forget_fingerprints
+from shardsets import numbers
+from small_disk import small_disk_at
+
+from penstock.data import (
+    MDSWriter,
+    convert_dataset,
+    index_folder,
+    job_processes,
+)
+from penstock.data.converting import conversion_plan, convert, convert_part, part_process
+from penstock.data.formats.index import INDEX
+from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.remote.folders import RemoteFolder
+from penstock.proto.errors import (
+    DatasetError,
+    ShardCorruptError,
+)
+
+
+@pytest.fixture
+def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_processes, "spawn", forked_jobs(part_process.converted))
+
+
+@pytest.fixture
+def part_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each shard a part of its own, however small."""
+    monkeypatch.setattr(conversion_plan, "GROUP_BYTES", 0)
+
+
+def run_until(fsyncs: int, work: Callable[[], object]) -> None:
+    """Do the work, and kill this process at one of its fsyncs."""
+    plain, left = os.fsync, fsyncs
+
+    def fsync(fd: int) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        work()
+
+
+def finished(folder: Path) -> dict[str, int]:
+    """Inode of the shard in each part that has an index."""
+    return {path.parent.name: next(path.parent.glob("shard.*")).stat().st_ino for path in folder.glob(f"*/{INDEX}")}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("to", ["mds", "parquet"])
+def test_killed_run_is_continued(to: str, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill every run after some writes, more from time to time, until one comes to its end. `shards`: those in a
+    part."""
+    monkeypatch.setattr(conversion_plan, "GROUP_SHARDS", shards)
+    numbers(tmp_path / "from", 50 * shards)
+
+    def work(folder: str = "to") -> Any:
+        return convert_dataset(tmp_path / "from", tmp_path / folder, to, processes=1)
+
+    work("whole")
+    kept: dict[str, int] = {}
+    for runs in range(1, 60):
+        child = Child(partial(run_until, 2 + runs, work))
+        try:
+            child.join()
+            break
+        except AssertionError as error:
+            if "ended with 9" not in str(error):
+                raise
+        kept = {**kept, **finished(tmp_path / "to")}
+        assert (tmp_path / "to" / INDEX).exists() or kept.items() <= finished(tmp_path / "to").items()
+    assert runs > 3
+    assert {name: next((tmp_path / "to" / name).glob("shard.*")).stat().st_ino for name in kept} == kept
+    assert work().made == 0
+    assert files_in(tmp_path / "to") == files_in(tmp_path / "whole")
+
+
+def sized(size: int, samples: int, blocks: tuple[int, ...] = ()) -> Shard:
+    return Shard("mds", samples, (ShardFile(StoredFile("shard", size)),), blocks=blocks)
+
+
+def test_parts_have_every_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, within the limits, of shards that are large, small and empty."""
+    monkeypatch.setattr(conversion_plan, "PART_BYTES", 1000)
+    monkeypatch.setattr(conversion_plan, "GROUP_BYTES", 100)
+    monkeypatch.setattr(conversion_plan, "GROUP_SHARDS", 5)
+    for seed in range(50):
+        draw = np.random.default_rng(seed)
+        shards = [sized(int(draw.choice([0, 5, 40, 101, 3000])), int(draw.choice([0, 1, 7, 30]))) for _ in range(40)]
+        parts = conversion_plan.parts_of(shards)
+        pieces = [list(part.pieces(shards)) for part in parts]
+        taken = [(id(shard), number) for piece in pieces for shard, *bounds in piece for number in range(*bounds)]
+        assert taken == [(id(shard), number) for shard in shards for number in range(shard.samples)]
+        for part in parts:
+            assert part.past - part.first <= 5
+            assert part.past - part.first == 1 or sum(each.size for each in shards[part.first : part.past]) <= 100
+    assert conversion_plan.parts_of([]) == []
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_small_shards_are_one_part(remote: bool, bucket: str, tmp_path: Path) -> None:
+    source = f"{bucket}/from" if remote else str(tmp_path / "from")
+    numbers(source, 300)  # type: ignore[arg-type]
+    done = to_mds(source, tmp_path / "to")
+    assert (done.parts, done.samples, len(done.shards)) == (1, 300, 1)
+    assert [row["number"] for row in rows_in(tmp_path / "to")] == list(range(300))
+
+
+def test_error_in_a_part_names_the_shard(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(99)))
+    with (tmp_path / "b.jsonl").open("a") as file:
+        file.write('{"n": "text"}\n' * 2)
+    index_folder(tmp_path)
+    with pytest.raises(DatasetError, match=r"b.jsonl, samples 0 to 100: .*column 'n'"):
+        to_mds(tmp_path, tmp_path / "to", types={"n": "int"})
+
+
+@pytest.mark.usefixtures("forked_processes", "part_each")
+def test_parts_are_shared_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that fails ends the run; the others are kept, and the next run makes only the rest."""
+    monkeypatch.setattr(conversion_plan, "PART_BYTES", 500)
+    monkeypatch.setattr(convert, "SAMPLED_ROWS", 3)  # the damaged one is not looked at before
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"n": {n}, "name": "{name}"}}\n' for n in range(99)))
+    index_folder(tmp_path)
+    forget_fingerprints(tmp_path)
+    damaged = (tmp_path / "b.jsonl").read_bytes()
+    stat = (tmp_path / "b.jsonl").stat()
+    (tmp_path / "b.jsonl").write_bytes(damaged.replace(b'{"n": 70,', b'("n": 70,'))
+    os.utime(tmp_path / "b.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(ShardCorruptError, match=r"b.jsonl, samples \d+ to \d+: .*sample 70 must be a line"):
+        to_mds(tmp_path, tmp_path / "to", processes=3)
+    assert not (tmp_path / "to" / INDEX).exists()
+    before = finished(tmp_path / "to")
+    (tmp_path / "b.jsonl").write_bytes(damaged)
+    os.utime(tmp_path / "b.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    done = to_mds(tmp_path, tmp_path / "to", processes=2)
+    assert (done.parts, done.made, done.samples) == (done.parts, done.parts - len(before), 198)
+    assert 8 < done.parts < 20
+    assert [row["n"] for row in rows_in(tmp_path / "to")] == [*range(99), *range(99)]
+
+
+def test_each_part_is_taken_once() -> None:
+    """By processes that read from one position."""
+    records = range(100_000)
+    with contextlib.ExitStack() as stack:
+        jobs = job_processes.memory_file(stack, b"".join(map(job_processes.JOB.pack, records)))
+        taken = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)]
+
+        def take(into: Any) -> None:
+            while job := os.read(jobs, job_processes.JOB.size):
+                into.write(job)
+            into.flush()
+
+        join_all(*(partial(take, into) for into in taken))
+        found = b"".join(os.pread(into.fileno(), 1 << 20, 0) for into in taken)
+    assert sorted(number for (number,) in job_processes.JOB.iter_unpack(found)) == list(records)
+
+
+@pytest.mark.usefixtures("forked_processes", "part_each")
+def test_killed_process_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers(tmp_path / "from", 40)
+    monkeypatch.setattr(convert_part.PartConverter, "convert", lambda self, number: os.kill(os.getpid(), 9))
+    with pytest.raises(
+        DatasetError, match=r"ended with exit status -9 before its work was done\. Run the command again"
+    ):
+        to_mds(tmp_path / "from", tmp_path / "to", processes=2)
+
+
+@pytest.mark.usefixtures("part_each")
+def test_other_files_are_never_touched(tmp_path: Path) -> None:
+    numbers(tmp_path / "from", 30)
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "mine").write_text("mine")
+    with pytest.raises(DatasetError, match=r"must be empty, got the file mine\. Give another folder"):
+        to_mds(tmp_path / "from", tmp_path / "to")
+    numbers(tmp_path / "other", 10)
+    before = files_in(tmp_path / "other")
+    with pytest.raises(DatasetError, match="must be empty, but it has a dataset"):
+        to_mds(tmp_path / "from", tmp_path / "other")
+    assert (files_in(tmp_path / "other"), names_in(tmp_path / "to")) == (before, ["mine"])
+    with pytest.raises(AssertionError, match="ended with 9"):
+        join_all(lambda: run_until(9, lambda: to_mds(tmp_path / "from", tmp_path / "begun")))
+    for change in ({"compression": "zstd"}, {"columns": ["number"], "types": {"number": "str_int"}}):
+        with pytest.raises(DatasetError, match="must be empty, got an unfinished conversion of other data"):
+            to_mds(tmp_path / "from", tmp_path / "begun", **change)
+    with (tmp_path / "begun" / convert.JOURNAL).open() as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(DatasetError, match="must have one writer, but another process converts into it"):
+            to_mds(tmp_path / "from", tmp_path / "begun")
+    os.utime(next((tmp_path / "from").glob("shard.*")))
+    with pytest.raises(DatasetError, match="must be empty, got an unfinished conversion of other data"):
+        to_mds(tmp_path / "from", tmp_path / "begun")
+
+
+@pytest.mark.usefixtures("part_each")
+def test_run_beside_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one begins or ends after this one looked into the folder and before it locks it."""
+    numbers(tmp_path / "from", 30)
+    plain, held = RemoteFolder.names, contextlib.ExitStack()
+
+    def after_first_look(between: Callable[[], object], to: str, **settings: Any) -> Any:
+        def names(self: RemoteFolder, **options: Any) -> list[str]:
+            found = plain(self, **options)
+            monkeypatch.setattr(RemoteFolder, "names", plain)
+            between()
+            return found
+
+        monkeypatch.setattr(RemoteFolder, "names", names)
+        return to_mds(tmp_path / "from", tmp_path / to, **settings)
+
+    def begin() -> None:
+        (tmp_path / "begun").mkdir()
+        fcntl.flock(held.enter_context((tmp_path / "begun" / convert.JOURNAL).open("w")), fcntl.LOCK_EX)
+
+    with held, pytest.raises(DatasetError, match="must have one writer, but another process converts into it"):
+        after_first_look(begin, "begun")
+    assert to_mds(tmp_path / "from", tmp_path / "begun").made == 3, "a run that was killed before it wrote its journal"
+    whole = partial(to_mds, tmp_path / "from", tmp_path / "ended")
+    assert after_first_look(whole, "ended").made == 0
+    before = files_in(tmp_path / "ended")
+    assert before == files_in(tmp_path / "begun"), "without a journal"
+    (tmp_path / "ended").rename(tmp_path / "moved")
+    with pytest.raises(DatasetError, match="must be empty, but it has a dataset"):
+        after_first_look(whole, "ended", compression="zstd")
+    assert files_in(tmp_path / "ended") == before
+
+
+@pytest.mark.usefixtures("part_each")
+@pytest.mark.parametrize("to", ["mds", "parquet"])
+def test_full_disk_loses_nothing(to: str, tmp_path: Path) -> None:
+    with MDSWriter(tmp_path / "from", {"data": "bytes"}, size_limit="100kb") as writer:
+        for number in range(12):
+            writer.write({"data": np.random.default_rng(number).bytes(60_000)})
+    with small_disk_at(tmp_path / "disk", 400_000) as disk:
+        with pytest.raises(DatasetError, match=r"part-0000\d\d could not be written: No space left on device.*kept"):
+            convert_dataset(tmp_path / "from", disk / "to", to, processes=1)
+        assert 3 <= len(finished(disk / "to")) < 12
+        os.system(f"mount -o remount,size=2000000 {disk}")
+        done = convert_dataset(tmp_path / "from", disk / "to", to, processes=1)
+        assert 0 < done.made < 10
+        assert rows_in(disk / "to") == rows_in(tmp_path / "from")
+
+
+@pytest.mark.usefixtures("part_each")
+@pytest.mark.parametrize("to", ["mds", "parquet"])
+def test_remote_to_remote(to: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that fails ends the run; the next one makes the rest."""
+    numbers(f"{bucket}/from", 40, compression="zstd", hashes=["sha1"])  # type: ignore[arg-type]
+    plain, sent = MemoryFileSystem.put_file, 0
+
+    def put_file(self: Any, lpath: str, rpath: str, **keywords: Any) -> None:
+        nonlocal sent
+        sent += 1
+        if sent == 3:
+            raise PermissionError(rpath)
+        plain(self, lpath, rpath, **keywords)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    with pytest.raises(DatasetError, match=r"could not be written after 1 try"):
+        convert_dataset(f"{bucket}/from", f"{bucket}/to", to, processes=1)
+    done = convert_dataset(f"{bucket}/from", f"{bucket}/to", to, processes=1)
+    assert done.parts - done.made == 2
+    rows = rows_in(f"{bucket}/to", local=tmp_path / "cache")
+    assert [row["number"] for row in rows] == list(range(40))
+    names = RemoteFolder(f"{bucket}/to").find(deadline_s=9)
+    assert len([name for name in names if not name.startswith("part-")]) == 1, names
+
+
+@pytest.mark.usefixtures("part_each")
+def test_written_parts_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that the disk changed is noticed before it counts."""
+    numbers(tmp_path / "from", 30)
+    plain = convert_part.PartConverter._verify
+
+    def verify(self: Any, folder: str, shards: Any, digest: Any) -> None:
+        path = self._dest.local / folder / shards[0].name
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        plain(self, folder, shards, digest)
+
+    monkeypatch.setattr(convert_part.PartConverter, "_verify", verify)
+    with pytest.raises(DatasetError, match=r"must have 10 rows with digest .* reading it back gives 10 with"):
+        to_mds(tmp_path / "from", tmp_path / "to")
+    assert not list((tmp_path / "to").rglob(INDEX))
