@@ -5,11 +5,13 @@ This module returns samples by number, and fetches shards on demand. StreamingLo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, SupportsIndex
@@ -516,11 +518,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         for cache in self._caches:
             cache.close()
 
-    def __del__(self) -> None:
-        try:
-            self.close()
-        except AttributeError:  # __init__ failed; or the interpreter exits, and modules are gone already
-            pass
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # The default argument keeps the function available while the interpreter exits. Then modules are gone already,
+        # and the process's end releases what the dataset holds.
+        if not is_exiting():
+            with contextlib.suppress(AttributeError):  # __init__ may have failed
+                self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         made_again = ("_open", "_decoder", "_starts")
