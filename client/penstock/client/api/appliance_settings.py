@@ -123,7 +123,8 @@ def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
 
 
 class Torchrun:
-    """Variables that torchrun sets for its processes; outside torchrun, empty strings and the values of one process."""
+    """Variables that torchrun sets for its processes. Outside torchrun: strings are empty, local_rank is 0, and both
+    world sizes are 1."""
 
     def __init__(self) -> None:
         env = os.environ

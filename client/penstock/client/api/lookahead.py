@@ -240,8 +240,8 @@ class Lookahead(IterableDataset[Any]):
         return self._loader.mid_epoch
 
     def leave_epoch(self) -> None:
-        """Abandon the epoch of the loaded state: the next iteration begins the next epoch. To be called if the loop
-        that saved the state had finished its own, shorter epoch. It also holds if the same state is loaded once more,
-        as Lightning does."""
+        """Abandon the epoch of the loaded state: the next iteration begins the next epoch. Call this if the framework
+        limits the batches of an epoch, and the loop that saved the state had reached this limit. The call keeps its
+        effect if the same state is loaded once more, as Lightning does."""
         self._over_at = self._loader.step
         self._loader.leave_epoch()

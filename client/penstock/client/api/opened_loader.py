@@ -115,7 +115,8 @@ class OpenedLoader:
 
     def begin(self, executor: Any, appliance: Appliance | None) -> Session:
         """Return the loader's session (its run and reader) for an executor that starts to iterate. Open the run if it
-        is not open. `appliance`: appliance passed to the executor; None: the default one."""
+        is not open. `appliance`: appliance passed to the executor; None: that of the open run, else
+        current_appliance()."""
         if self._iterating:
             raise RuntimeError(
                 f"{self.name}: only one executor can iterate a loader at a time: finish the loop of the other executor "
@@ -350,8 +351,8 @@ class OpenedLoader:
 
 
 def _on(cover: DigestCover, start_of: Callable[[int], BoxStart], box: int) -> BoxStart:
-    """Return `start_of(box)`, the position and state from which a box starts. In a run with digests by rows
-    (DigestCover.ROWS), set `by_rows` in the position."""
+    """Return `start_of(box)`, the position and state from which a box starts. In the position, set `by_rows` to True if
+    `cover` is DigestCover.ROWS (digests by rows), else to False."""
     start = start_of(box)
     start.position.by_rows = cover == DigestCover.ROWS
     return start

@@ -36,7 +36,7 @@ class Session:
     """Ends of other boxes' epochs of which the user was already warned, as (box, last step of the epoch)."""
     warned_of_abandoned: bool = False
     cut_due: bool = False
-    """True if the loop left the epoch by `break`, so that the next executor abandons the epoch."""
+    """True if the loop left the epoch by `break`, so that the next executor will abandon the epoch."""
 
     @property
     def progress(self) -> bool:

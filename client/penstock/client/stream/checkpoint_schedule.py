@@ -1,4 +1,7 @@
-"""Schedules of checkpoint steps. None or 0             none
+"""Schedule of checkpoint steps, made from an executor's argument `checkpoint_steps`.
+
+    checkpoint_steps      the checkpoint steps
+    None or 0             none
     N                     each step that is a multiple of N, and the executor's last
     iterable              the steps in it; it may contain ranges
     callable              the steps for which the function returns True

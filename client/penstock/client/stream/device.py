@@ -55,8 +55,8 @@ class DeviceBackend(Protocol):
         """
 
     def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
-        """Let the device run all work that this thread starts from now on after these copies. Does not wait for the
-        copies. `event`: the event that `copy` returned."""
+        """Make the device wait: work that this thread starts on it from now on runs only after these copies. The thread
+        itself does not wait. `event`: the event that `copy` returned."""
 
 
 class _Done:

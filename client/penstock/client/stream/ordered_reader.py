@@ -59,8 +59,8 @@ from penstock.proto.v1 import lane_pb2, records_pb2
 __all__ = ["OrderedReader"]
 
 OUTRUN = 2 * (MAX_ENTRIES + 8)
-"""Number of a slot's next batches for which checkpoint steps are announced. A worker may be a whole ring ahead of the
-loop, and the next announcement is sent when the loop has taken half of these batches."""
+"""Number of a slot's next batches among which checkpoint steps are announced. It is more than twice a ring: the next
+announcement is sent after half of these batches, and a worker may be a whole ring ahead of the loop."""
 FAILED_GRACE_S = 2.0
 """Seconds to wait, after a slot was reported as failed, for its last batches and its error to arrive on its lane."""
 RETRY_FLUSH_S = 0.02
@@ -108,7 +108,7 @@ class OrderedReader:
         self._abandoned: list[tuple[int, int]] = []
         self._warned_unsharded = self._logged_not_used = False
         run.progress.waited_by_slot = [0.0] * run.num_slots
-        run.progress.position = self.snapshot
+        run.progress.position = self.copy_position
         run.progress.unreachable = self._unreachable
         open_streams.feeds.add(self)
 
@@ -250,7 +250,8 @@ class OrderedReader:
 
     def _unreachable(self) -> list[tuple[int, int, str]]:
         """Return (slot, generation, reason) for all slots on unreachable workers, for the watch thread's reports. If
-        one lane finds its worker unreachable, all slots of this worker are listed, whose batches are not due yet."""
+        one lane finds its worker unreachable, all slots of this worker are listed, also those whose batches are not due
+        yet."""
         views, lanes = self._run.views, list(self._lanes)
         why = {views[lane.slot].worker: lane.unreachable for lane in lanes if lane.unreachable}
         known = [(lane, views[lane.slot]) for lane in lanes]
@@ -533,7 +534,7 @@ class OrderedReader:
         return steps[(len(steps) - 1) // 2] if steps else None
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch after the last delivered batch. The workers drop the rest and begin the next epoch."""
+        """Abandon the epoch after the last delivered batch. The workers drop the rest of it and begin the next one."""
         position = self.position
         if not any(position.delivered):
             return  # no batch of the epoch was taken
@@ -577,7 +578,7 @@ class OrderedReader:
         """Number of delivered batches of which the loop still has views. May be read from any thread."""
         return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
-    def snapshot(self) -> records_pb2.BoxPosition | None:
+    def copy_position(self) -> records_pb2.BoxPosition | None:
         """Return the position, for the watch thread; None if the training thread changes it during each attempt to read
         it."""
         position = self.position
@@ -592,7 +593,7 @@ class OrderedReader:
 
     def close(self) -> None:
         """Close all lanes. Batches that the loop still holds stay valid."""
-        last = self.snapshot()
+        last = self.copy_position()
         self._run.progress.position = lambda: last  # the run's last report still needs the position
         self._run.progress.unreachable = list
         for lane in self._lanes:

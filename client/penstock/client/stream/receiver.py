@@ -337,7 +337,8 @@ class ReceiverLane:
                 raise malformed(f"a worker must send frames of known kinds, got kind {kind}")
 
     def _check_claims(self, frame: Frame) -> None:
-        """Check the sizes in a worker's BATCH frame before memory is allocated for the batch. Raises ProtocolError."""
+        """Check the numbers in a worker's BATCH frame before memory is allocated for the batch. Raises
+        ProtocolError."""
         size = frame.nbytes + 8 * frame.size
         if size > self._entry_bytes.get(frame.ring, -1):
             raise malformed(f"a batch must fit into an entry of a ring that the worker announced, got {size} bytes")

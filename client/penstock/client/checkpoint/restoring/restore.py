@@ -139,8 +139,8 @@ def _settle(folder: Path, timeout_s: float) -> None:
 
 
 def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
-    """Return the error for a damaged checkpoint. Its text names, as the one to restore instead, the newest checkpoint
-    with files of the right sizes. `wrong`: the damage."""
+    """Return the error for a damaged checkpoint at `path`. Its text recommends another checkpoint to restore: the
+    newest one whose files have the right sizes. `wrong`: the damage."""
     try:
         good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
     except CheckpointError:
