@@ -327,7 +327,7 @@ class InProcessReader:
         self._box = run.box_of(run.box)
         self.position = self._box.position
         self.stats = StreamStats()
-        self.first_step = self.position.step
+        self.began_at = self.position.step
         self.wait_s = 0.0
         self.counts = DeliveredCounts(run.num_slots)
         self.layout: tuple[Structure, list[int]] | None = None
@@ -338,7 +338,7 @@ class InProcessReader:
         self._warned_unsharded = False
         run.progress.position = self._report
         run.progress.waited_by_slot = [0.0] * run.num_slots
-        open_streams.feeds.add(self)
+        open_streams.readers.add(self)
 
     @property
     def run(self) -> InProcessRun:

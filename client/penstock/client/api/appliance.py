@@ -27,7 +27,7 @@ import torch
 
 from penstock.client.api.appliance_settings import ApplianceSettings, Torchrun, attempt_key, resolve
 from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
-from penstock.client.api.scopes import ApplianceScope
+from penstock.client.api.scopes import EnteredScope
 from penstock.client.embedded import Embedded
 from penstock.client.states.code_reference import forbid_in_runner, search_path
 from penstock.client.states.run_opening import Opening
@@ -515,7 +515,7 @@ def _close_all() -> None:
         appliance.close()
 
 
-_entered: ApplianceScope[Appliance] = ApplianceScope(
+_entered: EnteredScope[Appliance] = EnteredScope(
     "penstock-appliances",
     "one appliance must be open for this thread, got {count} in `with` statements of other threads: pass "
     "DataExecutor(loader, appliance=...), or open the appliance in the thread that uses it",

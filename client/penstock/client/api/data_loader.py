@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader as TorchLoader
 from penstock.client.api.appliance import Appliance
 from penstock.client.api.progress_line import ProgressLine
 from penstock.client.api.resumable_loader import ResumableLoader
-from penstock.client.api.scopes import ApplianceScope
+from penstock.client.api.scopes import EnteredScope
 from penstock.client.api.session import Session
 from penstock.client.states.batch_sizes import batch_size_of
 from penstock.client.states.code_reference import forbid_in_runner
-from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, CheckpointSteps, positive
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, CheckpointSteps, checked_int
 from penstock.client.stream.stream_interfaces import EPOCH_ENDED, StreamStats
 from penstock.proto.errors import EmptyInputError, PenstockError
 from penstock.proto.state.position import EPOCHS_AHEAD
@@ -231,7 +231,7 @@ class DataExecutor:
                 f"{type(loader).__qualname__}: pass the function that makes this loader to DataLoader(input_fn)"
             )
         self._loader = loader
-        self._num_steps = None if num_steps is None else positive("num_steps", num_steps, least=0)
+        self._num_steps = None if num_steps is None else checked_int("num_steps", num_steps, least=0)
         self._schedule = CheckpointSchedule.of(checkpoint_steps)
         self._appliance, self._persistent, self._rest_only = appliance, persistent, rest_only
         if appliance is not None:
@@ -317,7 +317,7 @@ class DataExecutor:
 
         Equal streams have equal digests. A loaded state continues its digest, on any number of workers. chain(0) = 0,
         chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None if unknown: before the loop
-        begins, after a state was loaded onto another number of boxes, or after a state without a digest.
+        begins, and after a state was loaded onto another number of boxes or a state without a digest was loaded.
 
         With Appliance(digest="rows") the value is this box's part of a digest of all boxes. Add the parts of all boxes
         modulo 2^64: the sum is equal for two streams whose steps deliver the same rows, also if the number of boxes
@@ -396,7 +396,7 @@ class DataExecutor:
             loader.finish(self, left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
 
 
-_iterating: ApplianceScope[DataExecutor] = ApplianceScope(
+_iterating: EnteredScope[DataExecutor] = EnteredScope(
     "penstock-loops",
     "one DataExecutor must be iterating for this thread, got {count} in other threads: call a checkpoint_closure in "
     "the thread of its loop",

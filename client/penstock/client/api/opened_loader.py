@@ -127,7 +127,7 @@ class OpenedLoader:
             session = self._open(appliance if appliance is not None else current_appliance(self))
             if self._leaves_epoch:
                 self._capabilities(session)  # waits until the epoch's length is known
-                session.cut_due = session.expected_last() != session.reader.position.step
+                session.abandon_due = session.expected_last() != session.reader.position.step
         elif session.run.error is not None:
             raise session.run.error
         elif session.run.closed:
@@ -143,7 +143,7 @@ class OpenedLoader:
         self._executor = weakref.ref(executor)
         session.reader.thread = threading.get_ident()
         try:
-            if session.cut_due:
+            if session.abandon_due:
                 session.abandon_epoch()
             session.run.progress.epoch_ended = False
         except BaseException:
@@ -161,7 +161,7 @@ class OpenedLoader:
         session = self._session
         if session is None or session.run.closed:
             return
-        session.cut_due = left_early
+        session.abandon_due = left_early
         session.reader.flush()
         if epoch_ended:
             session.run.progress.epoch_ended = True
@@ -216,8 +216,8 @@ class OpenedLoader:
         cover = DigestCover.SAMPLE if settings.digest is None else DigestCover[settings.digest.upper()]
         if self._drawn is not None and seed is not None and seed != self._drawn:
             raise StateMismatchError(
-                f"seed must be {self._drawn}, the random seed of a state of {self.name} that was taken before the "
-                f"first loop, got Appliance(seed={seed}): take the state once the loop has begun, or inside `with "
+                f"seed must be {self._drawn}, the random seed that a state of {self.name} got when it was taken before "
+                f"the first loop, got Appliance(seed={seed}): take the state once the loop has begun, or inside `with "
                 "Appliance(...)`"
             )
         start = self._start_of(settings, settings.box)
@@ -279,7 +279,7 @@ class OpenedLoader:
             run,
             reader,
             self.name,
-            first_step=position.step,
+            began_at=position.step,
             epoch_began_at=position.step - sum(position.delivered),
             whole_epoch=start.same_topology or position.step == 0,
         )

@@ -55,7 +55,7 @@ class Progress:
     written: int
     """Number of bytes written so far, for all saves that are not on the disk yet."""
     total: int
-    """Number of bytes that these saves must write in all."""
+    """Number of bytes to write in all, for all saves that are not on the disk yet."""
 
 
 class AsyncCheckpointer:
@@ -314,8 +314,8 @@ class AsyncCheckpointer:
 
         Raises:
             CheckpointError: a save failed; the error names the rank and the cause.
-            DeadlineError: `timeout_s` seconds have passed; the saves continue. None: no limit besides the
-                checkpointer's timeout_s.
+            DeadlineError: `timeout_s` seconds have passed; the saves continue. With timeout_s=None there is no limit
+                besides the checkpointer's timeout_s.
         """
         self._owner.check(f"AsyncCheckpointer({str(self.folder)!r})")
         wait_all(self._writer, list(self._pending), timeout_s)

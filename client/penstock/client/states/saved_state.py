@@ -262,7 +262,8 @@ class SavedState:
 
 def blank() -> dict[str, Any]:
     """Return an empty state for a library that loads in place, such as torch.distributed.checkpoint. The library
-    replaces its values by saved ones. It has only the keys that every saved state has; they suffice to resume."""
+    replaces its values by saved ones. The empty state has only the keys that every saved state has; they suffice to
+    resume."""
     return {KEY: {"format": 0, "step": 0, "record": b""}}
 
 

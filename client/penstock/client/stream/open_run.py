@@ -343,8 +343,8 @@ class OpenRun:
         return True
 
     def hold(self, step: int, timeout_s: float) -> None:
-        """Wait until the box may take `step`, because the coordinator has decided about a change of the mixture; see
-        StepFence. Raises DeadlineError after `timeout_s` seconds."""
+        """Wait at a fence (StepFence) until the coordinator has decided about a change of the mixture, so that the box
+        may take `step`. Raises DeadlineError after `timeout_s` seconds."""
         if not self.wait_for(lambda run: step < self.fence.step, timeout_s) and not self._closed:
             raise DeadlineError(
                 f"run {self.name}, box {self.box} waited {timeout_s:.0f} s before step {step} for the coordinator to "

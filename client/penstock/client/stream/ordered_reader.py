@@ -80,7 +80,7 @@ class OrderedReader:
     def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float) -> None:
         self.position = position
         self.stats = StreamStats()
-        self.first_step = position.step
+        self.began_at = position.step
         """Number of the last step before the first batch of this reader."""
         self.wait_s = 0.0
         """Seconds for which the loop waited for the last batch."""
@@ -110,7 +110,7 @@ class OrderedReader:
         run.progress.waited_by_slot = [0.0] * run.num_slots
         run.progress.position = self.copy_position
         run.progress.unreachable = self._unreachable
-        open_streams.feeds.add(self)
+        open_streams.readers.add(self)
 
     # ---- the hot path
 
@@ -328,7 +328,7 @@ class OrderedReader:
 
     def _notice_of(self, view: pb.SlotView) -> WaitNotice | None:
         """Return the notice for a wait for the first batch or for a slot without a worker; None for any other wait."""
-        if self.position.step == self.first_step:
+        if self.position.step == self.began_at:
             return self._notice
         if view.phase in NO_WORKER and self._later_notice is None:
             self._later_notice = WaitNotice()
@@ -336,7 +336,7 @@ class OrderedReader:
 
     def _waiting_for(self, lane: SlotLane, view: pb.SlotView) -> tuple[str, str]:
         """Return two texts for messages: what the loop waits for, and the reason for the wait."""
-        which = "first" if self.position.step == self.first_step else "next"
+        which = "first" if self.position.step == self.began_at else "next"
         slots = f" from worker slot {lane.slot}" if self._run.num_slots > 1 else ""
         why = f"no connection to its worker: {lane.last_failure}" if lane.last_failure else "its runner is making it"
         if view.phase in NO_WORKER:
@@ -463,7 +463,7 @@ class OrderedReader:
             warn_user(f"{self._label}: {note}")
 
     def _log_not_used(self, views: Sequence[pb.SlotView]) -> None:
-        """Log once why the loader's own state methods are not used, so that saves and recoveries are slower."""
+        """Log once why the loader's own state methods are not used. Saves and recoveries are then slower."""
         why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
         if why and not self._logged_not_used:
             self._logged_not_used = True

@@ -194,7 +194,7 @@ class Reader(Protocol):
 
     position: Position
     stats: StreamStats
-    first_step: int
+    began_at: int
     wait_s: float
     layout: tuple[Structure, list[int]] | None
     counts: DeliveredCounts

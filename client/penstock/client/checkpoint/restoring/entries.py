@@ -134,7 +134,8 @@ class StateEntry(ABC):
     """Entry of the state to restore: a top-level key and its value."""
 
     comes_first = False
-    """True if this entry is checked before others, because its check finds what other entries need."""
+    """True if this entry is checked before others, because its check sets values of the RestoreContext that others
+    need."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
         self.key = key

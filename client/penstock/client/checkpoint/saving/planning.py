@@ -158,7 +158,7 @@ class FileLayout:
 
     name: str
     framed: tuple[tuple[LocalItem, int], ...]
-    """Framed items, each with the offset of its archive in the file, in bytes."""
+    """Framed items (see LocalItem.frame), each with the offset of its archive in the file, in bytes."""
     framed_bytes: int
     others: tuple[LocalItem, ...]
     """Unframed items. Their lengths may differ from save to save."""
@@ -267,8 +267,8 @@ def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Me
 def _plan_together(
     by_rank: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]],
 ) -> tuple[list[list[LocalItem]], Metadata]:
-    """Let torch's planner plan. Return the items that each rank saves, and torch's index. If several ranks have the
-    same item, only one of them saves it."""
+    """Make the plan with torch's planner. Return the items that each rank saves, and torch's index. If several ranks
+    have the same item, only one of them saves it."""
     plans = [SavePlan([one.item for one in items], planner_data=paths) for items, paths in by_rank]
     try:
         deduplicated, metadata = DefaultSavePlanner().create_global_plan(plans)

@@ -104,7 +104,7 @@ class WriteFailed(Exception):
 
 
 class SaveJob:
-    """Work of one rank for a save. `request`: the JSON value that writer_process.py sends."""
+    """Part of a save that one rank's writer does. `request`: the JSON value that writer_process.py sends."""
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ def check_hashing(data: bytes, size: int) -> None:
     """Raise pickle.UnpicklingError if hashing the dict keys in a pickle takes much longer than the pickle's length
     justifies.
 
-    size: length in bytes of the pickle, which is at the beginning of `data`.
+    `size`: length in bytes of the pickle, which is at the beginning of `data`.
     """
     if size < SHORTEST:
         return
@@ -178,9 +178,9 @@ class _Play:
 
 def _weight(root: _Node, known: dict[int, int]) -> int:
     """Return the number of objects that are hashed for the object `root`: itself, and all inside it. An object that is
-    inside it several times counts as often.
+    inside it several times is counted each time.
 
-    known: results for other objects, by id(); new ones are added. Raises UnpicklingError for an object that contains
+    `known`: results for other objects, by id(); new ones are added. Raises UnpicklingError for an object that contains
     itself.
     """
     above: set[int] = set()
