@@ -392,7 +392,7 @@ class Appliance:
     def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
         """Run `call`, a call to the coordinator, and repeat it while the coordinator cannot be reached. The repetition
         is safe, because the coordinator recognises a repeated call. Raises CoordinatorUnavailableError at `deadline`,
-        at the latest after REACH_S seconds. If `run` ends meanwhile with an error, raises this error."""
+        at the latest after REACH_S seconds; any other error of `call` at once. `run`: the run that `call` opens."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
             try:

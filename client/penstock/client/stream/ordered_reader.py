@@ -327,7 +327,7 @@ class OrderedReader:
             self._waited(lane.slot, worker, time.monotonic() - now)
 
     def _notice_of(self, view: pb.SlotView) -> WaitNotice | None:
-        """Return the notice for a wait for the first batch or for a slot without a worker; None for any other wait."""
+        """Return the WaitNotice of a wait for the first batch or for a slot without a worker; None for other waits."""
         if self.position.step == self.began_at:
             return self._notice
         if view.phase in NO_WORKER and self._later_notice is None:

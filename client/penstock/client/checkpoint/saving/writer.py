@@ -300,8 +300,8 @@ class SaveJob:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """Return the reports of the other ranks. Raises WriteFailed at the deadline, with the numbers of the ranks that
-        have sent no report."""
+        """Wait for the reports of the other ranks, and return them; once a report has an error, return those that came.
+        Raises WriteFailed at the deadline, with the ranks that have sent no report."""
         reports: dict[int, dict[str, Any]] = {}
 
         def all_there() -> bool:
