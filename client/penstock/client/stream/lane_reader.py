@@ -66,10 +66,10 @@ class RingView:
         self.held: set[int] = set()
         """Numbers of the entries of which the loop still has views."""
         self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
-        """Number of entries with views from which on batches are delivered as copies, so that a loop that keeps its
-        batches does not leave the producer without free entries."""
+        """Largest number of entries of which the loop may have views. While it has so many, batches are delivered as
+        copies, so that a loop that keeps its batches does not leave the producer without free entries."""
         self.group = max(1, ring.entries // 4)
-        """Number of batches that are delivered until the next ack is sent."""
+        """Number of delivered batches for which one ack is sent."""
 
 
 class SlotLane:
