@@ -1,4 +1,4 @@
-"""Signals that would end a process, turned into exceptions where the process must clean up first."""
+"""Signals that would end a process, turned into exceptions so that the process can clean up first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-__all__ = ["ending", "raised"]
+__all__ = ["ending", "signals_as_errors"]
 
 
 def ending() -> list[signal.Signals]:
@@ -17,13 +17,19 @@ def ending() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def raised(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callable[[], None]]:
+def signals_as_errors(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callable[[], None]]:
     """Turn SIGTERM and SIGHUP (a closed terminal) into an exception within the context, as Python turns Ctrl-C into
     KeyboardInterrupt. Under nohup, SIGHUP stays ignored. `error`: function that returns the exception for a signal.
 
-    Python drops an exception that is raised while a finalizer or the callback of a weak reference runs. So the
-    exception is raised again at the end of the context, and by the function that the context yields. A caller with a
-    loop must call this function in each round.
+    Python drops an exception that a signal handler raises while a finalizer or the callback of a weak reference runs.
+    So the end of the context raises the exception once more. Code that loops within the context would not get there:
+    the context yields a function `check`, which also raises the exception once a signal has come. Call it in the loop.
+
+    Example::
+
+        with signals_as_errors(lambda number: SystemExit(128 + number)) as check:
+            while work():
+                check()
     """
     received: list[signal.Signals] = []
 

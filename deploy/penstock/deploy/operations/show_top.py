@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from penstock.deploy.console.coordinator_options import Peer
-from penstock.deploy.console.signals import raised
+from penstock.deploy.console.signals import signals_as_errors
 from penstock.deploy.operations.top_screen import Screen, plain
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -149,7 +149,7 @@ def _live(watch: _Watch, interval_s: float, console: Console) -> None:
     watch.ask()  # the first query's error is raised before the screen starts
 
     with (
-        raised(lambda number: SystemExit(128 + number)) as check,  # so that the terminal is restored
+        signals_as_errors(lambda number: SystemExit(128 + number)) as check,  # so that the terminal is restored
         _keys() as quits,
         Live(Screen(watch.found, watch.away), console=console, screen=True, auto_refresh=False) as live,
     ):
