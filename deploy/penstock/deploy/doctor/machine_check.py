@@ -161,7 +161,8 @@ def _disk(path: Path) -> Finding:
 
 
 def _port(section: type[Section], question: MachineQuestion, state_dir: Path | None) -> Iterator[Finding]:
-    """Check the port of a daemon. A port that is in use is a problem only if a daemon of this kind is to run here."""
+    """Check whether the port of a daemon is free. A port in use is a problem if a daemon of this kind is to run here,
+    which an address or a state directory in the settings or options shows. Otherwise it is a warning."""
     name = section.table
     given = question.flags.get("listen") if section is CoordinatorSettings else None
     listen = given or _value(section, "listen", MachineQuestion({}))

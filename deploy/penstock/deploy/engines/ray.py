@@ -49,8 +49,8 @@ STOP_S = 40.0
 
 
 def worker_options(plan: FleetPlan) -> dict[str, Any]:
-    """Return the options with which Ray places one worker: a core for each slot, spread over the nodes, near the given
-    resource or label."""
+    """Return the options with which Ray places one worker: a core for each slot, and the workers spread over the nodes.
+    With the plan's option `near`, only nodes with this resource (`NAME`) or label (`KEY=VALUE`) are used."""
     near = str(plan.options["near"])
     key, equals, value = near.partition("=")
     where: dict[str, Any] = {}

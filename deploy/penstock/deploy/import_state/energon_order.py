@@ -58,10 +58,16 @@ def datasets(dataset: Any) -> Iterator[Any]:
 
 
 def epoch_of(state: Any, source: Any, buffered: int) -> int:
-    """Return the epoch that all workers of a rank are in.
+    """Return the epoch that all workers of a rank are in, from 0. Exit with an error if that is not certain.
 
-    With worker processes a state is a checkpoint and the number of batches since it, which may lie in a later epoch. So
-    the epoch is known only where the shuffle buffer cannot have reached the next one.
+    A worker process saves a checkpoint only now and then; its state is the last checkpoint and the number of batches
+    since then. How many samples it has read since then is known only up to the size of its shuffle buffer. So near the
+    end of an epoch it is not known whether it has begun the next one.
+
+    Args:
+        state: state of the rank, with one state for each of its workers.
+        source: Energon's dataset that reads the tar files.
+        buffered: number of samples that the shuffle buffer holds.
     """
     epochs: set[int] = set()
     for number, worker in enumerate(state.worker_states):
@@ -81,7 +87,8 @@ def epoch_of(state: Any, source: Any, buffered: int) -> int:
 
 
 def fields(value: Any, name: str) -> Iterator[int]:
-    """Yield the values of all fields with this name in a state, if the same dict has a field `_repetition`."""
+    """Yield the values of all fields called `name` in a state, at any depth. Only fields beside a field `_repetition`
+    count: those tell how far Energon has read the tar files."""
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):

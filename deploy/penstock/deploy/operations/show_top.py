@@ -72,8 +72,8 @@ class _Watch:
         self._answered_at = 0.0
 
     def ask(self) -> None:
-        """Ask the coordinator for its state and keep the answer. Raises an error that the coordinator answers, and
-        CoordinatorUnreachableError if it has never answered."""
+        """Ask the coordinator for its state and keep the answer. If the coordinator cannot be reached, keep the last
+        answer, or raise the error if there is none yet. Raises every other error of the call."""
         try:
             self._found = view(self._client.status(deadline_s=DEADLINE_S), self._address)
         except AWAY:
@@ -178,7 +178,8 @@ def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
 
 
 def has_quit_key(keys: bytes) -> bool:
-    """Return True if the terminal's input contains the key q or Esc, and not only as part of another key's sequence."""
+    """Return True if the key q or Esc is in the terminal's input. The byte of Esc also begins the sequences of other
+    keys, such as arrow keys: these do not count."""
     plain_keys = _SEQUENCE.sub(b"", keys)
     return any(key in plain_keys for key in (b"q", b"Q", b"\x1b"))
 

@@ -99,10 +99,10 @@ def doctor_machine(
 ) -> int:
     """Check this machine: versions, kernel, limits, clock, disk, ports, TLS, token, settings.
 
-    Checks whether the machine has what daemons with the effective settings need (`penstock config` shows these
-    settings). Without options, it checks for a worker with one slot for each core. Give --state-dir to check for a
-    coordinator too. With --input-fn, imports its module in a separate process. Starts no daemon and leaves no file
-    behind. Exit code 32 if there is a problem; 0 if there are only warnings.
+    Checks whether the machine has what a worker needs with the effective settings (`penstock config` shows them), by
+    default with a slot for each core. With a state directory, also checks what a coordinator needs. With --input-fn,
+    imports its module in a separate process. Starts no daemon and leaves no file behind. Exit code 32 if there is a
+    problem; 0 if there are only warnings.
 
     \b
     Examples:
