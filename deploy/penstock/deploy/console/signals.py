@@ -22,8 +22,8 @@ def signals_as_errors(error: Callable[[signal.Signals], BaseException]) -> Itera
     KeyboardInterrupt. Under nohup, SIGHUP stays ignored. `error`: function that returns the exception for a signal.
 
     Python drops an exception that a signal handler raises while a finalizer or the callback of a weak reference runs.
-    So the end of the context raises the exception once more. Code that loops within the context would not get there:
-    the context yields a function `check`, which also raises the exception once a signal has come. Call it in the loop.
+    So the end of the context raises the exception again. A loop within the context would not reach this end, so it must
+    call the function that the context yields: this function raises the exception if a signal has come.
 
     Example::
 

@@ -283,8 +283,8 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[
 
 
 def _aggregate(_: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
-    """Call aggregate_state_dict as a training process does: build a loader there, which belongs to no worker, and call
-    the method of this loader."""
+    """Call aggregate_state_dict as a training process does: on a loader that is built for this call and belongs to no
+    worker."""
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
     with place_of.assigned(place_of.NEUTRAL):
         loader = input_fn(*fields["args"], **fields["kwargs"])

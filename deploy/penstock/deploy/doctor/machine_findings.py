@@ -1,8 +1,8 @@
 """Requirements of Penstock on a machine, as functions from values to findings. machine_probes.py reads the values.
 
-Each limit in this module is marked as a problem or a warning. It is a problem if Penstock failed or became extremely
-slow beyond it, and a warning if something only became slower. The requirements depend on the use of the machine:
-`slots` is the number of runners (processes that run the user's loader) that the machine is to have.
+A value beyond a limit is a problem if Penstock failed or was extremely slow beyond this limit when it was tried. It is
+a warning if Penstock was only slower. The requirements depend on the use of the machine: `slots` is the number of
+runners (processes that run the user's loader) that the machine is to have.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def main() -> None:
     rest = [number for batch in loader for number in numbers(batch.__restore_key__)]
     if len(set(rest)) < len(rest):
         raise SystemExit(
-            f"the state must not have samples of two epochs in its shuffle buffer, got one from the beginning of epoch "
-            f"{epoch}. Pass a state that was saved some steps before or after it"
+            f"the state must not have samples of two epochs in its shuffle buffer, got a state from the beginning of "
+            f"epoch {epoch}. Pass a state that was saved some steps before or after the beginning of an epoch"
         )
     total = len(sources[0].join_readers[0])
     np.save(sys.argv[1], np.array([epoch, total, *rest], np.int64))
@@ -60,9 +60,9 @@ def datasets(dataset: Any) -> Iterator[Any]:
 def epoch_of(state: Any, source: Any, buffered: int) -> int:
     """Return the epoch that all workers of a rank are in, from 0. Exit with an error if that is not certain.
 
-    A worker process saves a checkpoint only now and then; its state is the last checkpoint and the number of batches
-    since then. How many samples it has read since then is known only up to the size of its shuffle buffer. So near the
-    end of an epoch it is not known whether it has begun the next one.
+    Energon makes a checkpoint of a worker process only now and then. The state of the worker is its last checkpoint and
+    the number of batches since then. How many samples the worker has read since then is known only up to the size of
+    its shuffle buffer. So near the end of an epoch it is not certain whether the worker has begun the next epoch.
 
     Args:
         state: state of the rank, with one state for each of its workers.

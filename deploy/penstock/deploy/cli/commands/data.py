@@ -110,7 +110,7 @@ def data_verify(folder: Folder, as_json: AsJson = False, debug: Debug = False) -
 def data_convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or URL of a dataset with an index.")],
     dest: Annotated[
-        str, typer.Argument(metavar="DEST", help="Folder or URL of the result; empty, or of a killed run.")
+        str, typer.Argument(metavar="DEST", help="Folder or URL for the result; empty, or from a killed run.")
     ],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Format of the result: mds or parquet.")],
     columns: Annotated[
@@ -210,7 +210,9 @@ def data_plan(
     ] = None,
     step_s: Annotated[
         float,
-        typer.Option("--step-seconds", metavar="S", min=0.0, help="Seconds of a training step that waits for no data."),
+        typer.Option(
+            "--step-seconds", metavar="S", min=0.0, help="Seconds of a training step, without waits for data."
+        ),
     ] = 0.0,
     as_json: AsJson = False,
     debug: Debug = False,
