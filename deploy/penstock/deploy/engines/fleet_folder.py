@@ -93,8 +93,8 @@ class FleetFolder:
         return fd
 
     def hold(self, lock: int, identity: Identity) -> None:
-        """Record which process holds the lock of the fleet's folder, or gets it next. `penstock down` sends its signals
-        to this process. `lock`: descriptor of the lock file."""
+        """Record which process holds the lock of the fleet's folder, or is about to take it over. `penstock down` sends
+        its signals to this process. `lock`: descriptor of the lock file."""
         data = json.dumps(asdict(identity)).encode()
         try:
             os.pwrite(lock, data, 0)

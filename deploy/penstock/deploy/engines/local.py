@@ -80,18 +80,17 @@ class LocalEngine:
 
     def down(self, folder: Path, timeout_s: float) -> list[str]:
         """End the fleet: send SIGTERM to the supervisor, which ends its daemons, or to the process that is starting a
-        supervisor. Kill it after `timeout_s` seconds; its daemons then detect its end, and end too. Return a text for
-        each process that was ended. Raises DeadlineError if the fleet is still being started at that time."""
+        supervisor. Kill this process after `timeout_s` seconds; the daemons of a killed supervisor end by themselves.
+        Return a text for each process that was ended. Raises DeadlineError if the fleet is still being started at that
+        time."""
         where = FleetFolder(folder)
         deadline = time.monotonic() + timeout_s
         fleet = where.fleet()
         ended = []
         while where.supervised:
-            holder = where.holder()
+            holder = where.holder()  # read again, because a starting process may have become a supervisor meanwhile
             if holder is not None and _end(holder, deadline):
-                ended = [
-                    f"supervisor (pid {holder.pid})"
-                ]  # the newest record, because a starting process may have become a supervisor meanwhile
+                ended = [f"supervisor (pid {holder.pid})"]
             elif time.monotonic() > deadline:
                 raise DeadlineError(
                     f"a fleet is being started in {where.path}, and did not end within {timeout_s:g} s. Try again"

@@ -120,7 +120,7 @@ class RayEngine:
             )
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """End the workers, then the coordinator. Return a text that names each ended daemon."""
+        """End the workers, then the coordinator. Return a text for each daemon that was ended."""
         with _connected(fleet.about["ray_address"]) as ray:
             there = _actors_of(ray, fleet.name)
             return _stop(ray, there, timeout_s)

@@ -72,7 +72,7 @@ def epoch_of(state: Any, source: Any, buffered: int) -> int:
     epochs: set[int] = set()
     for number, worker in enumerate(state.worker_states):
         since = getattr(worker, "offset", None)
-        # samples read since the checkpoint: at least, and at most
+        # smallest and largest number of samples that the worker can have read since its checkpoint
         read = (0, 0) if since is None else (since * (state.micro_batch_size or 1),) * 2
         read = read if since is None else (max(0, read[0] - buffered), read[1] + buffered)
         repetition = next(fields(worker, "_repetition"), 0)

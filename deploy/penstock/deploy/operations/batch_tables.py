@@ -1,8 +1,8 @@
 """Views of a batch for people, for JSON and as a file: the names and values of its leaves, and one row. A leaf is a
 value in the batch that is not a container, such as a tensor.
 
-They are made in the child process that made the batch, because only this process has the user's classes. A namedtuple
-or a dataclass is taken apart there, and the result consists of plain values.
+The views are made in the child process that made the batch, because only this process has the user's classes. A
+namedtuple or a dataclass is taken apart there, and the result consists of plain values.
 """
 
 from __future__ import annotations

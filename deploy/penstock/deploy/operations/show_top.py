@@ -36,8 +36,8 @@ __all__ = ["has_quit_key", "run_top"]
 DEADLINE_S = 5.0
 """Longest time in seconds to wait for one answer of the coordinator. A later answer would not show the present."""
 ESCAPE_S = 0.05
-"""Seconds within which the rest of an escape sequence must follow its first byte. Without a rest, the byte is the key
-Esc."""
+"""Seconds within which the rest of an escape sequence must follow its first byte. If nothing follows in this time, the
+byte is the key Esc."""
 _SEQUENCE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|O.|[^\x1b])", re.DOTALL)
 AWAY = (CoordinatorUnavailableError, DeadlineError)
 
