@@ -7,10 +7,10 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-__all__ = ["ending", "signals_as_errors"]
+__all__ = ["ending_signals", "signals_as_errors"]
 
 
-def ending() -> list[signal.Signals]:
+def ending_signals() -> list[signal.Signals]:
     """Return the signals that would end this process: SIGTERM, and SIGHUP unless it is ignored."""
     kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM] if kept else [signal.SIGTERM, signal.SIGHUP]
@@ -41,7 +41,7 @@ def signals_as_errors(error: Callable[[signal.Signals], BaseException]) -> Itera
         if received:
             raise error(received[0])
 
-    before = {number: signal.signal(number, end) for number in ending()}
+    before = {number: signal.signal(number, end) for number in ending_signals()}
     try:
         yield again
         again()

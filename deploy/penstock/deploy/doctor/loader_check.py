@@ -30,8 +30,8 @@ __all__ = [
     "STATE",
     "ExaminedLoader",
     "LoaderCheck",
-    "LoaderQuestion",
     "LoaderReport",
+    "LoaderRequest",
     "examine",
     "examine_in",
     "json_option",
@@ -64,7 +64,7 @@ _AGAIN = ("", ", saved by a loader that was restored", ", saved by one that was 
 
 
 @dataclass(frozen=True)
-class LoaderQuestion:
+class LoaderRequest:
     """Loader to examine and settings of the examination, as given on the command line."""
 
     input_fn: str
@@ -168,32 +168,32 @@ class ExaminedLoader:
 class LoaderReport:
     """All findings about a loader, and the verdict: whether, and how, it can be saved."""
 
-    question: LoaderQuestion
+    request: LoaderRequest
     loaders: list[ExaminedLoader]
     code: int
     verdict: str
     warnings: list[str]
 
 
-def examine(question: LoaderQuestion) -> LoaderReport:
+def examine(request: LoaderRequest) -> LoaderReport:
     """Run all checks of a loader and return the report. Raises the loader's error if it fails before it can be
     examined."""
-    question.fields(0)
-    with TrialProcesses(question.deadline_s) as trials:
-        return examine_in(trials, question)
+    request.fields(0)
+    with TrialProcesses(request.deadline_s) as trials:
+        return examine_in(trials, request)
 
 
-def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport:
+def examine_in(trials: TrialProcesses, request: LoaderRequest) -> LoaderReport:
     """Run all checks of a loader in `trials`, which are running already, and return the report. The deadline of
     `trials` applies to each task."""
-    loaders = [_streamed(trials, question, slot) for slot in range(question.workers)]
+    loaders = [_streamed(trials, request, slot) for slot in range(request.workers)]
     for examined in loaders:
         for name in _restored(examined):
-            _chain(trials, question, examined, name)
+            _chain(trials, request, examined, name)
     if _saves(loaders[0]) and loaders[0].capabilities["state_methods"] == 4:
-        _launches(trials, question, loaders)
-    code, verdict = _verdict(question, loaders)
-    return LoaderReport(question, loaders, code, verdict, list(_warnings(question, loaders)))
+        _launches(trials, request, loaders)
+    code, verdict = _verdict(request, loaders)
+    return LoaderReport(request, loaders, code, verdict, list(_warnings(request, loaders)))
 
 
 def _saves(examined: ExaminedLoader) -> bool:
@@ -218,9 +218,9 @@ def _restored(examined: ExaminedLoader) -> Iterator[str]:
             yield name
 
 
-def _streamed(trials: TrialProcesses, question: LoaderQuestion, slot: int) -> ExaminedLoader:
-    what = f"streaming {question.batches} batches of {question.input_fn}, worker {slot}"
-    answer = trials.ask(what, "stream", **question.fields(slot), batches=question.batches)
+def _streamed(trials: TrialProcesses, request: LoaderRequest, slot: int) -> ExaminedLoader:
+    what = f"streaming {request.batches} batches of {request.input_fn}, worker {slot}"
+    answer = trials.ask(what, "stream", **request.fields(slot), batches=request.batches)
     points = {
         message.fields["name"]: (message.fields["total"], message.fields["epoch_start"], message.payload)
         for message in answer
@@ -232,7 +232,7 @@ def _streamed(trials: TrialProcesses, question: LoaderQuestion, slot: int) -> Ex
 
 def _ask(
     trials: TrialProcesses,
-    question: LoaderQuestion,
+    request: LoaderRequest,
     examined: ExaminedLoader,
     check: LoaderCheck,
     task: str,
@@ -248,10 +248,10 @@ def _ask(
     examined.checks.append(check)
     try:
         answer = trials.ask(
-            f"restoring {question.input_fn} {check.where}, worker {examined.slot}",
+            f"restoring {request.input_fn} {check.where}, worker {examined.slot}",
             task,
             parts,
-            **question.fields(examined.slot),
+            **request.fields(examined.slot),
             **fields,
         )
     except DeadlineError:
@@ -266,7 +266,7 @@ def _ask(
     return next((message.payload for message in answer if message.kind == "point"), None)
 
 
-def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedLoader, name: str) -> None:
+def _chain(trials: TrialProcesses, request: LoaderRequest, examined: ExaminedLoader, name: str) -> None:
     """Restore a loader at one restart point. If a chain starts there, restore it again from the state that the restored
     loader saved, and so on."""
     total, epoch_start, data = examined.points[name]
@@ -278,8 +278,8 @@ def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedL
         until = _up_to_a_batch(events[:COMPARED])
         where = _WHERE[name].format(total=total) if generation == 1 else f"after batch {total}{_AGAIN[generation - 1]}"
         check = LoaderCheck(where, total, not epoch_start, generation)
-        then = [until[-1][1], until[-1][1] * question.workers] if generation < last and until else None
-        following = _ask(trials, question, examined, check, "check", [data], events=events, then=then)
+        then = [until[-1][1], until[-1][1] * request.workers] if generation < last and until else None
+        following = _ask(trials, request, examined, check, "check", [data], events=events, then=then)
         if following is None or then is None or not check.exact:
             return
         total, epoch_start, data = then[0], False, following
@@ -296,7 +296,7 @@ def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
 # ---- launches, by the loader's own aggregate and deaggregate
 
 
-def _launches(trials: TrialProcesses, question: LoaderQuestion, loaders: list[ExaminedLoader]) -> None:
+def _launches(trials: TrialProcesses, request: LoaderRequest, loaders: list[ExaminedLoader]) -> None:
     """Check launches (resumes of all workers). Some start where all workers have made the same number of batches, in
     their first epoch; further launches follow from the states saved then. One starts from a step at which worker 0 is
     one batch ahead of the others."""
@@ -306,14 +306,14 @@ def _launches(trials: TrialProcesses, question: LoaderQuestion, loaders: list[Ex
             [examined.points["early"] for examined in loaders[1:]],
         )
         states = [point[2] for point in (one, *others)]
-        _launch(trials, question, loaders, "uneven", [point[0] for point in (one, *others)], states, 1)
+        _launch(trials, request, loaders, "uneven", [point[0] for point in (one, *others)], states, 1)
     for name in ("early", "mid"):
         if not all(_within_first_epoch(examined, name) for examined in loaders):
             continue
         total, parts = loaders[0].points[name][0], [examined.points[name][2] for examined in loaders]
         last = GENERATIONS if _needs_deaggregation(loaders[0]) and name in _CHAINED else 1
         for generation in range(1, last + 1):
-            following = _launch(trials, question, loaders, "resume", [total] * len(loaders), parts, generation)
+            following = _launch(trials, request, loaders, "resume", [total] * len(loaders), parts, generation)
             total += COMPARED
             if following is None:
                 break
@@ -322,7 +322,7 @@ def _launches(trials: TrialProcesses, question: LoaderQuestion, loaders: list[Ex
 
 def _launch(
     trials: TrialProcesses,
-    question: LoaderQuestion,
+    request: LoaderRequest,
     loaders: list[ExaminedLoader],
     name: str,
     totals: list[int],
@@ -334,7 +334,7 @@ def _launch(
 
     Args:
         trials: processes that run the loader.
-        question: loader and settings.
+        request: loader and settings.
         loaders: workers with their first streams. The results are added to their checks.
         name: key of _WHERE: "resume" or "uneven". No states are returned for "uneven".
         totals: number of batches of each worker before the resume.
@@ -344,7 +344,7 @@ def _launch(
     where = _WHERE[name].format(total=totals[0]) + _AGAIN[generation - 1]
     try:
         aggregated = trials.ask(
-            f"aggregate_state_dict() of {question.input_fn}", "aggregate", parts, **question.fields(0)
+            f"aggregate_state_dict() of {request.input_fn}", "aggregate", parts, **request.fields(0)
         ).done.payload
     except DeadlineError:
         raise
@@ -364,7 +364,7 @@ def _launch(
         then = [total + COMPARED, step + COMPARED * len(loaders)] if goes_on else None
         check = LoaderCheck(where, total, False, generation)
         data = _ask(
-            trials, question, examined, check, "resume", [part, aggregated], events=events, launch=launch, then=then
+            trials, request, examined, check, "resume", [part, aggregated], events=events, launch=launch, then=then
         )
         following.append(data)
     return [data for data in following if data is not None] if all(following) else None
@@ -380,7 +380,7 @@ def _within_first_epoch(examined: ExaminedLoader, name: str) -> bool:
 # ---- the verdict
 
 
-def saved_by(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> str | None:
+def saved_by(request: LoaderRequest, loaders: list[ExaminedLoader]) -> str | None:
     """Return how the loader can be saved: STATE, METHODS or REPLAY; None if it cannot be saved."""
     capabilities = loaders[0].capabilities
     unsaved = any(examined.streamed["unsaved"] for examined in loaders)
@@ -388,7 +388,7 @@ def saved_by(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> str | N
     if capabilities["not_restartable"] or unsaved or any(check.where == _WHERE["start"] for check in wrong):
         return None
     if not capabilities["state_methods"]:
-        return REPLAY if question.replay else None
+        return REPLAY if request.replay else None
     if _needs_deaggregation(loaders[0]):
         return METHODS if all(_is_uneven(check) for check in wrong) else REPLAY
     return REPLAY if wrong else STATE
@@ -398,7 +398,7 @@ def _is_uneven(check: LoaderCheck) -> bool:
     return "one batch behind" in check.where
 
 
-def _verdict(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> tuple[int, str]:
+def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int, str]:
     capabilities, unsaved = (
         loaders[0].capabilities,
         next((p.streamed["unsaved"] for p in loaders if p.streamed["unsaved"]), ""),
@@ -411,7 +411,7 @@ def _verdict(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> tuple[i
     if any(check.where == _WHERE["start"] for check in wrong):
         return DIFFERS, _not_deterministic(capabilities, wrong[0])
     if not capabilities["state_methods"]:
-        if question.replay:
+        if request.replay:
             return 0, "can be saved and resumed exactly, by replay from the start of the epoch (Appliance(replay=True))"
         return CANNOT_SAVE, (
             "cannot be saved as it is: the loader has no state_dict and load_state_dict. Give it the methods of "
@@ -447,13 +447,13 @@ def _describe_failure(check: LoaderCheck) -> str:
     return f"restored {check.where}, {check.what}"
 
 
-def _warnings(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> Iterator[str]:
+def _warnings(request: LoaderRequest, loaders: list[ExaminedLoader]) -> Iterator[str]:
     digests = [[event[2] for event in examined.streamed["events"] if event[2] is not None] for examined in loaders]
     reads_assignment = any(examined.streamed["looked_at"] for examined in loaders)
-    if question.workers > 1 and (not reads_assignment or all(of_one == digests[0] for of_one in digests)):
+    if request.workers > 1 and (not reads_assignment or all(of_one == digests[0] for of_one in digests)):
         why = "and all stream the same batches" if reads_assignment else "and the loader never reads its assignment"
         yield (
-            f"there are {question.workers} workers, {why}, so each worker streams the whole input. Shard the input by "
+            f"there are {request.workers} workers, {why}, so each worker streams the whole input. Shard the input by "
             "penstock.worker.current_assignment() or torch's get_worker_info()"
         )
     for check in loaders[0].checks:

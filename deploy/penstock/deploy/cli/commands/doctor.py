@@ -112,7 +112,7 @@ def doctor_machine(
       penstock doctor machine --json | jq '.findings[] | select(.level != "ok")'
     """
     from penstock.deploy.doctor.findings import show_findings
-    from penstock.deploy.doctor.machine_check import MachineQuestion, check_machine
+    from penstock.deploy.doctor.machine_check import MachineRequest, check_machine
 
     flags = {
         "slots": slots,
@@ -121,8 +121,8 @@ def doctor_machine(
         "state_dir": state_dir,
         **tls,
     }
-    question = MachineQuestion(flags, token_file, input_fn, deadline)
-    return show_findings("This machine", list(check_machine(question)), as_json)
+    request = MachineRequest(flags, token_file, input_fn, deadline)
+    return show_findings("This machine", list(check_machine(request)), as_json)
 
 
 @doctor.command("cluster")
@@ -206,7 +206,7 @@ def doctor_loader(
 
     if is_path(target):
         return show_checkpoints(Path(target), as_json)
-    from penstock.deploy.doctor.loader_check import LoaderQuestion
+    from penstock.deploy.doctor.loader_check import LoaderRequest
     from penstock.deploy.doctor.loader_report import show_doctor
 
-    return show_doctor(LoaderQuestion(target, args, kwargs, batches, workers, replay, seed, deadline), as_json)
+    return show_doctor(LoaderRequest(target, args, kwargs, batches, workers, replay, seed, deadline), as_json)
