@@ -77,7 +77,7 @@ class KeptForkServer:
             )
         finally:
             if fork_server.dead and fork_server.lives:
-                self._starts.lend_until(fork_server.wait())
+                self._starts.occupy_until(fork_server.wait())
         return fork_server
 
     def keep(self, *, needed: bool) -> None:
