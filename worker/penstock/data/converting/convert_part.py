@@ -1,5 +1,4 @@
-"""Conversion of one part (consecutive samples of a shard): read its samples, write them, read the result back, and
-compare."""
+"""Conversion of one part (conversion_plan.Part): read its samples, write them, read the result back, and compare."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class ParquetPart:
 
         Args:
             remote: folder of the whole result.
-            folder: path of the part's folder below it.
+            folder: path of the part's folder, relative to `remote`.
             schema: pyarrow schema of the columns.
             names: how errors name the arguments that the user gave.
             compression: compression of the file, by pyarrow's name; None: none.

@@ -55,8 +55,8 @@ class RowDigest:
 
 
 def value_bytes(value: Any) -> bytes:
-    """Return bytes for a value, which are equal for equal values and differ for others. Raise TypeError for an unknown
-    type."""
+    """Return bytes that stand for a value: the same bytes for equal values, other bytes for different values. Raise
+    TypeError for a value of an unknown type."""
     if value is None:
         return b"0"
     if isinstance(value, np.generic):

@@ -40,7 +40,8 @@ class BlockMemory:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all blocks and readers, without dropping the blocks."""
+        """Forget all blocks and readers, without calling `drop`. Called for a new object, and in a forked child, whose
+        readers are the parent's."""
         # Reentrant: garbage collection of a reader may run in the thread that holds this lock.
         self._lock = threading.RLock()
         self._blocks: OrderedDict[tuple[int, int], int] = OrderedDict()
@@ -78,7 +79,10 @@ class BlockMemory:
 
     def make_room(self, nbytes: int) -> None:
         """Drop blocks until another block of `nbytes` bytes, which the caller is about to decode, fits below the limit.
-        Released blocks of at least `nbytes` bytes together are dropped in any case."""
+
+        If there are released blocks, drop some of them even below the limit, `nbytes` bytes together or all: the new
+        block then gets their memory.
+        """
         with self._lock:
             self._forget_ended()
             freed = 0
@@ -101,8 +105,8 @@ class BlockMemory:
         self._drop(self.limit, keep=1)
 
     def release(self, number: int, block: int) -> None:
-        """Mark a block of reader `number` as not needed soon. `make_room` then drops it before the next block is
-        decoded: memory that is freed just before it is allocated again need not come from the kernel."""
+        """Mark a block of reader `number` as not needed soon. `make_room` drops it before the next block is decoded,
+        and not earlier, so that the allocator reuses its memory and does not ask the kernel for more."""
         with self._lock:
             if (number, block) in self._blocks:
                 self._released[number, block] = None

@@ -20,8 +20,8 @@ def open_shard(
     """Return a reader of a shard. `paths`: the shard's raw (decompressed) files, in the order of `shard.files`;
     `source`: address of the files, for errors.
 
-    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column with pickles unless the
-    options allow it.
+    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column of pickles unless the
+    options allow pickles.
     """
     try:
         reader = _reader(shard, paths, options)

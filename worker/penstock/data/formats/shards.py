@@ -2,8 +2,8 @@
 
 A dataset is a folder with an index and shards. A shard is a file of consecutive samples, with a second file for formats
 that lack a table of the samples' offsets. Each file is stored raw, packed (compressed), or in both forms. A large file
-may be fetched in parts: blocks, which are decoded as a whole (row groups of Parquet), or spans, which are only
-consecutive samples.
+may be fetched in parts. A part is either a block, which is decoded as a whole (a row group of Parquet), or a span: some
+MiB of consecutive samples, each of which can be decoded alone.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Shard:
     ranges: tuple[int, ...] = ()
     """Offsets in the file, in bytes, so that its parts (blocks or spans) can be fetched without the rest; shape (2 *
     parts + 1,), empty if unknown. First the beginning and the end of each part. Then one border of the bytes that all
-    parts need: the beginning of Parquet's footer, the end of Arrow's header; for other formats the end of the file."""
+    parts need: the beginning of Parquet's footer, the end of Arrow's header; for other formats the end of the file. For
+    a Parquet file of 2 row groups and 950 bytes: (4, 500, 500, 900, 900)."""
 
     @property
     def units(self) -> tuple[int, ...]:

@@ -179,7 +179,9 @@ def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[
 
 
 def _joined(root: Path, where: str, format: str, shards: list[Shard], ranges: bool) -> list[Shard]:
-    """Return the shards of one dataset, checked. Raises DatasetError."""
+    """Return the shards of a folder's files, checked and completed as those of one dataset. Without `ranges`, the
+    shards have no parts that can be fetched alone. Raises DatasetError if the shards do not fit together, or have no
+    sample."""
     shards = INDEXABLE[format].join(root, shards)
     if not any(shard.samples for shard in shards):
         raise DatasetError(
@@ -190,8 +192,8 @@ def _joined(root: Path, where: str, format: str, shards: list[Shard], ranges: bo
 
 
 def _refuse_written(out: Path) -> None:
-    """Raise DatasetError if the index in the folder is one that a writer of shards wrote, because it would be
-    replaced."""
+    """Raise DatasetError if folder `out` has an index that a Writer wrote, for shards of a format that index_folder
+    cannot index: the new index would replace it."""
     path = out / INDEX
     if not path.exists():
         return

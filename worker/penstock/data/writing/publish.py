@@ -95,8 +95,8 @@ def newest_index(remote: RemoteFolder, scratch: Path, *, timeout_s: float) -> Gi
 
 
 def check_no_versions(names: Sequence[str], url: str) -> None:
-    """Raise DatasetError if a dataset has versions, because its writer would remove them. `names`: names of the files
-    in its folder; `url`: address of the folder, for errors."""
+    """Raise DatasetError if a dataset that is to be replaced has versions, because jobs may be reading an older one.
+    `names`: names of the files in the dataset's folder; `url`: address of the folder, for errors."""
     if any(map(_is_version_index, names)):
         raise DatasetError(
             f"{url} must not have versions when it is replaced, because jobs may be reading them. Publish the next "

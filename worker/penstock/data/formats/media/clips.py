@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # processes that only convert datasets have no use for torch
 __all__ = ["AudioClip", "Clip", "InvalidPositions", "Opened", "Positions", "VideoClip", "check_clips", "chosen"]
 
 MARGIN_S = 0.5
-"""Seconds of sound that are decoded behind the end of a clip: resampling needs the samples that follow, and a sound may
-begin after time 0."""
+"""Seconds of sound that are decoded after the end of a clip. Resampling needs the samples after the end, and the clip
+ends later in the file if the sound begins after time 0."""
 
 Positions = Sequence[int] | str | Callable[[Mapping[str, Any], int], Sequence[int]]
 """Positions of the frames or samples to decode; or the name of the sample's column that has them; or a function
@@ -106,9 +106,9 @@ class AudioClip:
     """
 
     samples: Positions
-    """(number of the first sample, number of the sample behind the last one), from 0, counted at `sample_rate`. Or the
-    name of a column with these two numbers, or a function (sample, number of samples in the sound) that returns them;
-    to count the samples, all of the sound is decoded."""
+    """Range of samples: (number of the first sample, number of the sample after the last one), from 0, counted at
+    `sample_rate`. Or the name of a column with these two numbers. Or a function (sample of the dataset, number of
+    samples in the sound) that returns them; with a function, all of the sound is decoded, to count its samples."""
     sample_rate: int | None = None
     """Samples per second of the clip; None: as many as the file has."""
     channels: int | None = None

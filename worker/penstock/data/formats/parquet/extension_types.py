@@ -1,9 +1,9 @@
 """Values of Arrow's extension types, such as tensors, JSON and UUIDs.
 
-An extension is a type of Arrow with a name. Whether pyarrow gives its values as objects of its own depends on pyarrow's
-release, and on the packages that were imported and registered extensions. So a value is always that of the type that
-stores it: JSON is text, a UUID is 16 bytes. There are two exceptions: a tensor is an array of its shape, and a bool8 is
-a bool.
+An extension type has a name, and a storage type in which its values are stored. It depends on pyarrow's release, and on
+the packages that were imported, whether pyarrow returns a value of the extension type as an object of a special class.
+So samples contain the value as it is stored: JSON is text, a UUID is 16 bytes. There are two exceptions: a tensor is an
+array of its shape, and a bool8 is a bool.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from penstock.proto.errors import DatasetError
 __all__ = ["conversion_of", "storage_of"]
 
 Conversion = Callable[[Any], Any]
-"""Function from the value of the type that stores an extension, or None, to the value of a sample."""
+"""Function that converts a stored value (of an extension type's storage type, or None) to the value in a sample."""
 KEPT_TYPES = 256
 """Number of pyarrow types whose storage and conversion are remembered."""
 
 
 @lru_cache(maxsize=KEPT_TYPES)
 def storage_of(kind: Any) -> Any:
-    """Return a pyarrow type with the types that store them in place of extensions, nested ones too; the same object if
-    it has no extension, or one that `conversion_of` refuses."""
+    """Return a pyarrow type in which each extension type, also a nested one, is replaced by its storage type. Return
+    `kind` itself if it has no extension type, or has one where `conversion_of` refuses it."""
     arrow = importlib.import_module("pyarrow")
     types = arrow.types
     if hasattr(kind, "storage_type"):
@@ -59,8 +59,9 @@ def _fields(kind: Any) -> list[Any]:
 
 
 def conversion_of(column: str, kind: Any) -> Conversion | None:
-    """Return the function that converts values of `storage_of(kind)`; None if they stay as they are. `column`: name of
-    the column. Raises DatasetError, which names it, for a type whose values cannot be told."""
+    """Return the function that converts values of type `storage_of(kind)` to the values in samples; None if samples
+    contain them as they are. `column`: name of the column, for errors. Raises DatasetError for an extension type within
+    a union or a list view, and for a tensor whose axes' order is ambiguous."""
     try:
         return _conversion(kind)
     except DatasetError as error:
@@ -98,7 +99,7 @@ def _same(value: Any) -> Any:
 
 
 def _present(convert: Conversion) -> Conversion:
-    """Return the conversion that leaves None as it is."""
+    """Return a conversion that leaves None as it is, and calls `convert` for other values."""
     return lambda value: None if value is None else convert(value)
 
 
@@ -113,8 +114,8 @@ def _map(key: Conversion, item: Conversion) -> Conversion:
 
 
 def _tensor(kind: Any) -> Conversion:
-    """Return the conversion of a tensor: to an array of its logical shape, or to nested lists if an element is
-    null."""
+    """Return the conversion of a tensor column. It makes a stored value, a flat list, an array of the tensor's shape,
+    with the axes permuted as the type says; or nested lists if an element is null."""
     shape, permutation = tuple(kind.shape), kind.permutation
     if permutation is not None and [permutation[number] for number in permutation] != sorted(permutation):
         # pyarrow 26 writes the inverse of what Arrow's specification says, and reads neither of the two.

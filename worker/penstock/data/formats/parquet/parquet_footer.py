@@ -26,7 +26,8 @@ TAIL_BYTES = 64 << 10
 
 _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
 """Bytes that a value takes in memory, by the number of its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE,
-BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. A text counts as its offset, or as its number in a dictionary."""
+BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. For a text (BYTE_ARRAY) only the 4 bytes of its offset, or of its number in a
+dictionary, count: its length is unknown."""
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _DEEPEST = 32
 """Largest number of structs and lists that may lie within each other in a footer; the format needs 8."""
@@ -159,7 +160,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def _list(data: bytes, at: int) -> tuple[int, int, int]:
     """Read the header of the list at offset `at`. Returns the list's length, the type of its elements, and the offset
-    of the first one."""
+    of its first element."""
     head = data[at]
     count, at = (head >> 4, at + 1) if head < 0xF0 else _varint(data, at + 1)
     if count > len(data) - at:
@@ -168,8 +169,8 @@ def _list(data: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Return the offset behind the value that begins at offset `at`. `kind`: Thrift's type of the value. The value is a
-    list element or a struct field, but not a bool field, which has no bytes of its own."""
+    """Return the offset of the byte after the value that begins at offset `at`. `kind`: Thrift's type of the value. The
+    value is a list element or a struct field, but not a bool field, which has no bytes of its own."""
     if kind == 8:
         length, at = _varint(data, at)
         return at + length

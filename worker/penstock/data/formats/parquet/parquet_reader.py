@@ -1,8 +1,8 @@
 """Samples of Parquet files: a row is a sample, a file is a shard, a row group is a block of it.
 
 A row group is decoded as a whole, and stays in memory until the process's memory limit for decoded blocks is reached
-(decoded_blocks.py). The order keeps the samples of a few row groups near each other, so each row group is decoded about
-once.
+(decoded_blocks.py). A shuffle keeps the samples of a few row groups near each other, so each row group is decoded about
+once per epoch.
 
 A column of a row group may consist of several pyarrow arrays, because an array of text has at most 2 GiB.
 """

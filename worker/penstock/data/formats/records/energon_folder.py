@@ -5,8 +5,8 @@
     .nv-meta/.info.json      number of samples in each archive (.info.yaml in older folders)
     NAME.tar.idx             offset of each sample in an archive
 
-Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples then have the members of the
-archive. Energon's own index (index.sqlite) is not needed.
+Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples of such a folder have the
+archive's members as columns. Energon's own index (index.sqlite) is not needed.
 
 META stands for the folder `.nv-meta`. Penstock's index of the folder has a note: the digests of the files in META from
 which the index was made. It shows if an index is older than these files. The cache of a remote folder has a copy of
@@ -254,8 +254,8 @@ def _splits(folder: Path) -> dict[str, list[str]]:
 
 
 def _expanded(path: Path, pattern: object) -> list[str]:
-    """Return the names that a pattern such as `shard_{000..127}.tar` or `{a,b}.tar` stands for. Ranges of numbers have
-    leading zeros if an end has one."""
+    """Return the names that a pattern such as `shard_{000..127}.tar` or `{a,b}.tar` stands for. Numbers are padded with
+    zeros if the first or the last one in the pattern is: `{08..10}` stands for 08, 09, 10."""
     if not isinstance(pattern, str):
         raise DatasetError(f"{path}: a file's name must be a string, got {pattern!r:.200}. Run `energon prepare` again")
     found = _BRACES.search(pattern)

@@ -6,8 +6,9 @@
 The fingerprint is a checksum of some pieces of the data file. It shows that the data file was replaced by one of the
 same size, whose records begin elsewhere: with the old offsets, its records would be cut wrongly without an error.
 
-The file is named like the data file, with ENDING, and lies beside it or in the index's own folder. Record i begins at
-offset i; the last offset is the end of the last record. The file is read whole and checked when it is opened.
+The file has the data file's name and the ending .penstock-index. It lies beside the data file or in the index's folder.
+Record i begins at offset i; the last offset is the end of the last record. The file is read whole and checked when it
+is opened.
 """
 
 from __future__ import annotations
