@@ -231,7 +231,7 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
         if raw.size > known_format.max_bytes:
             raise InvalidField(
                 f"raw_{part}.bytes",
-                f"must be at most {known_format.max_bytes}, the limit of its offsets, got {raw.size}",
+                f"must be at most {known_format.max_bytes}, because the file's offsets have 32 bits, got {raw.size}",
             )
         pairs.append(ShardFile(raw, packed))
     rest = {**known_format.defaults, **{name: value for name, value in entry.items() if name not in _OWN}}
@@ -288,7 +288,8 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
     encoded = name.encode(errors="replace")
     if encoded.decode() != name or len(encoded) > 3000 or any(len(step) > 255 for step in encoded.split(b"/")):
         raise InvalidField(
-            f"{field}.basename", f"must be valid text of at most 255 bytes a part and 3000 in all, got {name[:100]!r}"
+            f"{field}.basename",
+            f"must be valid text of at most 255 bytes between two slashes and 3000 bytes in all, got {name[:100]!r}",
         )
     if _OURS.fullmatch(name):
         raise InvalidField(f"{field}.basename", f"must not be a name that the cache uses itself, got {name!r}")
@@ -305,7 +306,7 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
     if files.setdefault(name, stored) != stored:
         raise InvalidField(
             f"{field}.basename",
-            f"must name a file with one size and hash, got {name!r}, for which another entry of the index has others",
+            f"must not be {name!r}, because another entry of the index lists this file with another size or hash",
         )
     return stored
 

@@ -116,8 +116,8 @@ class _Projected:
             return {name: sample[name] for name in self._columns}
         except KeyError as error:
             raise DatasetError(
-                f"{self.name}: a sample must have the column {error} that the argument columns names, got "
-                f"{', '.join(map(str, sample))}. Correct the argument columns"
+                f"{self.name}: a sample must have the column {error} that the argument `columns` names, got "
+                f"{', '.join(map(str, sample))}. Correct the argument `columns`"
             ) from error
 
 

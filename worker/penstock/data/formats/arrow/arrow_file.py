@@ -415,7 +415,7 @@ class ArrowReader:
         if missing:
             raise DatasetError(
                 f"{self.name}: columns must be some of {', '.join(names)}, got {', '.join(missing)}. Correct the "
-                "argument columns"
+                "argument `columns`"
             )
         self._columns, self._whole = list(columns), {}
         if self._plans is not None:

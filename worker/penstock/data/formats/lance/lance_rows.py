@@ -98,7 +98,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         if missing or not self.columns:
             raise InvalidArgumentError(
                 f"columns must be some of {', '.join(schema.names)}, got {', '.join(missing) or 'none'}. Correct the "
-                "argument columns"
+                "argument `columns`"
             )
         self.fingerprint = self._digest(dataset)
         """Digest of the files of the dataset's version. It changes with the data."""
@@ -169,7 +169,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         table = self._called(lambda: dataset.take(numbers, columns=self.columns), f"rows {numbers[:5]}")
         if table.num_rows != len(numbers):
             raise ShardCorruptError(
-                f"{self.uri}: the library must return {len(numbers)} rows, got {table.num_rows}. Check that the "
+                f"{self.uri}: pylance must return {len(numbers)} rows, got {table.num_rows}. Check that the "
                 "dataset's files are complete"
             )
         return table
@@ -187,8 +187,8 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         except (ValueError, OSError) as error:
             where = self.uri if self._version is None else f"version {self._version} of {self.uri}"
             raise DatasetError(
-                f"{where} cannot be opened: {error}. Give the folder that Lance wrote, and a version that was not "
-                "cleaned up"
+                f"{where} cannot be opened: {error}. Give the folder that Lance wrote, and a version that "
+                "cleanup_old_versions has not removed"
             ) from error
         self._opened = os.getpid(), dataset
         return dataset

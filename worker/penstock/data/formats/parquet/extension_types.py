@@ -89,7 +89,7 @@ def _conversion(kind: Any) -> Conversion | None:
     if any(storage_of(field.type) is not field.type for field in _fields(kind)):
         raise DatasetError(
             f"an extension type must not be within a union or a list view, got {kind}. Write the column with the type "
-            "that stores the extension, or leave it out with the argument columns"
+            "that stores the extension, or leave it out with the argument `columns`"
         )
     return None
 
@@ -121,7 +121,7 @@ def _tensor(kind: Any) -> Conversion:
         # pyarrow 26 writes the inverse of what Arrow's specification says, and reads neither of the two.
         raise DatasetError(
             f"a tensor's permutation must be its own inverse, because writers differ in the meaning of others, got "
-            f"{kind}. Write the tensors in their logical order, or leave the column out with the argument columns"
+            f"{kind}. Write the tensors in their logical order, or leave the column out with the argument `columns`"
         )
     dtype = np.dtype(kind.value_type.to_pandas_dtype())
 

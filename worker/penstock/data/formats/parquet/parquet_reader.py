@@ -186,7 +186,7 @@ class ParquetReader:
         if missing:
             raise DatasetError(
                 f"columns must name columns of {self.name}, which has {', '.join(known)}, got {', '.join(missing)}. "
-                "Correct the argument columns"
+                "Correct the argument `columns`"
             )
         paths = [self._footer.schema.column(leaf).path for leaf in range(len(self._footer.schema))]
         self._leaves = [
