@@ -25,7 +25,7 @@ GROUP_BYTES = 16 << 20
 waits for the disk three times, which takes longer than the conversion of a small shard. The limit exists because a
 conversion that is killed loses the part that each process works on."""
 GROUP_SHARDS = 4096
-"""Largest number of shards that are one part together. Each takes at least some 0.5 ms."""
+"""Largest number of shards that are one part together. Each shard takes at least some 0.5 ms."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ConversionPlan:
     """Format of the result: "mds" or "parquet"."""
     columns: Sequence[TargetColumn]
     schema: str = ""
-    """Parquet: serialized Arrow schema of the columns, in hexadecimal."""
+    """Serialized Arrow schema of the columns, in hexadecimal, if the result is Parquet; "" for MDS."""
     encoded: bool = False
     """True if the values of MDS columns are copied as they are stored, without decoding."""
     settings: Mapping[str, Any] = field(default_factory=dict)

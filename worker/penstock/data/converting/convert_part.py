@@ -29,7 +29,8 @@ __all__ = ["PartConverter", "data_of", "source_of"]
 ROWS = 256
 """Number of rows that are read and written at a time."""
 FETCHES = 16
-"""Number of files of a part's small remote shards that are fetched at a time."""
+"""Number of files that are fetched at the same time, for a part that consists of several small shards of a remote
+source."""
 
 
 def source_of(source: str, options: Any, cache: str, *, limit: int | None, timeout_s: float) -> ShardCache:
@@ -86,7 +87,8 @@ class PartConverter:
             files.abandon()
 
     def _fetch(self, shards: Sequence[Shard]) -> None:
-        """Fetch small remote shards several at a time, since each takes as long as the remote takes to answer."""
+        """Fetch the shards of a remote source, several at a time: they are small, so most of the time is spent on
+        waiting for the remote's answer."""
         if self._is_remote and len(shards) > 1:
             with ThreadPoolExecutor(FETCHES) as threads:
                 list(threads.map(self._hold, shards))
@@ -96,7 +98,7 @@ class PartConverter:
             pass
 
     def _write(self, files: PartFiles, digest: RowDigest, shard: Shard, samples: range) -> None:
-        """Convert samples of one shard, and add them to files and digest."""
+        """Convert samples of one shard, and add them to `files` and `digest`."""
         with self._reader(shard) as reader:
             for begin in range(samples.start, samples.stop, ROWS):
                 rows = rows_of(reader, range(begin, min(begin + ROWS, samples.stop)))

@@ -1,9 +1,9 @@
 """Digest of rows that depends only on their values, and not on the format that the rows were read from.
 
-Formats give the same value in different types: a list of numbers is an array or a list, a number is Python's or
-numpy's. Here these count as equal: an array and a list of the same numbers, numbers of any size of the same kind (an
-integer and a float differ), numpy's scalars and Python's. Anything else differs: None from an empty value, text from
-bytes, and the columns' names.
+Readers of different formats return the same value in different types: a list of numbers as an array or a list, a number
+as Python's or numpy's. Here these count as equal: an array and a list of the same numbers, numbers of different widths
+(int8 and int64), numpy's scalars and Python's. All else differs: an integer from a float, None from an empty value,
+text from bytes, and a column from one with another name.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ DECODED_BYTES = 256 << 20
 
 
 class BlockOwner(Protocol):
-    """Reader of a shard that keeps decoded blocks in memory, as the block memory sees it."""
+    """Reader of a shard that keeps decoded blocks in memory: the method that BlockMemory calls."""
 
     def drop(self, block: int) -> None:
         """Drop a block from memory, if the reader still has it. Any thread may call this, so it must not wait for a
@@ -80,8 +80,8 @@ class BlockMemory:
     def make_room(self, nbytes: int) -> None:
         """Drop blocks until another block of `nbytes` bytes, which the caller is about to decode, fits below the limit.
 
-        If there are released blocks, drop some of them even below the limit, `nbytes` bytes together or all: the new
-        block then gets their memory.
+        Released blocks are dropped also if the limit is not reached, until `nbytes` bytes are free or all of them are
+        dropped: the new block then reuses their memory.
         """
         with self._lock:
             self._forget_ended()

@@ -34,7 +34,7 @@ class StoredFile:
     """File in the dataset's folder, or a range of a remote file that the cache stores as a file."""
 
     name: str
-    """Path relative to the folder, with forward slashes. Never absolute, and never outside of the folder."""
+    """Path relative to the dataset's folder, with forward slashes; never a path to outside of this folder."""
     size: int
     """Size of the file in bytes."""
     hashes: Mapping[str, str] = field(default_factory=dict)

@@ -96,8 +96,8 @@ def resumed(
 
 
 def _shards(root: Path, names: Sequence[str], format: str, out: Path) -> Generator[tuple[str, Shard], None, None]:
-    """Index files, and yield the name and the shard of each. The first ones are indexed in this process. If the
-    remaining ones would take it long, they are shared among several processes."""
+    """Index files, and yield the name and the shard of each. This process indexes the first files. If the remaining
+    files would take more than WORTH_S, several processes share them."""
     index_file, began = INDEXABLE[format].index_file, time.monotonic()
     for count, name in enumerate(names, 1):
         yield name, indexed(index_file, root / name, name, out)
@@ -118,7 +118,7 @@ def _in_processes(
 
 
 def indexed(index_file: IndexFile, path: Path, name: str, out: Path) -> Shard:
-    """Return the shard of a file, see `IndexableFormat.index_file`."""
+    """Return the shard of a file, as `index_file` returns it. Raises DatasetError in place of an OSError."""
     try:
         return index_file(path, name, out)
     except OSError as error:

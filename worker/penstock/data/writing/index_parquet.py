@@ -112,8 +112,8 @@ def _write_local(shards: list[Shard], folder: Path, notes: Mapping[str, Any]) ->
 
 
 def data_files(names: Iterable[str], pattern: str = "") -> list[str]:
-    """Return those of the names that are data files, sorted. `names`: paths relative to the dataset's folder;
-    `pattern`: pattern with wildcards for the files; "" for all *.parquet."""
+    """Return the names that match a pattern and are not hidden, sorted. `names`: paths relative to the dataset's
+    folder; `pattern`: pattern with wildcards; "" for all *.parquet."""
     matches = re.compile(_expression(pattern)).fullmatch if pattern else lambda name: name.lower().endswith(".parquet")
     return sorted(name for name in names if matches(name) and not is_hidden(name))
 

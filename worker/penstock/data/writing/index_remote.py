@@ -1,4 +1,4 @@
-"""Indexing of the files in a remote folder, where they lie.
+"""Indexing of the files in a remote folder.
 
 A local folder stands for the remote one: it has an empty file for each remote file, so the code that finds a folder's
 files and their format works on it. While a file is indexed, the local one has its content. Each remote file is read

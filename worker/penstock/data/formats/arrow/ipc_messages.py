@@ -32,7 +32,7 @@ Read = Callable[[int, int], bytes]
 
 MAGIC = b"ARROW1"
 MAGIC_BYTES = 8
-"""Number of bytes before the first message of a file that begins with MAGIC."""
+"""Number of bytes before the first message in Arrow's file format: MAGIC and two zeros."""
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3
 """Numbers by which Arrow marks the kind of a message."""
 FIRST_READ = 4096

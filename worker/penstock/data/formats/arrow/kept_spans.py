@@ -38,8 +38,8 @@ class KeptSpans:
         Args:
             begins: first row of each record batch, then the number of rows.
             sizes: size of each record batch in bytes.
-            table: function (first, end) that reads and checks these record batches, and returns a pyarrow table of the
-                wanted columns.
+            table: function (first, end) that reads and checks record batches `first` to `end` - 1, and returns a
+                pyarrow table of the wanted columns.
         """
         bounds, total = [0], 0
         for number, size in enumerate(sizes):
@@ -59,7 +59,8 @@ class KeptSpans:
             for size, count in zip(self._sizes, rows, strict=True)
         ]
         """Number of rows of each span that were asked for while the span was not in memory. NEVER for a span that is
-        not to be read as a whole, because it is larger than SPAN_BYTES or its mean row than ROW_COST_BYTES."""
+        not to be read as a whole, because it is larger than SPAN_BYTES, or its rows have more than ROW_COST_BYTES on
+        average."""
         self._kept: dict[int, list[tuple[str, Column]]] = {}
         self._owner = MEMORY.add_owner(self)
 
@@ -68,7 +69,8 @@ class KeptSpans:
         return max(self._asked, default=NEVER) >= 0
 
     def read(self, rows: Ints) -> tuple[list[tuple[Ints, Columns]], Ints]:
-        """Return the columns of those rows whose spans are in memory or are worth to be read now.
+        """Return the columns of those rows whose spans are in memory, or are read now because many of their rows were
+        asked for.
 
         Returns (parts, rest). `parts`: for each span, (indexes into `rows`, columns of the rows at these indexes).
         `rest`: indexes into `rows` of all other rows, ascending, for the caller to read one by one.

@@ -82,10 +82,12 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._options = None if storage_options is None else dict(storage_options)
         self._opened: tuple[int, Any] | None = None
         self._ahead: _Table | None = None
-        """Rows that were read ahead; None before the first read in order."""
-        self._next, self._row_bytes = -1, AHEAD_BYTES
-        """Number of the row after those of the last call for consecutive rows, -1 before such a call; and the mean size
-        of these rows in bytes."""
+        """Consecutive rows that were read last, if more were read than asked for; None otherwise."""
+        self._next = -1
+        """Number of the row after the consecutive rows that were asked for last; -1 if none were. If the next rows that
+        are asked for begin there, the caller goes through the rows in order."""
+        self._row_bytes = AHEAD_BYTES
+        """Mean size in bytes of the consecutive rows that were read last."""
         self._version = version
         dataset = self._dataset()
         self.version = self._version = int(dataset.version)
@@ -151,8 +153,8 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     def _in_order(self, first: int, count: int) -> tuple[_Table, int]:
         """Return a table that contains `count` consecutive rows from row `first` on, and the index in the table of the
-        first of them. If these rows follow the rows of the last call, some of the next rows are read ahead. Threads may
-        call this at the same time, because each uses the table that it has read or found."""
+        first of them. If these rows follow the rows that were asked for last, some of the next rows are read ahead.
+        Threads may call this at the same time, because each uses the table that it has read or found."""
         ahead, follows, self._next = self._ahead, self._next == first, first + count
         if ahead is not None and ahead.first <= first and first + count <= ahead.first + ahead.rows:
             return ahead, first - ahead.first

@@ -57,8 +57,8 @@ class Layout(NamedTuple):
     kind: str
     """kornia-rs's name of the mode: "mono", "rgb" or "rgba"."""
     plain: bool
-    """True if Pillow certainly opens the file: all chunks but those of pixels have a correct checksum, and are
-    harmless."""
+    """True if Pillow certainly opens the file: all chunks but those of pixels have a correct checksum, and are of the
+    kinds in _HARMLESS."""
 
 
 def layout_of(file: bytes) -> Layout | None:

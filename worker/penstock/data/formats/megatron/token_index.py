@@ -2,7 +2,7 @@
 
     [b"MMIDIDX" 0 0] [version: 8] [code of the dtype: 1] [sequences: 8] [documents + 1: 8]
     [length in tokens: 4] * sequences [begin in bytes: 8] * sequences
-    [number of its first sequence: 8] * (documents + 1) [mode: 1] * sequences, only if the data are multimodal
+    [number of the document's first sequence: 8] * (documents + 1) [mode: 1] * sequences, only for multimodal data
 
 A document is one sequence or several (sentences, or texts and images in turn). The sequences lie in the .bin file one
 after the other, without gaps.

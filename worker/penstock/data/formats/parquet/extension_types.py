@@ -114,8 +114,8 @@ def _map(key: Conversion, item: Conversion) -> Conversion:
 
 
 def _tensor(kind: Any) -> Conversion:
-    """Return the conversion of a tensor column. It makes a stored value, a flat list, an array of the tensor's shape,
-    with the axes permuted as the type says; or nested lists if an element is null."""
+    """Return the conversion of a tensor column. The conversion turns a stored value, which is a flat list, into an
+    array of the tensor's shape, with the axes permuted as the type says; or into nested lists if an element is null."""
     shape, permutation = tuple(kind.shape), kind.permutation
     if permutation is not None and [permutation[number] for number in permutation] != sorted(permutation):
         # pyarrow 26 writes the inverse of what Arrow's specification says, and reads neither of the two.

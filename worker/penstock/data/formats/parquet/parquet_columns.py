@@ -31,8 +31,8 @@ KEPT_TYPES = 256
 
 
 GATHERED_BYTES = 4096
-"""Largest size in bytes of a value for which values are first gathered into one array, because that copies each value
-twice."""
+"""Largest size in bytes of values that are copied through one array, if all have the same size. The array copies each
+value twice, so larger values are faster one by one."""
 
 
 class Column(Protocol):
@@ -236,7 +236,7 @@ class _Lists:
 
 
 class _Converted:
-    """Column of an extension type, made of the column that stores it."""
+    """Column of an extension type: the stored values of another Column, each converted."""
 
     def __init__(self, column: Column, convert: Callable[[Any], Any]) -> None:
         self._column, self._convert = column, convert

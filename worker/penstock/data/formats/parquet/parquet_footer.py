@@ -33,8 +33,8 @@ _DEEPEST = 32
 """Largest number of structs and lists that may lie within each other in a footer; the format needs 8."""
 
 Wanted = dict[int, Any]
-"""Fields of a struct to read, by field number. The value is None for a number, a mapping for a struct, and a list with
-one mapping for a list of structs."""
+"""Fields of a struct to read, by field number. The value of a field is None if the field is a number, a Wanted if it is
+a struct, and a list with one Wanted if it is a list of structs."""
 _COLUMN: Wanted = {3: {1: None, 5: None, 6: None, 7: None, 9: None, 11: None}}
 """Fields of a row group's column that are read, from ColumnChunk.meta_data: type, num_values, total_uncompressed_size,
 total_compressed_size, data_page_offset, dictionary_page_offset."""
@@ -48,11 +48,11 @@ class RowGroup:
 
     rows: int
     nbytes: int
-    """Smallest number of bytes that the row group takes in memory. A row group may be far larger in memory than in the
+    """Lower bound of the row group's size in memory, in bytes. A row group may be far larger in memory than in the
     file, where a billion equal numbers take some hundred bytes."""
     column_bytes: tuple[int, ...] = ()
-    """Smallest number of bytes that each column takes in memory, in the order of the file's schema. A leaf of a nested
-    column counts as a column."""
+    """Lower bound of each column's size in memory, in bytes, in the order of the file's schema. A nested column counts
+    as several: one for each of the plain columns in which Parquet stores it."""
     begin: int = 0
     """Offset in the file of the row group's first byte."""
     end: int = 0

@@ -45,7 +45,7 @@ FEW_ROWS = 6
 """Smallest number of rows of one row group for which rows are read column by column. Reading by columns has a higher
 fixed cost, and a lower cost for each row."""
 LOADING_WAIT_S = 5.0
-"""Seconds that a thread waits between looks at a row group that another thread is decoding."""
+"""Seconds between two checks of a thread whether another thread still decodes the row group that both need."""
 
 Columns = list[tuple[str, Column]]
 """Columns of a decoded row group, as (name, column) pairs."""
@@ -134,8 +134,8 @@ class ParquetReader:
         self._wanted: list[str] | None = None
         """Names of the columns to read; None: all columns."""
         self._leaves: list[int] | None = None
-        """Numbers of the wanted columns' leaves in the file's schema; None: all leaves. A nested column has several
-        leaves."""
+        """Numbers, in the file's schema, of the leaf columns to read; None: all. Parquet stores a nested column as
+        several leaf columns, any other column as one."""
         try:
             self._opened: Descriptor | None = Descriptor(path)  # a plain file: pyarrow must not wait for a pipe
             found = os.fstat(self._opened.fileno())
@@ -394,7 +394,7 @@ class ParquetReader:
         return columns
 
     def _needed(self, group: int) -> int:
-        """Return the smallest number of bytes that the columns to read of row group `group` take in memory."""
+        """Return a lower bound of the memory, in bytes, that the columns to read of row group `group` take."""
         found = self._groups[group]
         return found.nbytes if self._leaves is None else sum(found.column_bytes[leaf] for leaf in self._leaves)
 

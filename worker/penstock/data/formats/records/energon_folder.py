@@ -9,8 +9,8 @@ Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never ru
 archive's members as columns. Energon's own index (index.sqlite) is not needed.
 
 META stands for the folder `.nv-meta`. Penstock's index of the folder has a note: the digests of the files in META from
-which the index was made. It shows if an index is older than these files. The cache of a remote folder has a copy of
-META.
+which the index was made. The note shows if an index is older than these files. The cache of a remote folder has a copy
+of META.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ class RecordFile:
 
 
 def opened(path: Path, name: str) -> tuple[Descriptor, int]:
-    """Return an open file and its size in bytes. Raises ShardCorruptError, which begins with `name`, if it cannot be
-    opened."""
+    """Return an open file and its size in bytes. Raises ShardCorruptError, whose message begins with `name`, if the
+    file cannot be opened."""
     try:
         file = Descriptor(path)
         return file, os.fstat(file.fileno()).st_size
