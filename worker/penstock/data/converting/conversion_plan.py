@@ -21,11 +21,11 @@ __all__ = ["GROUP_BYTES", "GROUP_SHARDS", "PART_BYTES", "ConversionPlan", "Part"
 PART_BYTES = 256 << 20
 """Size in bytes above which a source's shard is divided into several parts."""
 GROUP_BYTES = 16 << 20
-"""Largest size in bytes of consecutive shards that are one part together. Each part costs some ten file operations and
+"""Largest size in bytes of consecutive shards that are one part together. Each part costs about ten file operations and
 waits for the disk three times, which takes longer than the conversion of a small shard. The limit exists because a
 conversion that is killed loses the part that each process works on."""
 GROUP_SHARDS = 4096
-"""Largest number of shards that are one part together. Each shard takes at least some 0.5 ms."""
+"""Largest number of shards that are one part together. Each shard takes at least about 0.5 ms."""
 
 
 @dataclass(frozen=True)

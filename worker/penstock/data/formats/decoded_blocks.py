@@ -30,8 +30,8 @@ class BlockOwner(Protocol):
 
 
 class BlockMemory:
-    """Count of the decoded blocks that all readers of a process keep, in the order of their last use. Drops blocks when
-    their bytes exceed a limit. Safe for threads; empty in a forked child."""
+    """List of the decoded blocks that all readers of a process keep in memory, in the order of their last use. If all
+    blocks together exceed a limit, blocks are dropped. Thread-safe; empty in a forked child."""
 
     def __init__(self, limit: int = DECODED_BYTES) -> None:
         self.limit = limit
@@ -141,6 +141,6 @@ class BlockMemory:
 
 
 MEMORY = BlockMemory()
-"""Count and limit of the decoded blocks in this process."""
+"""List of the decoded blocks in this process, with the limit of their bytes."""
 
 os.register_at_fork(after_in_child=MEMORY.reset)

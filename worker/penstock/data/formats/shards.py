@@ -2,8 +2,8 @@
 
 A dataset is a folder with an index and shards. A shard is a file of consecutive samples, with a second file for formats
 that lack a table of the samples' offsets. Each file is stored raw, packed (compressed), or in both forms. A large file
-may be fetched in parts. A part is either a block, which is decoded as a whole (a row group of Parquet), or a span: some
-MiB of consecutive samples, each of which can be decoded alone.
+may be fetched in parts. A part is either a block, which is decoded as a whole (a row group of Parquet), or a span: a
+few MiB of consecutive samples, each of which can be decoded alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class StoredFile:
     hashes: Mapping[str, str] = field(default_factory=dict)
     """Digests of the content in hexadecimal, by the algorithm's name; empty if the writer stored no digest."""
     source: str = ""
-    """Name of the remote file of which this file is a range; "" for a whole file. Only a cache has ranges as files."""
+    """Name of the remote file that this file is a range of; "" for a whole file. Only a cache stores ranges as
+    files."""
     begin: int = 0
     """Offset in `source` of the range's first byte; 0 for a whole file."""
 
@@ -134,11 +135,11 @@ DEFAULT_OPTIONS = ReadOptions()
 
 
 class ShardReader(Protocol):
-    """Open shard. Safe for threads, and for forked children.
+    """Open shard. Thread-safe, and usable in forked children.
 
-    Readers may also have `get_many(rows: Sequence[int]) -> list[dict]`, which returns the samples at these indexes, in
-    this order, and is faster than one call for each sample (see `rows_of`); and `get_columns(rows: Ints) -> Columns |
-    None`, which returns the same samples by column (see `columns_of_rows`).
+    Readers may have two more methods. `get_many(rows: Sequence[int]) -> list[dict]` returns the samples at these
+    indexes, in this order, faster than one call for each sample (see `rows_of`). `get_columns(rows: Ints) -> Columns |
+    None` returns the same samples by column (see `columns_of_rows`).
     """
 
     name: str
@@ -157,7 +158,7 @@ class ShardReader(Protocol):
 
 
 def rows_of(reader: ShardReader, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the samples at these indexes, in this order, by the reader's own `get_many` if the reader has one."""
+    """Return the samples at these indexes, in this order. Calls the reader's `get_many` if it has this method."""
     many = getattr(reader, "get_many", None)
     if many is None:
         return [reader[row] for row in rows]
@@ -166,9 +167,9 @@ def rows_of(reader: ShardReader, rows: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def columns_of_rows(reader: ShardReader, rows: Ints) -> Columns | None:
-    """Return the samples at these indexes (at least one) by column, read by the reader's own `get_columns`. Return None
-    if the reader has no such method, or if a sample cannot be read: reading by row then names the sample in its
-    error."""
+    """Return the samples at these indexes (at least one) by column, as the reader's `get_columns` returns them. Return
+    None if the reader has no such method, or if a sample cannot be read: the caller then reads row by row, which raises
+    an error that names the sample."""
     columns = getattr(reader, "get_columns", None)
     if columns is None:
         return None

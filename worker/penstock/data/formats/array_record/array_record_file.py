@@ -134,9 +134,9 @@ def open_array_record(shard: Shard, paths: Sequence[Path], options: ReadOptions)
 
 
 def index_array_record(path: Path, name: str) -> Shard:
-    """Return the shard of an ArrayRecord file. All its records are taken for tf.train.Examples if the first record is
-    one. `name`: path of the file, relative to the dataset's folder. Raises ShardCorruptError if the file cannot be
-    read."""
+    """Index an ArrayRecord file: return the shard that describes it. All records are taken for tf.train.Examples if the
+    first record is one. `name`: path of the file, relative to the dataset's folder. Raises ShardCorruptError if the
+    file cannot be read."""
     opened = _Records(path, name)
     kind = "example" if opened.count and is_example(opened.read([0])[0]) else "bytes"
     stored = ShardFile(StoredFile(name, opened.size))

@@ -390,9 +390,9 @@ class ArrowReader:
         return self._run(first, end) if rows.tolist() == list(range(first, end)) else []
 
     def _new_spans(self) -> KeptSpans | None:
-        """Return new spans, none of which is in memory yet. Return None if spans cannot be used: if record batches are
-        decoded as a whole or do not follow each other in the file, or if only some columns are wanted, because a span
-        is read with all its columns."""
+        """Return new spans, none of which is in memory yet. Return None in three cases: record batches are decoded as a
+        whole; other messages lie between them in the file; or only some columns are wanted. (A span is read with all
+        columns.)"""
         file = self._file
         ends = [body + size for _, body, size, _ in file.batches]
         if self._plans is None or [begin for begin, _, _, _ in file.batches[1:]] != ends[:-1]:
@@ -497,8 +497,8 @@ def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> Arr
 
 
 def header_shard(shard: Shard) -> Shard:
-    """Return a shard without samples that consists of the header of a shard's file (all before the first record batch),
-    so that the cache can fetch it alone (`format_table.PartReading.table`)."""
+    """Return a shard without samples: the header of a shard's file (all before the first record batch). The cache
+    fetches it alone (`format_table.PartReading.table`)."""
     return Shard("arrow", 0, (file_range(shard, 0, shard.ranges[-1]),))
 
 
@@ -519,8 +519,8 @@ def open_arrow_part(shard: Shard, part: int, path: Path, table: bytes, options: 
 
 
 def index_arrow(path: Path, name: str) -> Shard:
-    """Return the shard of an Arrow IPC file. `name`: path of the file in the dataset's folder. Raises DatasetError if
-    two columns have the same name, or the file is damaged."""
+    """Index an Arrow IPC file: return the shard that describes it. `name`: path of the file, relative to the dataset's
+    folder. Raises DatasetError if two columns have the same name, or the file is damaged."""
     file = _ArrowFile(path, name)
     if len(set(file.names)) != len(file.names):
         raise DatasetError(
@@ -540,8 +540,8 @@ def index_arrow(path: Path, name: str) -> Shard:
 
 def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
     """Return the shard with its file divided into parts that can be fetched alone: its blocks, or spans of record
-    batches. Return the shard unchanged if the record batches do not follow each other, or if a dictionary comes after
-    the first of them, because a part is read with the dictionaries in the header alone."""
+    batches. Return the shard unchanged if there would be a single part, or if other messages lie between or after the
+    record batches: a part's reader has only the file's header and the part, so it would miss a dictionary there."""
     offsets = [begin for begin, _, _, _ in file.batches]
     ends = [body + size for _, body, size, _ in file.batches]
     needed = {dictionaries for _, _, _, dictionaries in file.batches}

@@ -3,7 +3,7 @@
 A row that is read by itself takes one or two system calls for each column. If many rows near each other are wanted, it
 is faster to read all of them at once. So record batches that follow each other form spans of up to 2 MiB. The rows of a
 span are read one by one at first. Once many of them were read, the span is read as a whole and kept in memory. Single
-record batches would be too small for this: writers make them of some hundred rows, and a batch of shuffled rows has
+record batches would be too small for this: writers make them of a few hundred rows, and a batch of shuffled rows has
 about one row of each. Spans are dropped like other decoded blocks, when their memory is needed (decoded_blocks.py).
 """
 
@@ -30,8 +30,8 @@ NEVER = -(1 << 62)
 
 
 class KeptSpans:
-    """Division of a file's record batches into spans, with the columns of those spans that are in memory. Safe for
-    threads."""
+    """Division of a file's record batches into spans, with the columns of those spans that are in memory.
+    Thread-safe."""
 
     def __init__(self, begins: Sequence[int], sizes: Sequence[int], table: Callable[[int, int], Any]) -> None:
         """

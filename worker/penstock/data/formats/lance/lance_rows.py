@@ -4,8 +4,8 @@ The library finds, fetches and caches the files of a Lance dataset, also from ob
 dataset, and not a StreamingDataset of shards. LanceRows reads one version of the data: rows that are appended or
 deleted while a job runs, or before it resumes, change no row's number.
 
-A call of the library takes some 0.2 ms, for one row or for many, so read rows by batches (`__getitems__`). Calls that
-go through the rows in order read some MiB of them ahead.
+A call of the library takes about 0.2 ms, for one row or for many, so read rows by batches (`__getitems__`). If calls go
+through the rows in order, the next 2 MiB of rows are read ahead.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
         loader = MapLoader(LanceRows("s3://bucket/train.lance", columns=["tokens"]), batch_size=64, shuffle=True)
 
-    A MapLoader reads a whole batch in one call. Safe for threads and for spawned processes; a forked process opens the
+    A MapLoader reads a whole batch in one call. Thread-safe, and usable in forked and spawned processes, which open the
     dataset again.
     """
 

@@ -1,8 +1,8 @@
 """Sizes of row groups, from the footer of a Parquet file.
 
-pyarrow reads the footer too, but ends the process (std::terminate, in 26.0) when it is asked for a column of a row
-group whose statistics of sizes do not fit its schema: its binding does not expect the C++ exception. So one damaged
-byte in a file would kill the process. This module reads the sizes without pyarrow.
+pyarrow reads the footer too. But one damaged byte in a footer may kill the process (std::terminate, in pyarrow 26.0):
+if a column's size statistics do not fit the schema, pyarrow's C++ library throws an exception that its Python binding
+does not expect. So this module reads the sizes without pyarrow.
 
 The footer is one struct in the compact protocol of Thrift. Fields that are not needed are skipped by their type. All
 loops end, because each repetition consumes at least one byte of the footer.
@@ -49,7 +49,7 @@ class RowGroup:
     rows: int
     nbytes: int
     """Lower bound of the row group's size in memory, in bytes. A row group may be far larger in memory than in the
-    file, where a billion equal numbers take some hundred bytes."""
+    file, where a billion equal numbers take a few hundred bytes."""
     column_bytes: tuple[int, ...] = ()
     """Lower bound of each column's size in memory, in bytes, in the order of the file's schema. A nested column counts
     as several: one for each of the plain columns in which Parquet stores it."""

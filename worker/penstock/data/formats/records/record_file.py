@@ -190,8 +190,8 @@ def record_shard(
 
 
 def offsets_shard(shard: Shard) -> Shard:
-    """Return a shard without samples that consists of a shard's file of offsets, so that the cache can fetch this file
-    alone (`format_table.PartReading.table`)."""
+    """Return a shard without samples: the file of offsets of a shard. The cache fetches it alone
+    (`format_table.PartReading.table`)."""
     return Shard(shard.format, 0, shard.files[1:])
 
 

@@ -139,9 +139,9 @@ Member = tuple[str, str, str, int, int]
 
 
 def _plain_members(record: bytes) -> list[Member] | None:
-    """Return the members in a part of an archive that has only plain headers, with names of at most 256 bytes, and
-    extended headers of times and owners, which webdataset's own writer puts before each member. Return None if there is
-    any other header: tarfile then reads the part, in ten times the time."""
+    """Return the members in a part of an archive, if all its headers are of two kinds: plain headers, with names of at
+    most 256 bytes, and extended headers that give times and owners (webdataset's writer puts one before each member).
+    Return None if there is any other header: tarfile then reads the part, in ten times the time."""
     members: list[Member] = []
     at, extended = 0, False
     while at < len(record):
