@@ -160,6 +160,6 @@ def _named(shard: Shard, begin: int, end: int) -> str:
 
 
 def data_of(shards: list[Shard], source: RemoteFolder) -> list[str]:
-    """Return one digest for each shard, made from what the index says about its files. A digest changes when a file
-    changes."""
+    """Return one digest for each shard, of its files as the index lists them, and for a local source of their sizes and
+    times. A digest changes when a file changes."""
     return [origin_of(shard, source.local) for shard in shards]

@@ -144,7 +144,8 @@ def _missing(number: int, name: str, row: Mapping[str, Any], say: ArgumentNames)
 def mds_columns(
     samples: Sequence[Mapping[str, Any]], names: Sequence[str], given: Mapping[str, str], say: ArgumentNames
 ) -> list[TargetColumn]:
-    """Return the columns of an MDS dataset. Raises DatasetError, InvalidArgumentError.
+    """Return the columns of the converted dataset if it is MDS. A column's encoding is the one that the user chose, or
+    one that fits the values in `samples`. Raises DatasetError, InvalidArgumentError.
 
     Args:
         samples: some rows of the source.
@@ -252,7 +253,8 @@ def parquet_columns(
     declared: Mapping[str, Any],
     say: ArgumentNames,
 ) -> tuple[list[TargetColumn], Any]:
-    """Return the columns of Parquet files, and their pyarrow schema.
+    """Return the columns of the converted dataset if it is Parquet, and their pyarrow schema. A column's type is the
+    one that the user chose, the source's own, or one that fits the values in `samples`.
 
     Args:
         samples, names, say: as in `mds_columns`.

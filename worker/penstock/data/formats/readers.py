@@ -42,7 +42,7 @@ def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where:
     if missing and known is not None:
         raise InvalidArgumentError(
             f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}. Correct the argument "
-            "columns"
+            "`columns`"
         )
 
 

@@ -50,7 +50,7 @@ def index_parquet(
         storage_options: keyword arguments for fsspec's filesystem.
         out: local folder that the index is written to; None: the dataset's folder. Use it for a folder that you cannot
             write to, and give it as `local` of the StreamingDataset.
-        ranges: True: readers of a remote folder fetch only the row groups that they need, if the server knows ranges.
+        ranges: True: readers of a remote folder fetch only the row groups that they need, if the server allows it.
             False: they fetch whole files. The order of samples is the same.
         timeout_s: seconds for each request to a remote folder.
 

@@ -76,7 +76,8 @@ class WriterSettings(TypedDict, total=False):
 
 
 Out = str | os.PathLike[str] | tuple[str | os.PathLike[str], str]
-"""Where a writer writes: a local folder; a URL that fsspec opens; or (local folder, URL)."""
+"""Destination of a writer: a local folder; a URL that fsspec opens; or (local folder, URL). With the last, files are
+written to the local folder, uploaded, and removed unless keep_local is True."""
 
 
 class Writer(ABC):

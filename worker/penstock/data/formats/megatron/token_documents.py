@@ -106,7 +106,7 @@ class MegatronDocuments:
         Args:
             prefix: path of the files without .bin and .idx.
 
-        Raises ShardCorruptError if a file is missing or damaged.
+        Raises DatasetError if a file is missing, ShardCorruptError if one is damaged.
         """
         if not isinstance(prefix, str | os.PathLike):
             raise InvalidArgumentError(
@@ -148,7 +148,8 @@ class MegatronDocuments:
     def __getitem__(self, index: SupportsIndex) -> Tokens: ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> Tokens | MegatronDocuments:
-        """Return the tokens of a document: a writable array of shape (tokens,), which shares no memory with others.
+        """Return the tokens of a document: a writable array of shape (tokens,), which shares no memory with others. For
+        a slice, return a view of these documents.
 
         Raises:
             IndexError: the index is out of range.

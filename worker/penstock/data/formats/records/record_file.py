@@ -99,7 +99,8 @@ class RecordFile:
         return self._decoded(index, self._bytes(index, self._offsets[index], self._offsets[index + 1]))
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these numbers. Consecutive samples are read in one system call."""
+        """Return the samples with these numbers. If the numbers are consecutive, all samples are read in one system
+        call."""
         first, past = rows[0], rows[-1] + 1
         if not (0 <= first < past <= len(self) and list(rows) == list(range(first, past))):
             return [self[row] for row in rows]
