@@ -282,8 +282,8 @@ class _Conversion:
 
     @contextlib.contextmanager
     def _sole_writer(self) -> Iterator[FileLock | None]:
-        """Hold a lock on the journal while the `with` block runs, so that only one process converts into the folder.
-        Yield the lock; None for a remote folder, which has no locks."""
+        """Hold a lock on the file JOURNAL while the `with` block runs, so that only one process converts into the
+        folder. Yield the lock; None for a remote folder, which has no locks."""
         folder = self.remote.local
         if folder is None:
             yield None
@@ -306,8 +306,8 @@ class _Conversion:
             lock.release()
 
     def _begin(self, lock: FileLock | None) -> None:
-        """Write the journal, if it is missing. In a local folder its text goes into the locked file, because a new file
-        would not be locked."""
+        """Write the plan's key into the file JOURNAL. In a local folder, write into the file that `lock` has locked,
+        because a new file would not be locked, and only if the key is not there yet."""
         text = self.plan.key.encode() + b"\n"
         if lock is None:
             self.remote.write(JOURNAL, text, deadline_s=self.timeout_s)
@@ -418,8 +418,8 @@ class _Conversion:
         return self._converted(shards, digest, made)
 
     def _clean_up(self) -> None:
-        """Remove the parts' own indexes, temporary files of killed runs, and then the journal. The dataset's index
-        lists all shards by now."""
+        """Remove the parts' own indexes, temporary files of killed runs, and then the file JOURNAL. Call this once the
+        dataset's index lists all shards."""
         shards = read_index(self.remote.read(INDEX, deadline_s=self.timeout_s), self.remote.url)
         needed = {(file.packed or file.raw).name for shard in shards for file in shard.files}
         folders = {self.plan.folder_of(number) for number in range(len(self.plan.parts))}

@@ -100,8 +100,8 @@ def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
 
 
 def _below(folder: str, part: str) -> str:
-    """Return the path of the dataset's folder `part`, relative to `folder`. Raise InvalidArgumentError if `part` is not
-    below `folder`."""
+    """Return the path of a dataset's folder, relative to `folder`. `part`: path or URL of the dataset's folder, or of
+    its index. Raise InvalidArgumentError if `part` is not below `folder`."""
     inside = part.removesuffix(INDEX).rstrip("/").removeprefix(folder.rstrip("/"))
     if inside == part.rstrip("/") or not inside.startswith("/") or not inside.strip("/"):
         raise InvalidArgumentError(f"parts must name folders below {folder!r}, got {part!r}. Leave out other folders")

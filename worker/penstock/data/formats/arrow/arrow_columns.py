@@ -1,10 +1,10 @@
 """Rows of a column of an Arrow record batch, each read by itself.
 
 A row of a list of numbers takes two reads: its two offsets, and its numbers, which go straight into a numpy array. So a
-row costs the same in any order, nothing is kept in memory, and no record batch is read as a whole. Columns of numbers,
-texts and bytes are read in the same way. Other columns (times, structs, nested lists) become a pyarrow array of the
-wanted row alone. Dictionaries, unions and views cannot be read row by row, so a file with such a column is read by
-whole record batches.
+row costs the same in any order, no record batch is read as a whole, and only small buffers are kept in memory. Columns
+of numbers, texts and bytes are read in the same way. Other columns (times, structs, nested lists) become a pyarrow
+array of the wanted row alone. Dictionaries, unions and views cannot be read row by row, so a file with such a column is
+read by whole record batches.
 """
 
 from __future__ import annotations

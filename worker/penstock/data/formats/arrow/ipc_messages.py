@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Read = Callable[[int, int], bytes]
-"""Function (begin, size) that returns bytes of the file, fewer at its end."""
+"""Function (begin, size) that returns `size` bytes of the file from offset `begin`, or fewer at the file's end."""
 
 MAGIC = b"ARROW1"
 MAGIC_BYTES = 8

@@ -22,7 +22,8 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["KeptSpans"]
 
 SPAN_BYTES = 2 << 20
-"""Largest size in bytes of a span."""
+"""Largest size in bytes of a span: consecutive record batches that are read together. A larger record batch is a span
+of its own, which is never read as a whole."""
 ROW_COST_BYTES = 4096
 """Fixed cost of reading a row by itself, as the number of bytes that are read from the page cache in the same time."""
 NEVER = -(1 << 62)

@@ -56,7 +56,8 @@ class DocumentEntry:
 
 
 class TokenIndex:
-    """Boundaries of the documents in a .bin file. Thread-safe, and usable in forked children."""
+    """Boundaries of the documents in a .bin file, read from its .idx file. Thread-safe, and usable in forked
+    children."""
 
     def __init__(self, path: Path, name: str) -> None:
         """Open an .idx file and check it. `name`: name of the file in errors. Raises ShardCorruptError if it is missing

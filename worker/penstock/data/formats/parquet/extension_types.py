@@ -49,7 +49,7 @@ def storage_of(kind: Any) -> Any:
 
 
 def _fields(kind: Any) -> list[Any]:
-    """Return the fields of the types within a pyarrow type."""
+    """Return the child fields of a nested pyarrow type, such as those of a struct; an empty list for other types."""
     types = importlib.import_module("pyarrow.types")
     if types.is_map(kind):
         return [kind.key_field, kind.item_field]
