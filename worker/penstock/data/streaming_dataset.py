@@ -26,7 +26,7 @@ from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
 from penstock.data.cache.part_tables import PartTables
-from penstock.data.cache.prefetch import FetchStats, process_group
+from penstock.data.cache.prefetch import FetchStats, host_process_id
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.format_table import reads_by_column
@@ -395,7 +395,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         """Fetch the files of these units (see `units_of`) in the background, in this order, as far as `prefetch_bytes`
         allows. The list replaces that of the previous call. `needed`: how many units from the first on are fetched in
         any case; `group`: name of the processes that fetch the same. Returns how many units are fetched."""
-        count = self._admitted(units, needed, group or process_group())
+        count = self._admitted(units, needed, group or host_process_id())
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         self._ahead = dict.fromkeys(self._opened_for(units[:count]))
         for number in self._ahead:

@@ -1,8 +1,8 @@
 """Balance of cost: rows are assigned to steps and boxes so that in each step all boxes (data-parallel ranks) have about
 the same work.
 
-A step is as slow as its slowest box, and the cost of a row (attention's is the square of its length) varies. A window
-is the rows of `over_steps` consecutive global batches. Two functions assign rows, and both depend on nothing but costs:
+A step is as slow as its slowest box, and rows differ in cost: that of attention is the square of the row's length. A
+window is the rows of `over_steps` consecutive global batches. Two functions assign rows, by nothing but their costs:
 
     steps   the rows of a window are assigned to the window's steps
     boxes   the rows of a step's global batch are assigned to the boxes
