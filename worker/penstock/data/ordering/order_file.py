@@ -54,7 +54,7 @@ def write_order(path: Path, epoch: int, ids: Ints) -> OrderFile:
 
 @dataclass(frozen=True)
 class OrderFile:
-    """Order of one epoch that was read from a file, or has just been written to one."""
+    """Order of one epoch, as a file stores it."""
 
     path: Path
     epoch: int
@@ -67,7 +67,7 @@ class OrderFile:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Epoch and digest by which a loader's state names this order."""
+        """Epoch and digest, which identify this order in a loader's state."""
         return {"epoch": self.epoch, "digest": self.digest}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ class OrderFile:
 
 
 class FiledOrder:
-    """Order of a loader's epochs, where the order of one epoch comes from a file."""
+    """Order of all epochs of a loader. One epoch has the order in a file, the others have the loader's own order."""
 
     def __init__(self, own: SampleOrder, file: OrderFile, name: str, count: int) -> None:
         """
@@ -137,7 +137,7 @@ class FiledOrder:
         return epoch == self._file.epoch
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions, which lie in [0, len(self))."""
+        """Return the numbers of the samples at these positions of an epoch. `positions`: numbers in [0, len(self))."""
         if not self.covers(epoch):
             return self._own.ids(epoch, positions)
         return np.asarray(self._file.numbers[np.asarray(positions, np.int64)]).astype(np.int64)

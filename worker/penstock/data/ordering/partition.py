@@ -19,8 +19,8 @@ __all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
-"""Value of the setting `tail` for an order whose samples are whole batches. An incomplete last batch is emitted as with
-tail="emit", but its rows are never added to the batch before."""
+"""Value of the setting `tail` for an order of batches instead of samples: each "row" is itself a batch. An incomplete
+last group of rows is emitted as with tail="emit", but its rows are never added to the group before."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class WorkerTurn:
         return max(0, -(-(batches - self.number) // self.of))
 
     def batch(self, done: int) -> int:
-        """Return the number, counted over all batches of the box from 0, of the batch that this worker makes after its
-        first `done` batches."""
+        """Return the number of the batch that this worker makes after its first `done` batches. Batches are counted
+        from 0 over all workers of the box: worker 1 of 3 makes the batches 1, 4, 7, ..."""
         return self.number + done * self.of
 
 

@@ -3,8 +3,8 @@ and workers.
 
     position -> stream, and position in its sequence -> partition -> shuffled block -> shard and sample
 
-- **Parts.** An epoch consists of whole shards, and pieces of shards where a stream's share is not all of it
-  (shard_selection.py), in a permuted sequence.
+- **Parts.** An epoch is a permuted sequence of whole shards. If it takes only a share of a stream, it also has pieces
+  of shards (shard_selection.py).
 - **Partitions.** The sequence is cut into C equal partitions, and position p takes the next sample of partition p mod
   C. Rows go to boxes in turn, so if the number of boxes divides C, each box reads its own partitions and so its own
   shards. The order itself does not depend on the number of boxes.
@@ -77,8 +77,8 @@ class ShardedOrder:
             interleave: "shards": the shards of all streams are shuffled as one sequence; "samples" or "batches": the
                 streams are interleaved in units of `partitions` samples, or of global batches.
             batch: number of samples in a global batch; used with interleave="batches".
-            files: for each stream, the number of the file that each of its shards is a block of, ascending over all
-                streams; None: each shard is a file.
+            files: for each stream, an array with the number of the file in which each of its shards is a block,
+                ascending over all streams; None: each shard is a file.
             inner: approximate number of samples that are shuffled with each other in files with several blocks; None:
                 as `block`.
             starts: value of the property `starts`, if the caller has it in memory already; None: computed.

@@ -59,7 +59,7 @@ class Balance:
             least 0, and the same on all workers.
         over_steps: number of steps whose rows are assigned together, such as those of a gradient accumulation. With 1,
             each step keeps its own rows.
-        report: True: do not balance; only `imbalance()` of the loader reports what balancing would bring.
+        report: True: do not balance. The loader's method `imbalance()` then tells what balancing would bring.
     """
 
     cost: Cost
@@ -75,8 +75,8 @@ class Imbalance:
     plain: float
     """Cost of the most expensive box divided by the mean over all boxes, without balancing."""
     balanced: float
-    """Cost of the most expensive box divided by the mean over all boxes, with the loader's `balance`; with report=True,
-    as it would be."""
+    """Cost of the most expensive box divided by the mean over all boxes, with the loader's `balance`. With report=True
+    it is the value that balancing would bring."""
 
 
 class BalancedOrder:
@@ -86,7 +86,7 @@ class BalancedOrder:
     def __init__(self, own: SampleOrder, costs: Costs, batch: int, steps: int) -> None:
         """
         Args:
-            own: order without balance.
+            own: order of the samples without balance.
             costs: costs of the dataset's samples.
             batch: number of rows that all boxes together have in a step.
             steps: number of steps in a window.
@@ -102,14 +102,14 @@ class BalancedOrder:
             )
         self._own, self._costs, self._batch, self._window = own, costs, batch, steps * batch
         self._assigned: dict[tuple[int, int], Ints] = {}
-        """Numbers of the samples in the latest windows, by (epoch, number of the window in the epoch)."""
+        """(epoch, number of a window in the epoch) -> numbers of the window's samples, for the windows used last."""
 
     def __len__(self) -> int:
         """Return the number of samples in an epoch."""
         return len(self._own)
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
+        """Return the numbers of the samples at these positions of an epoch. `positions`: numbers in [0, len(self))."""
         at = np.asarray(positions, np.int64)
         if self._window == self._batch:  # a window of one step has the same rows as without balance
             return self._own.ids(epoch, at)
@@ -121,8 +121,8 @@ class BalancedOrder:
         return found
 
     def _in_window(self, epoch: int, number: int) -> Ints:
-        """Return the numbers of the samples in window `number` of an epoch, in the order of the steps that they are
-        assigned to. The rows of an incomplete last batch stay in that batch."""
+        """Return the numbers of the samples in window `number` of an epoch: first those of the window's first step,
+        then those of the second, and so on. The rows of an incomplete last batch stay in that batch."""
         assigned = self._assigned.get((epoch, number))
         if assigned is None:
             begin = number * self._window
