@@ -162,7 +162,7 @@ class CacheState:
                 lock.write(identity + b"\n")
             elif before != identity:
                 raise DatasetError(
-                    f"the cache folder {self.root} must have the dataset of {self._remote.identity}, got that of "
+                    f"the cache folder {self.root} must hold files of {self._remote.identity}, got files of "
                     f"{before[:500].decode(errors='replace')}. Give another cache folder, or remove this one"
                 )
         finally:

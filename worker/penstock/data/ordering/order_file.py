@@ -123,8 +123,9 @@ class FiledOrder:
         """
         if not file.samples == len(own) == count:
             raise DatasetError(
-                f"order_file {file.path} must have the samples of {name}, {count} samples and {len(own)} in an epoch, "
-                f"got {file.samples}. Pass the dataset whose position was imported, with epochs of all its samples"
+                f"order_file {file.path} must have as many samples as {name} ({count}) and as an epoch of the loader "
+                f"({len(own)}), got {file.samples}. Pass the dataset whose position was imported, with epochs that "
+                "take each sample once"
             )
         self._own, self._file = own, file
 

@@ -177,8 +177,8 @@ def check_format(state: Any, loader: str, *names: str) -> None:
         )
     if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
         raise StateCorruptError(
-            f"a loader's state must have a positive integer format and a dict order, got {str(state)[:200]}. Load an "
-            "older state"
+            "a loader's state must have an integer >= 1 as its entry 'format' and a dict as its entry 'order', got "
+            f"{str(state)[:200]}. Load an older state"
         )
     if state["format"] != FORMAT:
         raise StateVersionError(

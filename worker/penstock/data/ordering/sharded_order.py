@@ -148,8 +148,8 @@ class ShardedOrder:
         return needed[np.sort(first)]
 
     def _split(self, epoch: int, at: Ints) -> Iterator[tuple[PartSequence, Ints, Ints]]:
-        """Yield, for each sequence of the epoch that has samples at the positions `at` of the epoch: the sequence, the
-        indexes of its positions in `at`, and these positions counted within the sequence."""
+        """Group the positions `at` of an epoch by the sequence to which they belong. Yield, for each such sequence:
+        (the sequence, places of its positions in `at`, the same positions counted within the sequence)."""
         sequences = self._epoch(epoch)
         if len(sequences) == 1:
             yield sequences[0], np.arange(len(at)), at

@@ -154,7 +154,7 @@ class Balanced:
                 f"balance must be a penstock.data.Balance or None, got {balance!r}. Pass Balance(cost, over_steps=1)"
             )
         if not isinstance(balance.report, bool):
-            raise InvalidArgumentError(f"balance: report must be True or False, got {balance.report!r}. Correct report")
+            raise InvalidArgumentError(f"balance: report must be True or False, got {balance.report!r}. Pass one")
         self._plain, self._costs = plain, Costs(balance.cost, dataset, length)
         self._assigned = BalancedOrder(plain, self._costs, batch, balance.over_steps)
         self.order: SampleOrder = plain if balance.report else self._assigned
