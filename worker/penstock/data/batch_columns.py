@@ -99,7 +99,7 @@ def stacked_slices(values: Array, begins: Ints, size: int) -> Array:
 
 def stacked(rows: list[Any]) -> Array | None:
     """Return the rows' values as one array, shape (rows, ...), if they are numbers or arrays of numbers. Return None
-    for values of other or several types, shapes or dtypes, and for numbers that are too large."""
+    for other values, for values that differ in type, shape or dtype, and for numbers that are too large."""
     first, kinds = rows[0], set(map(type, rows))
     if kinds == {int}:
         with contextlib.suppress(OverflowError):

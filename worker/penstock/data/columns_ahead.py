@@ -43,7 +43,7 @@ class ColumnsAhead:
 
     def take(self, plan: BatchPlan, plans: Sequence[BatchPlan] = ()) -> Columns | None:
         """Return the columns of the batch `plan`, see `ColumnSource.get_columns`. `plans`: plans of the batches that
-        follow it in the same epoch, the next one last; `plan` itself may stand after that."""
+        follow it in the same epoch, the next one last; `plan` itself may be the very last."""
         if self._read and self._read[-1][0] is plan:
             return self._read.pop()[1]
         self._read = []

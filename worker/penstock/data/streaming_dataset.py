@@ -196,8 +196,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._open_versions(self.asked_versions)
 
     def at_versions(self, versions: Sequence[int | None]) -> Self:
-        """Return a copy of this dataset that reads these versions of its streams; None for a stream without
-        versions."""
+        """Close the caches of this dataset, and return a copy that reads these versions of its streams. `versions`: one
+        for each stream; None for a stream without versions."""
         other = copy.copy(self)
         for cache in other._caches:
             cache.close()
@@ -297,8 +297,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     @property
     def unit_starts(self) -> Ints | None:
-        """Number of the first sample of each unit of `layouts`, and at the end the number of samples. None if no such
-        array is in memory already, which processes may share; ShardedOrder then computes it."""
+        """Number of the first sample of each unit of `layouts`, and at the end the number of samples. None if the
+        dataset does not keep this array; ShardedOrder then computes it."""
         return self._tables[0].starts if len(self.layouts) == 1 and self.layouts[0].own else None
 
     def sources_of(self, numbers: Ints) -> list[str]:
@@ -500,8 +500,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             reader.load(unit - self._units.first_unit(opened))
 
     def _file(self, number: int) -> tuple[int, Shard, int | None]:
-        """Return (stream, file, part) of an opened piece (opened_units.py): the number of its stream, its file, and the
-        number of the part of the file that it is; None: it is the whole file."""
+        """Return (number of its stream, its file, number of its part within the file) for an opened piece
+        (opened_units.py). The last value is None if the piece is the whole file."""
         stream, file, part = self._units.file(number)
         return stream, self._tables[stream][file], part
 

@@ -146,7 +146,8 @@ class ShardCache:
         self.remote = remote
         self.on_pressure = on_pressure
         self.neighbours: Sequence[ShardCache] = ()
-        """Caches of the same dataset's other streams. If this cache's disk is full, those on that disk evict, too."""
+        """Caches of the same dataset's other streams. If the disk of this cache is full, those of them that are on the
+        same disk evict shards, too."""
         self._limit = limit if remote else None
         self._validate = validate
         self._keep_packed = keep_packed

@@ -104,8 +104,8 @@ def _reopened(path: Path, where: str, place: ColumnsPlace, digest: str) -> Shard
 
 
 def _preceded(path: Path, digest: str) -> Descriptor | None:
-    """Return the index of version 1, at `path`, if it was made from the index with this digest. It was if a writer has
-    since appended to a dataset that had no versions (cache/dataset_versions.py). Return None otherwise."""
+    """Return the index of version 1, at `path`, if it was made from the index with this digest; None otherwise. When a
+    writer appends to a dataset without versions, the old index becomes that of version 1 (dataset_versions.py)."""
     try:
         first = Descriptor(path)
     except FileNotFoundError:

@@ -26,7 +26,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class OrderLayout:
-    """Units of a dataset (parts that are read as a whole), in ascending order of their samples' numbers."""
+    """Division of a dataset's samples into units (parts that are read as a whole), which decides the samples' order.
+    The units are listed in ascending order of their samples' numbers."""
 
     fingerprint: str
     """Digest of the data. It changes with the data, and does not depend on where they are stored."""

@@ -128,7 +128,7 @@ class ShardTable(ShardsOnDemand):
 
     @property
     def hashed(self) -> npt.NDArray[np.bool_]:
-        """True for each shard with a file of whose decompressed form the index has a hash; shape (shards,)."""
+        """True for each shard if the index has a hash of one of its decompressed files; shape (shards,)."""
         return (self.flags & HASHED).astype(bool)
 
     def describe(self, digest: Any) -> None:

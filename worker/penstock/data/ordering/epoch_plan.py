@@ -156,8 +156,9 @@ class EpochPlan:
         return EpochRemainder(self, epoch, start, batch, boxes)
 
     def begin(self, epoch: int, batch: int, position: tuple[int, int]) -> int:
-        """Return the `start` at which the first batch of an epoch begins. It is 0, except with tail="carry": then the
-        first batch begins a whole number of batches before `position`, any later (epoch, start) of the run."""
+        """Return the `start` of the first batch of an epoch. With tail="carry" the batch may begin in the epoch before,
+        so that its `start` is negative; otherwise it is 0. `position`: (epoch, start) of any later batch, which lies a
+        whole number of batches after the first one."""
         if self.tail != "carry":
             return 0
         kept = KeptPositions(self.skip, epoch * self.length)

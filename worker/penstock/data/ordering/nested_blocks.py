@@ -23,7 +23,7 @@ _PIECES, _SAMPLES = 1, 2
 
 class NestedBlocks:
     """Order of the samples in one range of a sequence. The range consists of pieces. A piece is a whole block of a
-    file, or what the range has of a block at its ends."""
+    file, or the part of a block that lies within the range."""
 
     def __init__(self, begins: Ints, ends: Ints, *, key: int, block: int | None) -> None:
         """
@@ -51,8 +51,8 @@ class NestedBlocks:
         self._key = int(mix(key, _SAMPLES))
 
     def indexes(self, at: Ints) -> Ints:
-        """Return, for each index `at` of the sequence, which sample the permutation puts there: the index that the
-        sample had in the sequence before. The indexes must lie in this range."""
+        """Return, for each index `at` of the sequence, the sample that the permutation puts there, as the index that
+        this sample had before. The indexes must lie in this range."""
         inside = at - self._low
         group = self._group(inside)
         low = self._group_bounds[group]

@@ -37,8 +37,8 @@ CHUNK = 1 << 24
 
 
 def write_order(path: Path, epoch: int, ids: Ints) -> OrderFile:
-    """Write the order of an epoch, atomically, and return it. Raises InvalidArgumentError unless `ids` has each number
-    from 0 to len(ids) - 1 once."""
+    """Write the order of an epoch to the file `path`, atomically, and return it. `ids`: numbers of the samples in this
+    order. Raises InvalidArgumentError unless `ids` has each number from 0 to len(ids) - 1 once."""
     if len(ids) == 0 or not np.array_equal(np.bincount(ids, minlength=len(ids)), np.ones(len(ids), np.int64)):
         raise InvalidArgumentError(
             f"an order must have each of the samples 0 to {len(ids) - 1} once, got repeated or other numbers. Use "

@@ -151,8 +151,8 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
 
 def epoch_to_begin(state: Mapping[str, Any], tail: Tail) -> int | None:
     """Return the number of the epoch that begins exactly at a state's position. Return None if the position lies within
-    an epoch, and for states of which it is not known: of one of several workers, or with skipped samples. `tail`: the
-    loader's setting."""
+    an epoch, or if the state does not tell: because it is that of one of several workers, or has skipped samples.
+    `tail`: the loader's setting."""
     progress, samples = progress_of(state), state["order"].get("samples")
     several = progress.topology.workers > 1 and "others" not in state
     if several or skip_of(state) or others_of(state, {}) or not isinstance(samples, list | int):
@@ -188,9 +188,11 @@ def check_format(state: Any, loader: str, *names: str) -> None:
 
 
 def others_of(state: Mapping[str, Any], default: Any = None) -> Mapping[str, Any]:
-    """Return the workers that are not at the common position of an aggregated state: global_worker_id, as text -> state
-    of the worker. `default`: result for a state of a single worker, which has no such entry; None: raise
-    StateCorruptError for it."""
+    """Return the states of the workers that are not at the common position of an aggregated state. The keys are their
+    global_worker_ids, as text.
+
+    default: result if the state is that of a single worker, which has no such entry. None: raise StateCorruptError.
+    """
     others = state.get("others", default)
     if not isinstance(others, Mapping):
         raise StateCorruptError(

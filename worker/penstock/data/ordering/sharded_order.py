@@ -3,8 +3,8 @@ and workers.
 
     position -> stream, and position in its sequence -> partition -> shuffled block -> shard and sample
 
-- **Parts.** An epoch is a permuted sequence of whole shards. If it takes only a share of a stream, it also has pieces
-  of shards (shard_selection.py).
+- **Parts.** An epoch is a permuted sequence of whole shards. If it takes only a share of a stream, or repeats a part of
+  it, the sequence also has pieces of shards (shard_selection.py).
 - **Partitions.** The sequence is cut into C equal partitions, and position p takes the next sample of partition p mod
   C. Rows go to boxes in turn, so if the number of boxes divides C, each box reads its own partitions and so its own
   shards. The order itself does not depend on the number of boxes.
@@ -119,8 +119,8 @@ class ShardedOrder:
         return self._starts
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers (ids) of the samples at these positions of an epoch, each in [0, len(self)). An id counts
-        all samples of all shards from 0 (see `starts`)."""
+        """Return the numbers (ids) of the samples at these positions of an epoch. `positions`: numbers in
+        [0, len(self)). Ids are counted from 0 over all samples of all shards (see `starts`)."""
         at = np.asarray(positions, np.int64)
         ids = np.empty_like(at)
         for sequence, chosen, inner in self._split(epoch, at):

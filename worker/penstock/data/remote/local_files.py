@@ -1,4 +1,4 @@
-"""Reading and writing of a dataset's files on this machine. They raise the same errors as for a remote folder."""
+"""Reading and writing of a dataset's files on this machine. Failures raise the same errors as for a remote folder."""
 
 from __future__ import annotations
 

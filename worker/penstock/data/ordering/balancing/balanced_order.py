@@ -11,8 +11,9 @@ The first function does not depend on the number of boxes. So a position means t
 rows are the same set on any number of boxes, and a state is the same few integers as without balance. Only which box
 gets a row of the step depends on the number of boxes.
 
-A row that costs more than a box's share of its step cannot be balanced, so rows of similar cost are kept together in
-one step if a window has such rows. Then the steps of a window differ in cost, but the boxes of each step hardly do.
+If a single row costs more than a box's share of its step, no assignment can balance this step. So in a window with such
+rows, rows of similar cost are kept together in one step. Then the steps of the window differ in cost, but the boxes of
+each step hardly do.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ samples that a resume restores."""
 
 @dataclass(frozen=True)
 class Balance:
-    """Setting of a loader: assign rows to boxes (data-parallel ranks) and steps so that the boxes of a step have about
-    the same cost.
+    """Setting of a loader: assign rows (samples) to boxes (data-parallel ranks) and steps so that the boxes of a step
+    have about the same cost.
 
     Example::
 
