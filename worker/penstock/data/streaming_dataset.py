@@ -196,10 +196,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._open_versions(self.asked_versions)
 
     def at_versions(self, versions: Sequence[int | None]) -> Self:
-        """Close the caches of this dataset, and return a copy that reads these versions of its streams. `versions`: one
-        for each stream; None for a stream without versions."""
+        """Return a copy of this dataset that reads other versions of its streams. `versions`: one for each stream; None
+        for a stream without versions."""
         other = copy.copy(self)
-        for cache in other._caches:
+        for cache in other._caches:  # the copy's own, see __getstate__
             cache.close()
         other._open_versions(versions)
         return other
