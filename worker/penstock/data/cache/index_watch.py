@@ -1,8 +1,9 @@
 """Checks that a dataset's index has not changed since the dataset was opened, on disk or at the remote.
 
 If a dataset is overwritten while a job reads it, the job gets old rows first and new rows later. For files that are
-verified, the hashes in the index detect this. For other files (those without hashes, and those that are read in place)
-the index itself is watched, because writing a dataset removes or replaces its index.
+verified, the hashes in the index detect this. In three other cases the index itself is watched, because writing a
+dataset removes or replaces its index: files are read in place, files have no hashes, or another job fills the cache's
+folder again.
 
 A fetched file without a hash is taken to belong to the cached index as long as the version (ETag or time) of the
 remote's index stays the same. Comparing the contents of the indexes is not enough: without hashes, two datasets of
@@ -48,8 +49,8 @@ class IndexWatch:
     hashed: bool
     """True if the index has a hash of each file, so that equal indexes mean equal data."""
     in_place: bool
-    """True if the index lies in the dataset's own folder, where its removal is an error. False for a copy of the index
-    in a cache, which may be removed at any time."""
+    """True if the shards are read in place. The removal of the index is then an error. False if the index is a copy in
+    a cache, which may be removed at any time."""
     seen: tuple[int, int, int] | None
     """Size, modification time in ns and inode of the index file when its content was last found unchanged; None if the
     file was missing."""

@@ -49,7 +49,7 @@ FORMAT = 3
 ORDER_FILE = "order_file"
 """Name of the setting with the path of an order file."""
 VERSIONS = "versions"
-"""Name of the setting with the versions (1, 2, ...) of the growing datasets that the order is made of."""
+"""Name of the setting with the version of each stream's dataset: a number, or None for a dataset without versions."""
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 
