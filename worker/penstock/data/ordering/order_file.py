@@ -4,10 +4,15 @@
 the other library delivered, then the remaining ones in that library's order. So a state in this epoch is a position
 like any other, and fits any topology. All other epochs have the loader's own order.
 
-    magic (8 bytes), format and bytes of a number (u32 each), epoch, samples (i64 each), digest (u64), zeros to 64 bytes
-    the samples' numbers, little-endian u32 or u64
+    magic                                      8 bytes
+    format, bytes of a sample's number         u32 each
+    epoch, number of samples                   i64 each
+    digest                                     u64
+    zeros                                      up to byte 64
+    numbers of the samples                     u32 or u64 each
 
-Workers map the file into memory, so all workers of a host share its pages, and check its digest when they open it.
+All values are little-endian. Workers map the file into memory, so all workers of a host share its pages. They check its
+digest when they open it.
 """
 
 from __future__ import annotations

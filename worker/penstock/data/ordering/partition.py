@@ -46,11 +46,14 @@ class Partition:
     """Rest of an epoch, from position `start` (an index in the epoch's order) on, in global batches of `batch` samples
     for `boxes` boxes.
 
-    The setting `tail` decides what becomes of an incomplete last batch: "emit" yields it, "pad" fills it with samples
-    from the epoch's beginning, "drop" leaves it out, and "carry" makes its samples the first ones of the next epoch,
-    whose `start` is then negative. If a batch to emit has fewer rows than there are boxes, its rows are added to the
-    batch before. If there is no batch before (the epoch has too few samples, or too few are left after a resume on more
-    boxes), the last boxes get a batch without rows. So no sample is repeated.
+    The setting `tail` decides what becomes of an incomplete last batch:
+
+    - "emit": it is a batch like the others, so no sample is repeated or lost. But if it has fewer rows than there are
+      boxes, its rows are added to the batch before. If there is no batch before, the last boxes get a batch without
+      rows: the epoch has too few samples, or too few are left after a resume on more boxes.
+    - "pad": it is filled with samples from the epoch's beginning.
+    - "drop": it is left out.
+    - "carry": its samples are the first ones of the next epoch, whose `start` is then negative.
     """
 
     length: int

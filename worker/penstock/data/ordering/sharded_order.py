@@ -10,8 +10,8 @@ and workers.
   shards. The order itself does not depend on the number of boxes.
 - **Blocks.** A few neighbouring parts of a partition form a block, and samples are permuted only within their block.
   That gives locality: only the shards of a few blocks are needed at a time (block_shuffle.py).
-- **Files with blocks.** What is called a shard in this package is a block of a file, if the file has blocks that are
-  decoded as a whole (row groups of Parquet). Blocks of a file stay near each other (nested_blocks.py).
+- **Files with blocks.** If a file has blocks that are decoded as a whole (row groups of Parquet), each block is called
+  a shard in this package. The blocks of a file stay near each other (nested_blocks.py).
 - **Streams.** Either the parts of all streams are in one sequence ("shards"), or each stream has a sequence of its own
   and they are interleaved: in units of C samples ("samples") or of a whole batch ("batches"). Then every prefix of the
   order has each stream's share (interleave.py); the rest of each stream, less than a unit, comes at the end.

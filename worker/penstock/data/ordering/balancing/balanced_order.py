@@ -7,9 +7,9 @@ window is the rows of `over_steps` consecutive global batches. Two functions ass
     steps   the rows of a window are assigned to the window's steps
     boxes   the rows of a step's global batch are assigned to the boxes
 
-The first function does not depend on the number of boxes. So a position means the same row on any topology, a step's
-rows are the same set on any number of boxes, and a state is the same few integers as without balance. Only which box
-gets a row of the step depends on the number of boxes.
+The first function does not depend on the number of boxes. So a position means the same row on any topology, and a step
+has the same set of rows on any number of boxes. A state is the same few integers as without balance. Only the choice of
+the box that gets a row depends on the number of boxes.
 
 If a single row costs more than a box's share of its step, no assignment can balance this step. So in a window with such
 rows, rows of similar cost are kept together in one step. Then the steps of the window differ in cost, but the boxes of
