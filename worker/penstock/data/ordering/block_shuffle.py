@@ -34,8 +34,8 @@ __all__ = ["Blocks", "PartSequence"]
 RANKS = 1 << 16
 """Number of file runs whose places in the sequence are computed at a time, which limits the memory needed."""
 Blocks = list[tuple[int, Ints]]
-"""Blocks in which some requested positions lie. Each block is given as (index of the first requested position that lies
-in it, numbers of its shards)."""
+"""Blocks (samples that are permuted together) in which some requested positions lie. Each block is given as (index of
+the first requested position that lies in it, numbers of its shards)."""
 
 
 class PartSequence:

@@ -22,8 +22,8 @@ SMALLEST_RUN = 16
 SHARES = 16
 """Number of boxes for which steps are made balanceable: if possible, no row costs more than 1/SHARES of its step."""
 _SCALE, _BITS = 1 << 44, 17
-"""_SCALE: largest sum of all costs when they are expressed as integers. _BITS: number of low bits that hold a bin's
-number. A sum and a bin's number together fit into 64 bits."""
+"""_SCALE: largest sum of all costs when they are expressed as integers. _BITS: number of low bits that hold the number
+of a bin (a step or a box). A sum and a bin's number together fit into 64 bits."""
 
 
 def assign_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
