@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.utils.data
 
 from penstock.data.arguments import whole
-from penstock.data.cache.prefetch import process_group
+from penstock.data.cache.prefetch import host_process_id
 from penstock.data.ordering.partition import WorkerTurn
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.assignment import NEUTRAL, current_assignment
@@ -79,7 +79,7 @@ class WorkerIdentity:
         this process's parent started, or the process alone."""
         info = torch.utils.data.get_worker_info()
         alone = self.standalone and (info is None or info.dataset is None)
-        return f"{process_group(None if alone else os.getppid())}-{self.box}"
+        return f"{host_process_id(None if alone else os.getppid())}-{self.box}"
 
     def alone(self, turn: WorkerTurn) -> bool:
         """Return True if this process, with the turn `turn`, makes all batches of its box, so that it alone counts the
