@@ -35,13 +35,13 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["BoxRecord", "StoppedCoordinator", "past", "track_of", "with_snapshots"]
 
 KNOWN = 8
-"""Approximate number of positions stored for each box. With 65,536 slots in all, one position of every box takes
-400 KB."""
+"""Approximate number of a box's positions that the journal keeps for `penstock replay`. With 65,536 slots in the
+cluster, one position of every box takes 400 KB."""
 
 
 @dataclass(frozen=True)
 class BoxRecord:
-    """History of one box in one attempt, copied from the cluster state at one moment and serialised later. Serialising
+    """History of one box in one attempt, copied from the cluster state. Another thread serialises the copy. Serialising
     the histories of all boxes of a large attempt takes seconds, in which the event loop would receive no heartbeat."""
 
     attempt: int
@@ -49,11 +49,12 @@ class BoxRecord:
     opening: pb.OpenRunRequest
     start: Position
     settled: bool
-    """True if the last position of `known` is certain: a restart of the coordinator has not hidden later batches."""
+    """True if `known` ends with the box's newest reported position. False if the coordinator has restarted since and
+    the box has not reported again: the box may then have taken more steps, of which the coordinator knows nothing."""
     known: Sequence[Position | records_pb2.BoxPosition]
     """Known positions of the box, sorted by step."""
     abandoned: Mapping[int, int]
-    """Abandoned epoch -> the epoch's last step."""
+    """Number of each abandoned epoch -> the last step that the loop took of the epoch."""
     slots: Sequence[tuple[Mapping[tuple[int, int], int], records_pb2.LoaderCapabilities | None]]
     """For each slot, by number: its skipped batches, as (epoch, total) -> count, and the capabilities of its loader."""
     mixture_changes: Sequence[records_pb2.MixtureChange] = ()
@@ -98,8 +99,8 @@ def track_of(attempt: Attempt, box: Box) -> BoxRecord:
 
 
 def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
-    """Return the known positions of the box, sorted by step, with those that earlier processes of the coordinator
-    recorded."""
+    """Return the known positions of the box, sorted by step. They include the positions that were recorded before the
+    coordinator restarted."""
     found: dict[int, Position | records_pb2.BoxPosition] = {at.step: at for at in box.earlier}
     found |= {at.step: at for at in box.history}
     if box.delivered.slots:

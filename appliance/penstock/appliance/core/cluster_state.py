@@ -44,11 +44,11 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 BOX_COST = 4
-"""Cost of releasing a box in addition to its slots (its rows and its event), as a number of slots."""
+"""Fixed time for releasing a box, in multiples of the time for one slot: added to the box's number of slots."""
 FREE_AFTER_S = 5.0
-"""Seconds after the end of an attempt, after which no thread uses the attempt's objects any more."""
+"""Seconds from the end of an attempt until its objects are freed. By then no other thread uses them."""
 Topic = tuple[str | int, ...]
-"""Thing that changed, by which waiting calls are woken, such as ("worker", name) or ("box", run, attempt, box)."""
+"""Name of a thing whose change wakes waiting calls, such as ("worker", name) or ("box", run, attempt, box)."""
 
 
 class ClusterState:
@@ -73,7 +73,7 @@ class ClusterState:
         self.fleet, self.fleet_at = 0, 0.0
         """Number of workers that the lease policy assumes, and the time when it was set: see `count_fleet`."""
         self.load_factor = 1.0
-        """Factor by which peers are asked for fewer calls; 1 = not overloaded: see lease_policy.updated_load_factor."""
+        """Divisor of the calls per second that peers may make; 1 = not overloaded: lease_policy.updated_load_factor."""
         self.live_boxes = 0
         self.slots_held: Counter[str] = Counter()
         """Digest of a credential token -> number of slots in the open attempts that it opened."""
@@ -84,7 +84,7 @@ class ClusterState:
         self.waiting: dict[SlotKey, Slot] = {}
         """Slots of live boxes that have no worker, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
-        """Slots of `waiting` that `place_waiting` has not yet tried in this round, which may take several calls."""
+        """Slots still to try in this round of `place_waiting`. A round tries all `waiting` slots, in several calls."""
         self._is_round_unfinished = False
         """True if the last call of `place_waiting` ended before it had tried every waiting slot."""
         self._stuck: set[str] = set()
@@ -459,8 +459,8 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def note_rate(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """Record what a worker's report says of the slot's runner: its speed, and how many batches it is ahead of the
-        loop. Of a runner that is not ready, record its place in the start queue and its start stage."""
+        """Record the speed of the slot's runner, and how many batches it is ahead of the loop, from a worker's report.
+        While the runner starts, record its stage, and its place among the runners that wait to start on the worker."""
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
         _, box = self.box_of(slot)

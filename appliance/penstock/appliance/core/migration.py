@@ -32,7 +32,8 @@ class Migrations:
         self._cluster = cluster
         self._balanced_at = 0.0
         self._moves: Iterator[balance.SlotMove | None] | None = None
-        """Moves of the balance check under way, of which each tick takes one slice; None if no check is under way."""
+        """Iterator of the balance check that is under way, which yields the slots to move. Each tick continues it for
+        one slice. None: no check is under way."""
 
     # ---- reports of workers
 

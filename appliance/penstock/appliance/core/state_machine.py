@@ -75,7 +75,7 @@ class Registry:
         clock: returns monotonic seconds.
         wall: returns seconds since the Unix epoch, for replies.
         fresh_seed: returns a seed for a run whose request has none.
-        changed: called with every topic whose view has changed; it must not call back.
+        changed: called with every topic whose view has changed; it must not call the state machine.
         host: host on which this coordinator runs.
     """
 
@@ -502,7 +502,8 @@ class Registry:
 
     def tick(self, unreceived_s: float = 0.0) -> None:
         """End the leases that are over, and do all other periodic work. The server calls this several times per lease.
-        `unreceived_s`: age in seconds of the oldest call that may still be queued in gRPC."""
+        `unreceived_s`: age in seconds of the oldest call that may still be queued in gRPC. It may be a heartbeat, so an
+        overloaded coordinator extends leases by this time."""
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now
         cluster.load_factor = updated_load_factor(cluster.load_factor, max(gap, unreceived_s), limits.tick_s)

@@ -26,8 +26,8 @@ BOXES = 64
 """Number of boxes that are read before a sample pauses, so that other tasks run."""
 
 Point = tuple[float, float, float, float]
-"""Point of a series: the time in seconds since the Unix epoch; the mean steps/s of a box; the share of its time that
-the box which waited most has waited; the batches/s that all slots produce."""
+"""Point of a series: the time in seconds since the Unix epoch; the mean steps/s of the run's boxes; the share of its
+time, from 0 to 1, that the box with the longest waits waited for data; the batches/s of all slots together."""
 COLUMNS = ("at", "steps_per_s", "waited_share", "batches_per_s")
 
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.appliance")
 
 REPORT_S = 2.0
-"""Longest wait for the report of a live box, in seconds."""
+"""Longest wait for a box's report of its present position, before its history is sent to a caller, in seconds."""
 
 _Result = TypeVar("_Result")
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -181,8 +181,8 @@ class Service(CoordinatorServicer):
         self._journal.close()
 
     async def _hold(self, topic: Topic, hold_s: float, seen: float, version: Callable[[], float]) -> None:
-        """Hold a long poll: wait until `version()` differs from `seen`, for at most `hold_s` seconds. The topic wakes
-        it."""
+        """Hold a long poll until `version()` differs from `seen`, for at most `hold_s` seconds. `version` is called
+        again each time the topic changes."""
         loop = asyncio.get_running_loop()
         until = loop.time() + hold_s
         if hold_s <= 0 or version() != seen:
@@ -533,7 +533,7 @@ class Service(CoordinatorServicer):
             yield pb.HistoryPart(history=await asyncio.to_thread(track.message))
 
     async def _renew_report(self, run: str, number: int) -> None:
-        """Wait until a live box has reported its present position, for at most REPORT_S."""
+        """Ask box `number` for its present position, and wait for the report, for at most REPORT_S seconds."""
         box = box_progress.ask(self._registry.cluster, run, number)
         if box is not None:
             await self._hold(("report", run, number), REPORT_S, box.reported_at, lambda: box.reported_at)

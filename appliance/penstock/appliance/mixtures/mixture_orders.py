@@ -129,7 +129,9 @@ class MixtureOrders:
             )
         self._check_step(attempt, request.from_step)
         if len(run.mixture_changes) != trial.changes:
-            raise OverloadedError(f"another change of the mixture of run {run.name} was made meanwhile: retry after it")
+            raise OverloadedError(
+                f"another change of the mixture of run {run.name} was made meanwhile: run `penstock mix` again"
+            )
         if _position(_furthest(attempt)).epoch != trial.epoch:
             raise StateUnavailableError(f"an epoch of run {run.name} {_ENDED}")
         change = records_pb2.MixtureChange()
@@ -234,7 +236,8 @@ class MixtureOrders:
 
     def _attempt(self, run: Run, *, own: bool = False) -> Attempt:
         """Return the run's open attempt. Raises an error unless all of its boxes are live, no slot has failed, and no
-        other change waits. `own`: whether the caller's own fence may stand."""
+        other change of the mixture is being decided. `own`: whether the attempt's fence belongs to the caller's order,
+        and so is no obstacle."""
         attempt = run.current
         if attempt is None:
             raise UnknownRunError(
@@ -254,7 +257,10 @@ class MixtureOrders:
                 "status`, and start the job again"
             )
         if attempt.fence is not None and not own:
-            raise OverloadedError(f"another change of the mixture of run {run.name} is being decided: retry after it")
+            raise OverloadedError(
+                f"another change of the mixture of run {run.name} is being decided: run `penstock mix` again once that "
+                "change is made or refused"
+            )
         return attempt
 
     @staticmethod
@@ -311,5 +317,6 @@ def _check(request: pb.ChangeMixtureRequest) -> None:
     if len(texts) > SOURCES_MAX or any(len(text) > TEXT_MAX or not text.isprintable() for text in texts):
         raise InvalidArgumentError(
             f"a change must have at most {SOURCES_MAX} names and weights, each of at most {TEXT_MAX} printable "
-            f"characters, got {len(texts)}: change fewer sources at once"
+            f"characters, got {len(texts)}, the longest with {max(map(len, texts))} characters: change fewer sources "
+            "at once, or use shorter names"
         )

@@ -41,8 +41,8 @@ message that tells a worker to run one slot. A heartbeat reply contains all assi
 whose reply exceeds REPLY_MAX is lost. 10 MiB are 1,024 slots of 10 KiB each; serialising them takes 35 ms."""
 
 ASSIGNMENT_BYTES = 256
-"""Estimated size of the numbers, key and field names of an assignment, in bytes. The loader and the saved state, which
-an assignment also contains, are measured."""
+"""Estimated size of the small fields of an assignment, in bytes: run, numbers and lane key. The large fields (loader,
+saved state, position) are not estimated but measured."""
 
 
 class SlotKey(NamedTuple):
@@ -142,7 +142,7 @@ class Slot:
     batch_delay_s: float = 0.0
     """Seconds per batch, within `batch_s`, in which the runner waited for a processor."""
     doing: str = ""
-    """Activity of the slot's runner, if it takes unusually long; else ""."""
+    """What the slot's runner is doing, if it has been doing this for unusually long; else ""."""
     start_queue_position: tuple[int, int] = (0, 0)
     """Position of the slot's runner in the worker's start queue, from 1, and the length of the queue; (0, 0) = not in
     the queue."""
@@ -152,7 +152,8 @@ class Slot:
     """Python stack of the slot's runner: the present one while `doing` is set, else the one at the runner's last
     death."""
     outgrown: int = 0
-    """Generation of the slot whose runner was replaced for its memory use before its second batch; 0 = none was."""
+    """Generation of the slot's previous runner, if that runner was replaced because it used too much memory before its
+    second batch; else 0. If the next runner does the same, the slot fails."""
     skips: dict[tuple[int, int], int] = field(default_factory=dict)
     """(epoch, total) -> number of batches to skip after the slot's batch number `total`, including those that were
     skipped before the state from which the run resumed."""
@@ -205,8 +206,8 @@ class Box:
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
     """Position of the box in its client's newest report; empty before the first report."""
     reported: bool = True
-    """True if the client has reported since the coordinator's restart. Until then the box's position and abandoned
-    epochs may be out of date."""
+    """False from a restart of the coordinator until the client has reported its epoch starts again. Until then the
+    box's position and abandoned epochs may be out of date."""
     restored: bool = False
     """True if the box was restored from the journal. `history` then begins at the attempt's start again, although
     workers may have dropped the snapshots of steps that are more than `retention` steps old."""
@@ -219,7 +220,8 @@ class Box:
     abandoned: dict[int, int] = field(default_factory=dict)
     """Epoch -> its last step, for epochs that the loop abandoned by `break`."""
     ends: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(slot, epoch) -> number of the slot's last batch in the epoch, counted over the run, as reported by workers."""
+    """(slot, epoch) -> number of the slot's last batch in the epoch, counted over the run. The box's positions and the
+    workers' answers show it."""
     waiting_for: int = 0
     waited_s: float = 0.0
     steps_per_s: float = 0.0
@@ -306,9 +308,8 @@ class Box:
         """Return the newest known position at or before `step` from which the record of `step` can be computed; None if
         all known positions are later. (The record is Penstock's part of a saved state.)
 
-        The record of a step is the position directly after the step, even if an epoch ends there. But if the loop had
-        already passed the end of the epoch when it reported this step, the reported position is the start of the next
-        epoch. A loader can resume from there, but it is not the record of the step, so it is not returned for this
+        Where an epoch ends at a step, two positions belong to the step: the end of the epoch, and the start of the next
+        one. The record of the step is the end. The box may have reported the start, which is then not returned for this
         step.
         """
         fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
@@ -316,8 +317,8 @@ class Box:
 
     def is_refuted(self, position: Position) -> bool:
         """Return whether a later report of the box contradicts `position`, which was computed from an earlier report.
-        It does if it has a smaller total of some slot, or another start of the same epoch. Such a position was computed
-        before the end of an epoch was known."""
+        A contradiction is a smaller total of some slot, or another start of the same epoch. It means that `position`
+        was computed before the end of an epoch was known."""
         later = min((at for at in self._known() if at.step >= position.step), key=lambda at: at.step, default=None)
         if later is None:
             return False
@@ -411,8 +412,8 @@ class Attempt:
         (self.ended.add if ended else self.ended.discard)(box.number)
 
     def note_abandoned(self, box: Box, epoch: int, step: int) -> bool:
-        """Record that the box abandoned an epoch after `step`. Return True if no box had reported an epoch abandoned
-        after this step before."""
+        """Record that the box abandoned an epoch after `step`. Return True if this is the first report, from any box,
+        of an epoch abandoned after this step."""
         box.abandoned[epoch] = step
         if step in self.left:
             return False
@@ -425,8 +426,9 @@ class Attempt:
         return self._left[bisect_left(self._left, first) : bisect_left(self._left, last)]
 
     def behind(self, box: Box, step: int) -> int | None:
-        """Return the first step before `step` after which another box abandoned an epoch and this box may have done the
-        same, because its reports do not reach that step yet; None if no such step exists. Until this box reports an
+        """Return a step at which this box may have abandoned an epoch without having reported it yet. Boxes usually
+        abandon an epoch at the same step. So this is the first step before `step` that the reports of this box do not
+        reach, and after which another box abandoned an epoch; None if there is none. Until this box reports an
         abandoned epoch, or a later step, its position at `step` is unknown."""
         if box.epoch_ended or box.presence is not BoxPresence.LIVE:
             return None
@@ -533,8 +535,8 @@ class Worker:
     local_address: str
     tcp_address: str
     registered: bool
-    """True if the worker has registered since the coordinator's start. A worker restored from the journal keeps its
-    slots until then, and gets no new ones."""
+    """True if the worker has registered since the coordinator's start. Until a worker from the journal registers, it
+    keeps its slots and gets no new ones."""
     lease_until: float
     seen_at: float
     version: int

@@ -35,9 +35,9 @@ class Limits:
     this much silence means that the worker is dead, stopped or cut off. The lease grows with the fleet: see
     lease_policy.py."""
     hung_up_s: float = 1.5
-    """Remaining lease of a worker whose connection ends during a heartbeat. Its process has probably died; a worker
-    that only lost the connection is back within half a second. It grows in proportion to the lease, which grows with
-    the fleet."""
+    """Remaining lease of a worker whose connection ends during a heartbeat, in seconds. Its process has probably died;
+    a worker that only lost the connection is back within half a second. If a large fleet makes the lease n times as
+    long, this time is n times as long too."""
     client_lease_s: float = 10.0
     """Lease of a training process, longer than a worker's because user code may hold the GIL for seconds (a compile, a
     large pickle), in which the process cannot report."""
@@ -66,13 +66,14 @@ class Limits:
     watches_per_s: float = 200.0
     """Largest rate of WatchRun calls of all boxes: above 200 boxes their interval grows, above 660 their lease."""
     shrinks_after_s: float = 60.0
-    """Time after which a smaller fleet makes heartbeat interval and lease shorter."""
+    """Time for which the fleet must have been smaller before the heartbeat interval and the lease become shorter."""
     lease_max_s: float = 300.0
     """Longest lease that the coordinator believes when a peer reports its promised lease."""
     stall_s: float = 1.0
-    """Delay of the coordinator's own timer from which every lease is extended by the delay: the coordinator was stopped
-    and received no calls. A coordinator that is only late extends leases by its delay too, because a call may wait in
-    the queue. An overloaded coordinator drops no peer before two leases of silence: see lease_policy.patience_s."""
+    """Delay of the coordinator's own timer, in seconds, above which the coordinator counts as having been stopped. It
+    received no calls meanwhile, so it extends every lease by the whole delay. For a shorter delay it extends leases by
+    the part above two ticks. An overloaded coordinator drops no peer before two leases of silence: see
+    lease_policy.patience_s."""
     linger_s: float = 60.0
     """Time that a closed box keeps its workers while other boxes of the run are open. A rank that saves after its last
     step needs the states of the boxes that closed before it."""
@@ -104,7 +105,7 @@ class Limits:
     """Share of `budget` that is open to snapshots whose only use is a shorter replay. The rest is reserved for the
     first snapshot of each slot and for saved states, without which no run can start."""
     value_max: int = VALUE_MAX
-    """Largest snapshot, blob or state. SQLite's own limit on a value is 1,000,000,000."""
+    """Largest snapshot, blob or state, in bytes. SQLite's own limit on a value is 1,000,000,000 bytes."""
     transfers_max: int = 64 * MIB
     """Largest number of bytes in memory of received snapshots that wait to be written. The same limit holds for blobs.
     Half of it is reserved for small values."""
@@ -137,10 +138,10 @@ class Limits:
     """Shortest interval between snapshots of one slot, however small the fleet."""
     answers_max: int = 256 * MIB
     """Largest number of bytes in memory of answers to state queries: answers to be sent, and answers kept for other
-    ranks that request the same step. When it is reached, each query may still take the records of one more box."""
+    ranks that request the same step. When it is reached, each query may still take the answers of one more box."""
     asked_at_once: int = 1024
-    """Number of slots whose states a query requests at the same time, or one box if the box has more slots. gRPC itself
-    may buffer 64 KiB of each incoming answer, and 10,000 answers at once would delay heartbeats."""
+    """Largest number of slots whose states a query requests at the same time. A box with more slots is requested as a
+    whole. gRPC itself may buffer 64 KiB of each incoming answer, and 10,000 answers at once would delay heartbeats."""
 
     closed_s: float = 7 * 86400.0
     """Time for which the last state of an ended run is kept: a week, so that it is still there after a weekend."""
@@ -150,15 +151,17 @@ class Limits:
     closed_runs: int = 1000
     """Largest number of ended runs whose last states are kept."""
     json_max: int = 8 * MIB
-    """Largest state of one worker that is sent as JSON. Encoding it takes some 50 ms, in which heartbeats wait."""
+    """Largest state of one slot that is sent as JSON, in bytes. Encoding it takes some 50 ms, in which heartbeats
+    wait."""
 
     past_attempts: int = 16
     """Number of earlier attempts of a run that are remembered by number, key and clients, so that their late calls are
     refused."""
     registration_max: int = 16 * KIB
-    """Largest registration of a worker, which is kept in memory and is part of every status."""
+    """Largest registration of a worker, in bytes. It is kept in memory and is part of every status reply."""
     capabilities_max: int = 16 * KIB
-    """Largest capabilities of a slot's loader, which are kept in memory and in the journal."""
+    """Largest size of a slot's capabilities (what its loader can do), in bytes. They are kept in memory and in the
+    journal."""
     past_sessions: int = 64
     """Number of sessions of replaced worker processes that are remembered, so that late calls of these are refused."""
     runs_max: int = 100_000
@@ -192,8 +195,8 @@ class Limits:
     queries_of_token_max: int = 1024
     """Largest number of state queries that one credential token may have open at a time, over all runs."""
     queries_max: int = 64
-    """Largest number of open state queries of a run, to which two for each of its boxes are added. Each query sends a
-    request to all workers of the run."""
+    """Number of open state queries that every run may have. It may have two more for each of its boxes: a run of 8
+    boxes may have 64 + 16. Each query sends a request to all workers of the run."""
     abandoned_max: int = 1 << 19
     """Largest number of epochs that a box may abandon by `break` in one attempt."""
     abandoned_at_once: int = 4096

@@ -103,8 +103,8 @@ def patience_s(load_factor: float, lease_s: float, unreceived_s: float = 0.0) ->
 
 
 class PromisedLease:
-    """Longest lease that may still have been promised to a peer of one kind (worker or client). The journal keeps it
-    for the next process of the coordinator.
+    """Longest promised lease that a peer of one kind (worker or client) may still rely on. The journal keeps it for the
+    next process of the coordinator.
 
     The recorded value has a margin, so that a growing fleet seldom causes a write. The value is lowered when it is
     older than the lease itself. By then every peer that was promised this lease has a newer promise, or has lost its

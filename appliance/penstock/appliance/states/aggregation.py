@@ -48,11 +48,11 @@ class Aggregation(StateQuery):
         return (self.run, self.attempt, self.step, self.blob)
 
     def task(self, *given: Any) -> AggregationTask:
-        """Return the request to a worker. `given`: arguments of the request's class."""
+        """Return the request to a worker. `given`: arguments for the constructor of the request's class."""
         return AggregationTask(*given)
 
     def able(self, box: Box) -> list[Slot]:
-        """Return the slots of which one may do the task."""
+        """Return the slots whose workers may do the task. The first of these slots that is ready does it."""
         return box.slots
 
     def is_next(self, slot_request: SlotStateRequest) -> bool:

@@ -100,8 +100,8 @@ class SlotStateRequest:
 
 def _abandoned_before(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
     """Return the epochs that the box's loop abandoned before this position, at most EPOCHS_SENT, and the epoch from
-    which on the list is complete. An entry is (epoch, {slot: the slot's total there}), with the slots that had not
-    ended."""
+    which on the list is complete. An entry is (epoch, {slot: the slot's total when the loop left the epoch}). Slots
+    that had already ended the epoch are missing in the entry."""
     left: list[tuple[int, dict[int, int]]] = []
     for epoch in reversed(box.abandoned):
         if epoch >= position.epoch:
@@ -204,8 +204,9 @@ class StateQuery:
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
     _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
-    """(box, slot) -> the slot's position and the known ends of epochs when it answered with an end that was already
-    known. Another slot then made the plan wrong. So the slot gets no new request until more ends are known."""
+    """(box, slot) -> the position requested from the slot, the known ends of epochs, and the abandoned epochs, as they
+    were when the worker refused the position without reporting a new end. The same request would be refused again, so
+    the slot gets no request until one of the three has changed."""
     _starts: dict[int, Position] = field(default_factory=dict)
     """Box -> the newest reported position after which digests were requested. It is used even after the cluster state
     has got a later one."""
@@ -329,8 +330,8 @@ class StateQuery:
             if not attempt.any_live():
                 raise StateUnavailableError(
                     f"the state of run {self.run} at step {self.step} is not available, because its training processes "
-                    f"have stopped reporting, that of box {number} too, and their workers were freed. Retry once they "
-                    "report again; if they are dead, resume from an earlier state"
+                    f"have stopped reporting (also that of box {number}), and their workers were freed. Retry once the "
+                    "training processes report again; if they are dead, resume from an earlier state"
                 )
             missing.append(
                 f"box {number} (its training process has stopped reporting, and its workers were freed: if the process "

@@ -37,7 +37,8 @@ class DurableSnapshot:
     @property
     def is_sure(self) -> bool:
         """True if every loader can restart from this snapshot: it was taken after a batch, or at the start of epoch 0.
-        (Kept in penstock.worker.slots.snapshots gives the reason.)"""
+        The state at the start of a later epoch may still be that of the epoch before, because some loaders begin an
+        epoch only in the first next(). Such a loader, restored there, would end at once."""
         return not self.epoch_start or self.epoch == 0
 
 

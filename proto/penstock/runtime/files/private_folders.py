@@ -79,7 +79,8 @@ def _base() -> Path:
 
 
 def _sweep(base: Path, prefix: str) -> None:
-    """Remove private folders that processes of this user which no longer exist have left in `base`."""
+    """Remove the private folders in `base` that processes of this user have left behind. A folder that a process still
+    uses is locked, and stays. `prefix`: beginning of the folders' names."""
     for name in os.listdir(base):
         if name.startswith(prefix):
             with contextlib.suppress(OSError):

@@ -63,8 +63,8 @@ class Spawned(Process):
         return self._popen.poll()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the child has ended, and reap it. Return False if it still runs after `timeout_s` seconds; None
-        waits forever."""
+        """Wait until the child has ended, and reap it. Return False if it still runs after `timeout_s` seconds.
+        `timeout_s`: None = wait without a limit."""
         if self._popen.returncode is None and self.fileno() >= 0:
             if not super().wait(timeout_s):
                 return False
@@ -141,8 +141,8 @@ def module(name: str, *arguments: str) -> list[str]:
 
 
 def by_path(program: Path, *needed: ModuleType) -> list[str]:
-    """Return the command that runs a program of Penstock, given by the path of its file. Append the program's
-    arguments.
+    """Return the command that runs a program of Penstock, given by the path of its file. The caller appends the
+    program's arguments to the command.
 
     This is for programs that must not import torch: `python -m` would import penstock.client, and with it torch. The
     program imports Penstock and `needed` from the folders from which this process imported them. These folders come
