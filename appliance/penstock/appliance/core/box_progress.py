@@ -97,7 +97,7 @@ def note_sources(box: Box, request: pb.WatchRunRequest) -> None:
 
 
 def note_fence(cluster: ClusterState, box: Box, request: pb.WatchRunRequest) -> None:
-    """Record that the box waits at a fence: the step before which all boxes wait while a change of the mixture is
+    """Record that the box has received a fence: the step before which all boxes wait while a change of the mixture is
     decided. Record also the last step that the box had taken when the fence arrived."""
     fence = request.fence_key, request.fence_taken
     if fence != box.fence:

@@ -119,8 +119,8 @@ class Migrations:
         return other
 
     def owned(self, worker: Worker) -> list[Slot]:
-        """Return the slots that run on the worker; those of which it is only the migration target are not among
-        them."""
+        """Return the slots that run on the worker, without the slots for which the worker is only the migration
+        target."""
         slots = [self._cluster.slot(key) for key in sorted(worker.slots)]
         return [slot for slot in slots if slot is not None and slot.worker == worker.name]
 

@@ -411,8 +411,8 @@ class Registry:
     # ----------------------------------------------------------------------------------------------- snapshots, blobs
 
     def slot_to_recover(self, key: SlotKey, generation: int) -> Slot:
-        """Return the slot for a worker that prepares it: `generation` must be the present one or that of the slot's
-        migration target. Raises UnknownRunError, SupersededError."""
+        """Return the slot for a worker whose runner starts or prepares to take it over. `generation` must be the slot's
+        present one or that of its migration target. Raises UnknownRunError, SupersededError."""
         slot = self.cluster.slot(key)
         if slot is not None and slot.target is not None and slot.target.generation == generation:
             return slot

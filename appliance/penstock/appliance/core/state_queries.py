@@ -89,7 +89,8 @@ class StateQueries:
         return self._ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
 
     def begin_trial(self, trial: MixtureTrial, deadline: float) -> StateQuery:
-        """Start a query in which a worker tries whether its loader accepts a change of the mixture's weights."""
+        """Start a query in which a worker tries whether its loader accepts a change of the mixture's weights.
+        `deadline`: in monotonic seconds."""
         return self._ask(trial, deadline)
 
     def are_open(self, run: str) -> bool:
@@ -264,8 +265,8 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
-        """Drop the attempt's kept results for steps before `first`. Also drop results that took a box as ended at its
-        last step, if the box has taken further steps since."""
+        """Drop the attempt's kept results for steps before `first`. Also drop results with the final state of a box
+        whose epoch was over (`StateQuery.finals`), if the box has taken further steps since."""
         for key, query in list(self._finished.items()):
             if key[:2] != (attempt.run, attempt.number):
                 continue

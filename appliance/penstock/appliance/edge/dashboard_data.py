@@ -35,8 +35,8 @@ BARS = ("slots used>", "waits>", "waited for>")
 
 Cell = str | Mapping[str, Any]
 """Cell of a table of the page: a text, or a dict of one of three kinds. `text` with `state` (live, idle or lost);
-`text` with `share` (0 to 1, drawn as a bar) and `hot` (the share is above the threshold); `text` with `at` (a time, in
-seconds since the Unix epoch)."""
+`text` with `share` (0 to 1, drawn as a bar) and `hot` (true if the share is above INPUT_BOUND); `text` with `at` (a
+time, in seconds since the Unix epoch)."""
 
 
 def dashboard(found: ClusterView) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Proposal:
     attempt: Attempt
     change: records_pb2.MixtureChange
     epoch: int
-    """Epoch of the boxes in which the change's step lies."""
+    """Epoch that contains the step of the change, the same on all boxes."""
     fence: str
     """Key of the fence, unique to this order."""
     shares: list[pb.MixtureShare] = field(default_factory=list)
@@ -150,8 +150,8 @@ class MixtureOrders:
 
     @staticmethod
     def patience(proposal: Proposal) -> float:
-        """Return the longest time in seconds for which the boxes may wait before the step: half of the shortest
-        deadline of their training loops, which would fail at the deadline."""
+        """Return the longest time in seconds for which the boxes may wait before the step: FENCE_S, or half of the
+        shortest `timeout_s` of their training loops, whichever is less. A loop that waits for `timeout_s` fails."""
         deadlines = [box.opening.loader.options.timeout_s for box in proposal.attempt.boxes.values()]
         return min([FENCE_S, *(deadline / 2 for deadline in deadlines if deadline > 0)])
 

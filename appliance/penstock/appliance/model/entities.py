@@ -37,8 +37,9 @@ from penstock.runtime.telemetry.units import topology
 
 ASSIGNMENTS_MAX = 10 << 20
 """Total size of a worker's assignments, in bytes, from which on the worker gets no more slots. An assignment is the
-message that tells a worker to run one slot. A heartbeat reply contains all assignments of the worker, and a worker
-whose reply exceeds REPLY_MAX is lost. 10 MiB are 1,024 slots of 10 KiB each; serialising them takes 35 ms."""
+message that tells a worker to run one slot. A heartbeat reply contains all assignments of the worker. A worker cannot
+receive a reply above channel.REPLY_MAX, so its lease would end. 10 MiB are 1,024 slots of 10 KiB each; serialising them
+takes 35 ms."""
 
 ASSIGNMENT_BYTES = 256
 """Estimated size of the small fields of an assignment, in bytes: run, numbers and lane key. The large fields (loader,

@@ -146,8 +146,8 @@ class Limits:
     closed_s: float = 7 * 86400.0
     """Time for which the last state of an ended run is kept: a week, so that it is still there after a weekend."""
     closed_bytes: int = 256 * MIB
-    """Bytes on disk for the last states of all ended runs, in addition to `budget`. The oldest states are dropped
-    first."""
+    """Largest number of bytes on disk of the last states of all ended runs. They do not count in `budget`. The oldest
+    states are dropped first."""
     closed_runs: int = 1000
     """Largest number of ended runs whose last states are kept."""
     json_max: int = 8 * MIB

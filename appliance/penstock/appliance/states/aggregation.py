@@ -37,8 +37,8 @@ class AggregationTask(SlotStateRequest):
 
 @dataclass(eq=False)
 class Aggregation(StateQuery):
-    """State query for an aggregation. It sends one request, to the first ready slot of the box `box`, and is planned
-    like a query of a run with one box."""
+    """State query for an aggregation. It sends one request, to the first ready slot of the box `box`. The result counts
+    as the state of box 0 of a run with one box, so `StateQuery` needs no other code to wait for it and send it."""
 
     box: int = 0
     blob: str = ""

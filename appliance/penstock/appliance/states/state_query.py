@@ -69,11 +69,13 @@ class SlotStateRequest:
     """Total of the slot at the box's nearest reported position. The worker returns the digests of the slot's batches
     after it, with which the box's stream digest is continued."""
     round: int
-    """Number of ends of epochs that the slot has answered so far, so that a repeated request has a new id."""
+    """Number of the slot's answers so far that reported the end of an epoch instead of a state. It gives a request that
+    is repeated after such an answer a new id."""
     serial: int
     """Serial number of the query that sends the request."""
     abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
-    """Epochs that the loop abandoned, as (epoch, the slot's total there), complete from epoch `abandoned_from` on."""
+    """Epochs that the loop abandoned, as (epoch, the slot's total when the loop left it). All abandoned epochs from
+    `abandoned_from` on are in the tuple."""
     abandoned_from: int = field(default=0, compare=False, kw_only=True)
 
     @property
@@ -129,8 +131,8 @@ class BoxState:
     records: list[tuple[pb.WorkerRecord, bytes]]
     position: records_pb2.BoxPosition | None = None
     final: int | None = None
-    """Last step of the box if its epoch was over: the states are then those of this step, and valid while the box stays
-    there. None otherwise."""
+    """Last step of the box if its epoch had ended before the requested step. The states are then those after this last
+    step, and are valid until the box takes another step. None: the states are those at the requested step."""
 
     @property
     def size(self) -> int:
@@ -157,8 +159,8 @@ class GatheredState:
     records: list[tuple[pb.WorkerRecord, bytes]]
     positions: dict[int, records_pb2.BoxPosition]
     finals: dict[int, int]
-    """Box -> its last step, for boxes whose epoch was over. The result is valid while these boxes stay at these
-    steps."""
+    """Box -> its last step, for each box whose epoch had ended before the requested step. The result has the final
+    states of these boxes, and is valid until one of them takes another step."""
 
 
 @dataclass(eq=False)

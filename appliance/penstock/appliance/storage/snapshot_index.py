@@ -199,8 +199,9 @@ class SnapshotIndex:
             self._snapshots[key.run, key.attempt][key].remove(old)
 
     def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """Drop a snapshot that was written but is not needed. It may have replaced one of the same position, which is
-        dropped with it."""
+        """Drop a snapshot that was written to disk too late: its attempt is over, or a change of the mixture has made
+        it invalid. If the index has a snapshot of the same position, drop that one too, because the late one has
+        replaced it on disk."""
         for old in [one for one in self._of(key) if (one.total, one.epoch) == (kept.total, kept.epoch)]:
             self.used -= old.size
             self._snapshots[key.run, key.attempt][key].remove(old)
