@@ -24,7 +24,7 @@ def close_box(cluster: ClusterState, attempt: Attempt, box: Box, now: float, *, 
         for slot in box.slots:
             cluster.waiting.pop(slot.key, None)
         cluster.save_box(attempt, box)
-        cluster.save_track(attempt, box)
+        cluster.save_history(attempt, box)
         cluster.touch(attempt, box)
     else:
         cluster.end(attempt, AttemptState.ENDED, f"attempt {attempt.number} of run {attempt.run} was closed")

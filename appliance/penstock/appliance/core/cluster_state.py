@@ -218,11 +218,11 @@ class ClusterState:
     def save_abandoned(self, attempt: Attempt, box: Box, epoch: int) -> None:
         self.journal.put("abandoned", journal_rows.abandoned_row(attempt, box, epoch))
 
-    def save_track(self, attempt: Attempt, box: Box) -> None:
+    def save_history(self, attempt: Attempt, box: Box) -> None:
         """Save the box's history in the journal, for `penstock replay` after the attempt's end."""
-        self.journal.put("tracks", _track_row(attempt, box))
+        self.journal.put("tracks", _history_row(attempt, box))
 
-    def track(self, run_name: str, box_number: int) -> box_history.BoxRecord | None:
+    def history(self, run_name: str, box_number: int) -> box_history.BoxHistory | None:
         """Return the box's history in the run's open attempt; None if the run is not open or the box not in it."""
         run = self.runs.get(run_name)
         attempt = run.current if run is not None else None
@@ -291,7 +291,7 @@ class ClusterState:
         run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, attempt.clients)
         which: dict[str, str | int] = {"run": attempt.run, "attempt": attempt.number}
         self.journal.put_all("boxes", lambda: (journal_rows.box_row(attempt, box) for box in boxes), **which)
-        self.journal.put_all("tracks", lambda: (_track_row(attempt, box) for box in boxes), **which)
+        self.journal.put_all("tracks", lambda: (_history_row(attempt, box) for box in boxes), **which)
         for table in ("slots", "skips", "abandoned", "reserved"):
             self.journal.drop(table, **which)
         self.save_attempt(attempt)
@@ -345,7 +345,7 @@ class ClusterState:
         kind = "box lost" if presence is BoxPresence.GONE else "box closed"
         self.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
         if box.reported:
-            self.save_track(attempt, box)
+            self.save_history(attempt, box)
         for slot in box.slots:
             self.waiting.pop(slot.key, None)
             self.cancel_migration(slot)
@@ -596,5 +596,5 @@ class ClusterState:
             self.bump_worker(worker)
 
 
-def _track_row(attempt: Attempt, box: Box) -> journal_rows.Row:
-    return journal_rows.track_row(attempt, box, box_history.track_of(attempt, box).thinned().kept)
+def _history_row(attempt: Attempt, box: Box) -> journal_rows.Row:
+    return journal_rows.history_row(attempt, box, box_history.history_of(attempt, box).thinned().serialised)

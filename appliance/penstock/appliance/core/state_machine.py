@@ -232,7 +232,7 @@ class Registry:
         box_progress.note_abandoned(self.cluster, attempt, box, request)
         box_progress.note_fence(self.cluster, box, request)
         if delivered.step >= box.delivered.step:  # else a later report was received before this one
-            passed = attempt.left_between(box.step, delivered.step)
+            passed = attempt.abandoned_between(box.step, delivered.step)
             if request.epoch_ended != box.epoch_ended or delivered.epoch != box.delivered.epoch or passed:
                 self.cluster.touch(attempt, box)
             attempt.set_ended(box, request.epoch_ended)

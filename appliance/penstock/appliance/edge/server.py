@@ -166,7 +166,7 @@ async def serve(
             with contextlib.suppress(asyncio.CancelledError):
                 await ticker
             with contextlib.suppress(JournalError):  # the disk may be full; only `penstock replay` needs these rows
-                await service.note_tracks()
+                await service.save_histories()
 
 
 def _queue_probe(limits: Limits, closing: contextlib.ExitStack) -> QueueProbe | None:

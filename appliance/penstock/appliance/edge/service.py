@@ -92,7 +92,7 @@ class Service(CoordinatorServicer):
         self._store = store
         self._signals = signals
         self._limits = limits
-        self._rate_limiter = RateLimiter(limits.admissions, time.monotonic)
+        self._rate_limiter = RateLimiter(limits.rate_limits, time.monotonic)
         self._journal = GroupCommit(registry.cluster.journal)
         self._disk = SnapshotWriter(store)
         self._snapshots_in, self._blobs_in = InflowBudget(limits.transfers_max), InflowBudget(limits.transfers_max)
@@ -167,13 +167,13 @@ class Service(CoordinatorServicer):
         self._closing = True
         self._signals.wake_all()
 
-    async def note_tracks(self) -> None:
+    async def save_histories(self) -> None:
         """Write the history of every box to the journal, before the coordinator ends."""
         cluster = self._registry.cluster
         for attempt in cluster.open_attempts():
             for box in attempt.boxes.values():
                 if box.reported:
-                    cluster.save_track(attempt, box)
+                    cluster.save_history(attempt, box)
         await self._journal.sync()
 
     def close(self) -> None:
@@ -524,13 +524,13 @@ class Service(CoordinatorServicer):
             return
         await self._renew_report(request.run, request.box)
         cluster = self._registry.cluster
-        journal, track = cluster.journal.path, cluster.track(request.run, request.box)
+        journal, present = cluster.journal.path, cluster.history(request.run, request.box)
         past = [] if journal is None else await asyncio.to_thread(box_history.past, journal, request.run, request.box)
         for one in past:
-            if track is None or one.attempt != track.attempt:  # else the attempt has ended meanwhile
+            if present is None or one.attempt != present.attempt:  # else the attempt has ended meanwhile
                 yield pb.HistoryPart(history=one)
-        if track is not None:
-            yield pb.HistoryPart(history=await asyncio.to_thread(track.message))
+        if present is not None:
+            yield pb.HistoryPart(history=await asyncio.to_thread(present.message))
 
     async def _renew_report(self, run: str, number: int) -> None:
         """Ask box `number` for its present position, and wait for the report, for at most REPORT_S seconds."""

@@ -371,10 +371,10 @@ class Attempt:
     """Numbers of the boxes whose epoch has ended, and whose loop has not begun another one."""
     live: set[int] = field(default_factory=set)
     """Numbers of the boxes whose presence is LIVE, kept so that closing a box need not look at all boxes."""
-    left: dict[int, int] = field(default_factory=dict)
+    abandoned_after: dict[int, int] = field(default_factory=dict)
     """Step after which some box abandoned an epoch -> number of the first box that reported it."""
-    _left: list[int] = field(default_factory=list)
-    """Keys of `left`, sorted."""
+    _abandoned_steps: list[int] = field(default_factory=list)
+    """Keys of `abandoned_after`, sorted."""
     fence: pb.MixtureFence | None = None
     """Fence: step before which the boxes wait while a change of the mixture is decided; see mixture_orders.py. None: no
     fence."""
@@ -416,24 +416,25 @@ class Attempt:
         """Record that the box abandoned an epoch after `step`. Return True if this is the first report, from any box,
         of an epoch abandoned after this step."""
         box.abandoned[epoch] = step
-        if step in self.left:
+        if step in self.abandoned_after:
             return False
-        self.left[step] = box.number
-        insort(self._left, step)
+        self.abandoned_after[step] = box.number
+        insort(self._abandoned_steps, step)
         return True
 
-    def left_between(self, first: int, last: int) -> list[int]:
+    def abandoned_between(self, first: int, last: int) -> list[int]:
         """Return the steps from `first` to `last` - 1 after which some box abandoned an epoch."""
-        return self._left[bisect_left(self._left, first) : bisect_left(self._left, last)]
+        steps = self._abandoned_steps
+        return steps[bisect_left(steps, first) : bisect_left(steps, last)]
 
-    def behind(self, box: Box, step: int) -> int | None:
+    def unreported_abandonment(self, box: Box, step: int) -> int | None:
         """Return a step at which this box may have abandoned an epoch without having reported it yet. Boxes usually
         abandon an epoch at the same step. So this is the first step before `step` that the reports of this box do not
         reach, and after which another box abandoned an epoch; None if there is none. Until this box reports an
         abandoned epoch, or a later step, its position at `step` is unknown."""
         if box.epoch_ended or box.presence is not BoxPresence.LIVE:
             return None
-        ahead = self.left_between(box.step, step)
+        ahead = self.abandoned_between(box.step, step)
         own = max(box.abandoned.values(), default=-1) if ahead else -1
         return next((left for left in ahead if left > own), None)
 

@@ -101,7 +101,7 @@ class Limits:
 
     budget: int = 4 * GIB
     """Largest number of bytes of snapshots and blobs on disk."""
-    cadence_share: float = 0.9
+    replay_share: float = 0.9
     """Share of `budget` that is open to snapshots whose only use is a shorter replay. The rest is reserved for the
     first snapshot of each slot and for saved states, without which no run can start."""
     value_max: int = VALUE_MAX
@@ -168,7 +168,7 @@ class Limits:
     """Largest number of runs in the journal, open or not. Each is kept for its seed and takes about 1 KB."""
     workers_max: int = 100_000
     """Largest number of workers that are registered at a time."""
-    admissions: RateLimits = field(default_factory=lambda: RateLimits())
+    rate_limits: RateLimits = field(default_factory=lambda: RateLimits())
     """Limits on the rate of registrations of workers and openings of runs."""
     slots_max: int = 16_384
     """Largest number of slots of a run (boxes times workers), and of all open runs of one credential token. The limit

@@ -341,9 +341,9 @@ class StateQuery:
             )
             self._ask(number, {})
             return
-        behind = attempt.behind(box, self.step)
+        behind = attempt.unreported_abandonment(box, self.step)
         if behind is not None:
-            other = attempt.left[behind]
+            other = attempt.abandoned_after[behind]
             missing.append(
                 f"box {number} (has not reported a step beyond {behind}, after which box {other} abandoned an epoch)"
             )

@@ -149,7 +149,7 @@ class SnapshotIndex:
                 f"a snapshot must have at most {self._limits.value_max} bytes, got {size}: return less from the "
                 "loader's state_dict()"
             )
-        share = self._limits.cadence_share if self._of(key) else 1.0
+        share = self._limits.replay_share if self._of(key) else 1.0
         limit = int(self._limits.budget * share)
         if self.used + self.coming + size > limit:
             used = f"{self.used} of {limit} bytes of the coordinator's snapshot budget are in use"
