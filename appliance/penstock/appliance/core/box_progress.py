@@ -4,9 +4,9 @@ are dropped as the position advances.
 
 A box also reports workers that it cannot reach, although both can reach the coordinator. A lane goes from the training
 host directly to the worker's host, so only the box can notice a broken route or a firewall between the two. The box
-reports the slots whose lanes it could not open or keep while its connection to the coordinator worked, which shows that
-its own network worked. Such a slot moves to a worker that the box can reach, if one has free capacity. Otherwise the
-slot stays where it is, and the box keeps trying to open the lane.
+reports the slots whose lanes it could not open or keep while its connection to the coordinator worked. (The connection
+shows that the box's own network worked.) Such a slot moves to a worker that the box can reach, if one has free
+capacity. Otherwise the slot stays where it is, and the box keeps trying to open the lane.
 
 A report moves only the slots of its own box. A box that can reach no worker at all must not move its slots through the
 whole fleet, with a runner started in vain each time. So the reports of a box count for only a few workers at a time

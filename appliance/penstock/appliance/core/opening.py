@@ -6,7 +6,7 @@ the request decides this directly. Without a key, a request for a free box of an
 comes from the same launch, which is still starting. If a box of the attempt is lost, the request comes from the next
 launch, because no process can rejoin a launch whose slots have moved to other workers. A request for a box that a live
 client holds is an error, because it may be a mistake. In a run with one box, however, such a request always opens the
-next attempt, so that a job that is started again need not wait until the lease of its dead predecessor ends.
+next attempt. So a job that is started again need not wait for the end of the lease of the dead launch.
 
 Pure functions: the cluster state is read, not changed.
 """

@@ -502,8 +502,8 @@ class Registry:
 
     def tick(self, unreceived_s: float = 0.0) -> None:
         """End the leases that are over, and do all other periodic work. The server calls this several times per lease.
-        `unreceived_s`: age in seconds of the oldest call that may still be queued in gRPC. It may be a heartbeat, so an
-        overloaded coordinator extends leases by this time."""
+        `unreceived_s`: age in seconds of the oldest call that may still be queued in gRPC. The call may be a heartbeat,
+        so an overloaded coordinator extends leases by this time."""
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now
         cluster.load_factor = updated_load_factor(cluster.load_factor, max(gap, unreceived_s), limits.tick_s)

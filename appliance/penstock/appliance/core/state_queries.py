@@ -120,7 +120,8 @@ class StateQueries:
             )
 
     def sent(self, query: StateQuery, box: int) -> None:
-        """Record that the box's states were sent to one of the query's callers."""
+        """Record that the box's states were sent to one of the query's callers. Drop the states that were sent to all
+        callers, if more than half of `limits.answers_max` is used."""
         query.sent[box] += 1
         if query.sent[box] >= query.callers and self.held > self._cluster.limits.answers_max // 2:
             self._release(query)

@@ -117,7 +117,7 @@ def _shares(point: tuple[float, array[float]]) -> list[float]:
 
 @dataclass
 class OneRunSeries:
-    """Speed, waits and shares of one run over time."""
+    """Time series of one run: its speed, its waits, and the shares of its data sources."""
 
     seconds: deque[Point] = field(default_factory=lambda: deque(maxlen=SECONDS))
     minutes: deque[Point] = field(default_factory=lambda: deque(maxlen=MINUTES))
@@ -135,7 +135,7 @@ class OneRunSeries:
 
 
 class RunSeries:
-    """Speed, waits and shares of the latest runs over time."""
+    """Time series of the latest RUNS runs: speed, waits, and shares of data sources."""
 
     def __init__(self) -> None:
         self._tracks: OrderedDict[str, OneRunSeries] = OrderedDict()

@@ -133,7 +133,7 @@ class Service(CoordinatorServicer):
                 log.error("%s", error)  # e.g. a full disk; no call was acknowledged, and the next tick tries again
 
     async def _keep_closed(self) -> None:
-        """Write to disk the last state of each run that has ended since the last call."""
+        """Write to disk the last fetched state of each run that has ended since the last call of this method."""
         for query in self._registry.state_queries.take_closed():
             parts = parts_of(query)
             one = self._closed.of(query, parts)

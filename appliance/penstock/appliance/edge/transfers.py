@@ -116,7 +116,7 @@ class TransferReader:
 
 @contextmanager
 def ended_when_slow(what: str, limits: Limits) -> Iterator[TransferReader]:
-    """Cancel the current task if the caller whom it serves reads below the minimum rate, because the value that it
+    """Cancel the current task if the caller that it serves reads below the minimum rate. The value that a slow caller
     reads takes memory for which other calls wait. `what`: name of the call, for the log.
 
     A timeout in the handler would have no effect, because the handler may be waiting inside gRPC. The caller gets the

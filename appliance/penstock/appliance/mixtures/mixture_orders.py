@@ -6,8 +6,8 @@
     made       no box has taken the step: the change is in the journal, and each slot gets a new generation. Its runner
                is recovered as after a loss, and knows the change from its assignment
 
-A box learns in one reply that the fence is gone and which generations its slots have, so a batch of the step or a later
-one comes only from a runner that knows the change. Batches that were made ahead are made again.
+One reply tells a box both that the fence is gone and which generations its slots have. So every batch from the step on
+comes from a runner that knows the change. Batches that were made ahead are made again.
 
 Until the change is made, the fence is the only thing that has changed, and the fence is not in the journal. So if the
 order is refused or withdrawn, or the coordinator ends, the boxes continue with the next reply. If the change is in the
@@ -52,7 +52,7 @@ _ENDED = "ended while the change was decided: run `penstock mix` again"
 
 @dataclass
 class Proposal:
-    """Order that was tried, and that is made unless something has changed meanwhile."""
+    """Order whose trials have succeeded. It is carried out unless something has changed meanwhile."""
 
     run: Run
     attempt: Attempt

@@ -168,8 +168,8 @@ class Slot:
         return {name for name, session in self.unfit.items() if name in workers and workers[name].session == session}
 
     def is_outdated(self, generation: int, total: int) -> bool:
-        """Return whether a snapshot after the slot's batch number `total`, taken by a runner of this generation, is not
-        valid because the runner did not know a change of the mixture that came before this batch."""
+        """Return whether a snapshot is invalid because of a change of the mixture: a runner of this generation, which
+        did not know the change, took it after batch number `total` of the slot, which came after the change."""
         return any(generation < first and total > last for first, last in self.remade)
 
     def is_migrating_to(self, worker: str, generation: int) -> bool:
@@ -318,8 +318,8 @@ class Box:
 
     def is_refuted(self, position: Position) -> bool:
         """Return whether a later report of the box contradicts `position`, which was computed from an earlier report.
-        A contradiction is a smaller total of some slot, or another start of the same epoch. It means that `position`
-        was computed before the end of an epoch was known."""
+        A contradiction is a smaller total of some slot, or another start of the same epoch. Such a `position` was
+        computed before the end of an epoch was known."""
         later = min((at for at in self._known() if at.step >= position.step), key=lambda at: at.step, default=None)
         if later is None:
             return False
@@ -447,7 +447,7 @@ class Attempt:
 
 @dataclass
 class ClosedAttempt:
-    """Summary of an attempt that is over."""
+    """Summary of an attempt that is over, kept so that its late calls are refused with the reason."""
 
     number: int
     key: str

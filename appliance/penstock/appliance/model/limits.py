@@ -39,8 +39,8 @@ class Limits:
     a worker that only lost the connection is back within half a second. If a large fleet makes the lease n times as
     long, this time is n times as long too."""
     client_lease_s: float = 10.0
-    """Lease of a training process, longer than a worker's because user code may hold the GIL for seconds (a compile, a
-    large pickle), in which the process cannot report."""
+    """Lease of a training process. It is longer than a worker's lease, because user code may hold the GIL for seconds
+    (a compile, a large pickle). The process cannot report meanwhile."""
     return_s: float = 25.0
     """Shortest lease of every peer that is in the journal when a coordinator starts on another host. Peers get no
     signal that the old host is down. Their pings fail after 15 s (channel.py), and after 5 s more the peers give up the
@@ -70,10 +70,10 @@ class Limits:
     lease_max_s: float = 300.0
     """Longest lease that the coordinator believes when a peer reports its promised lease."""
     stall_s: float = 1.0
-    """Delay of the coordinator's own timer, in seconds, above which the coordinator counts as having been stopped. It
-    received no calls meanwhile, so it extends every lease by the whole delay. For a shorter delay it extends leases by
-    the part above two ticks. An overloaded coordinator drops no peer before two leases of silence: see
-    lease_policy.patience_s."""
+    """Delay of the coordinator's own timer, in seconds, above which the coordinator counts as having been stopped. A
+    stopped coordinator receives no calls, so it extends every lease by the whole delay. After a shorter delay it
+    extends every lease by the part above two periods of the timer (`tick_s`). An overloaded coordinator drops no peer
+    before two leases of silence: see lease_policy.patience_s."""
     linger_s: float = 60.0
     """Time that a closed box keeps its workers while other boxes of the run are open. A rank that saves after its last
     step needs the states of the boxes that closed before it."""
@@ -195,8 +195,8 @@ class Limits:
     queries_of_token_max: int = 1024
     """Largest number of state queries that one credential token may have open at a time, over all runs."""
     queries_max: int = 64
-    """Number of open state queries that every run may have. It may have two more for each of its boxes: a run of 8
-    boxes may have 64 + 16. Each query sends a request to all workers of the run."""
+    """Number of open state queries that every run may have. A run may have two more for each of its boxes: 64 + 16 for
+    a run of 8 boxes. Each query sends a request to all workers of the run."""
     abandoned_max: int = 1 << 19
     """Largest number of epochs that a box may abandon by `break` in one attempt."""
     abandoned_at_once: int = 4096
@@ -211,8 +211,8 @@ class Limits:
     answer_ends_max: int = 4096
     """Largest number of ends of epochs in a worker's answer to a state request. A worker remembers 1,024."""
     history_entries: int = 64
-    """Number of reported positions kept per box. From them the coordinator finds the oldest step whose state it must be
-    able to give."""
+    """Approximate number of reported positions kept per box, spread over its last `retention_steps` steps. States at
+    these steps are computed from them, and snapshots before the first one are dropped."""
 
     @property
     def tick_s(self) -> float:

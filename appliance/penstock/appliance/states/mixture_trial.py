@@ -1,7 +1,7 @@
 """Trial of a change of a mixture's weights on a worker, before the change is made.
 
-Only user code knows the sources of a mixture, so a helper process of one slot makes the loader, applies the change, and
-returns the change's position in the order of samples and the weights of all sources. A source that is added may be
+Only user code knows the sources of a mixture. So a helper process of one slot makes the loader and applies the change.
+It returns the change's position in the order of samples, and the weights of all sources. A source that is added may be
 missing on a worker, so a change that adds sources is tried on each worker of the run.
 """
 

@@ -206,9 +206,9 @@ class StateQuery:
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
     _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
-    """(box, slot) -> the position requested from the slot, the known ends of epochs, and the abandoned epochs, as they
-    were when the worker refused the position without reporting a new end. The same request would be refused again, so
-    the slot gets no request until one of the three has changed."""
+    """(box, slot) -> position that the slot's worker refused without reporting a new end of an epoch; the ends of
+    epochs known then; the epochs abandoned by then. The worker would refuse the position again, so the slot gets no new
+    request until one of the three has changed."""
     _starts: dict[int, Position] = field(default_factory=dict)
     """Box -> the newest reported position after which digests were requested. It is used even after the cluster state
     has got a later one."""

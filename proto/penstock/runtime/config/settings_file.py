@@ -59,7 +59,7 @@ class SettingsFile:
         return f"{self.path}:{line}" if line else str(self.path)
 
     def resolved(self, path: str) -> str:
-        """Return a path that the settings file contains as an absolute path. It is relative to the file's folder."""
+        """Return the absolute form of a path in the settings file. A relative path counts from the file's folder."""
         return os.path.join(self.path.absolute().parent, os.path.expanduser(path)) if path else path
 
     def check(self, table: str, known: Collection[str], foreign: Mapping[str, str] | None = None) -> None:

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def kill_child(pid: int) -> None:
-    """Kill a child of this process. It must not be reaped yet, so that its process id cannot have been reused."""
+    """Kill a child of this process. The child must not be reaped yet: its process id cannot have been reused then."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 

@@ -165,9 +165,9 @@ def environment(*without: str) -> dict[str, str]:
 def fork(run: Callable[[], int | None]) -> int:
     """Fork a child that calls `run` and ends. Return its process id, with which the caller must reap it (end.py).
 
-    The child leads a process group and dies with this process, which must have no threads. Its exit status is the
-    result of `run` (None is 0), or 1 for an error, whose traceback it prints. Exit handlers of this process do not run
-    in the child.
+    The child leads a process group and dies with this process, which must have no threads. The child's exit status is
+    the result of `run` (None is 0), or 1 for an error, whose traceback the child prints. Exit handlers of this process
+    do not run in the child.
     """
     parent = os.getpid()
     pid = os.fork()
