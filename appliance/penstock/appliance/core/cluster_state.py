@@ -230,7 +230,7 @@ class ClusterState:
         return None if attempt is None or box is None else box_history.with_snapshots(attempt, box, self.snapshot_index)
 
     def forget(self, run: Run) -> None:
-        """Remove a run that will not be opened again from memory and from the journal."""
+        """Remove from memory and from the journal a run that will not be opened again."""
         for table in TABLES:
             self.journal.drop(table, run=run.name)
         del self.runs[run.name]

@@ -27,7 +27,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 _Key = tuple[str, int, int, str]
 
 ANSWERS_FREED = ("answers_freed",)
-"""Topic that is announced when memory of answers was freed."""
+"""Topic that is announced when memory of workers' answers was freed, so that further answers can be taken."""
 
 
 class StateQueries:

@@ -353,7 +353,7 @@ class Box:
 
 @dataclass
 class Attempt:
-    """Launch of a training job, in one run."""
+    """One launch of a training job, as far as it concerns one run (one of the job's loaders)."""
 
     run: str
     number: int
@@ -459,7 +459,7 @@ class ClosedAttempt:
 
 @dataclass
 class Run:
-    """Loader of a training job, over all launches of the job."""
+    """One loader of a training job, over all launches of the job."""
 
     name: str
     """Name, as JOB/ORDINAL. The ordinal counts the job's loaders from 0."""

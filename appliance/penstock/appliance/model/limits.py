@@ -89,8 +89,9 @@ class Limits:
     left_alone_s: float = 30.0
     """Time that a slot stays on its worker after a failed migration."""
     balance_after_s: float = 30.0
-    """Time that a slot stays on its worker before balance may move the slot; 0 = balance never moves a slot. The waits
-    of loops are measured over the same time. A move takes about a second, far less than this time."""
+    """Time that a slot stays on its worker before balance may move the slot; 0 = balance never moves a slot. After this
+    time the measured waits of the loop are mostly those with the slot's present worker. A move itself takes about a
+    second."""
     balance_every_s: float = 5.0
     """Time between two checks whether slots should move to other workers."""
 
@@ -124,8 +125,8 @@ class Limits:
     blob_idle_s: float = 3600.0
     """Age at which a blob is dropped if no open attempt uses it. Boxes send blobs before they open the run."""
     snapshot_bytes_per_s: float = 32 * MIB
-    """Largest rate of snapshots of the whole fleet, not counting the first one of each slot. 10,000 snapshots of 76 kB
-    take 23 s."""
+    """Largest rate at which the whole fleet sends snapshots, in bytes per second, without the first snapshot of each
+    slot. 10,000 snapshots of 76 kB take 23 s."""
     snapshots_per_s: float = 400.0
     """Largest number of snapshots per second of the whole fleet. Small snapshots cost the coordinator one call each,
     however few bytes they have."""
@@ -163,7 +164,8 @@ class Limits:
     """Largest size of a slot's capabilities (what its loader can do), in bytes. They are kept in memory and in the
     journal."""
     past_sessions: int = 64
-    """Number of sessions of replaced worker processes that are remembered, so that late calls of these are refused."""
+    """Number of replaced worker processes whose sessions (random names) are remembered, so that late calls of these
+    processes are refused."""
     runs_max: int = 100_000
     """Largest number of runs in the journal, open or not. Each is kept for its seed and takes about 1 KB."""
     workers_max: int = 100_000

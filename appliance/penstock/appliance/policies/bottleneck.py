@@ -72,7 +72,10 @@ class Bottleneck:
     """Answer to the question what limits the speed of a run."""
 
     kind: str
-    """Kind of limit: starting, loop, straggler, workers, network, unplaced or recovering."""
+    """Kind of limit. starting: first batches are being made, or too little is measured. loop: the training loop itself.
+    straggler: one slow slot or worker. network: batches arrive late. workers: too few slots, or a slow input_fn.
+    unplaced: no worker has free capacity for a slot. recovering: a slot's new runner is starting or replaying, or the
+    slot has failed."""
     text: str
     wait_share: float = 0.0
     box: int | None = None

@@ -31,7 +31,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 PARENT_LOOK_S = 1.0
 """Seconds between checks whether the parent runs, on a kernel without pidfds."""
 LONGEST_S = 1e6
-"""Longest timeout of poll(2) in seconds. A longer timeout counts as none."""
+"""Longest timeout of poll(2) in seconds. A longer timeout counts as no limit."""
 
 
 def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:

@@ -42,7 +42,7 @@ LATELY_S = 600.0
 PHASES = ("waiting", "starting", "ready", "failed")
 
 Alarm = Literal["", "info", "warn", "bad"]
-"""Urgency of a row in a display, from none to "bad". "info" is for a condition that ends without anyone's action."""
+"""Urgency of a row in a display, from "" (none) to "bad". "info" is for a condition that ends by itself."""
 _View = TypeVar("_View")
 
 
