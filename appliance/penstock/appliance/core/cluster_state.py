@@ -532,7 +532,7 @@ class ClusterState:
             self.drop_worker(worker, note, now)
 
     def drop_worker(self, worker: Worker, note: str, loss_at: float | None) -> None:
-        """Take all slots from the worker, as `move` does. The worker itself stays in `workers`."""
+        """Take all slots from the worker, as `move` does. A caller that lost the worker removes it from `workers`."""
         for key in sorted(worker.slots):
             slot = self.slot(key)
             if slot is not None and slot.worker == worker.name:

@@ -290,8 +290,8 @@ class Service(CoordinatorServicer):
     async def _message(
         self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
-        """Return the states of the boxes in the next message. The first is box `number`, as soon as all its slots have
-        answered. If the caller accepts packed messages, add the following complete boxes that fit into the message:
+        """Wait for the states of the boxes in the next message, and return them. The first is box `number`. If the
+        caller accepts packed messages, wait also for the following boxes, and add those that fit into the message:
         otherwise each caller would get hundreds of messages. `until`: deadline, in the event loop's time."""
         states: list[BoxState] = []
         free_bytes = CHUNK

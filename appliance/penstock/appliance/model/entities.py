@@ -121,13 +121,14 @@ class Slot:
     """Highest generation reserved for a migration target. It is in the journal, so that no generation is used twice,
     even after a restart of the coordinator."""
     moved_at: float = 0.0
-    """Monotonic time when the slot got its present worker."""
+    """Monotonic time when the slot's runner on its present worker became ready, or when a restarted coordinator found
+    the slot in its journal."""
     left_alone_until: float = 0.0
     """Monotonic time until which the slot stays on its worker after a failed migration."""
     unfit: dict[str, str] = field(default_factory=dict)
     """Workers that failed to get ready as the slot's migration target: name -> the worker's session at that time."""
     migrated: bool = False
-    """True if the slot's last move was a migration."""
+    """True if the slot's last move was planned: a migration, or a change of the mixture."""
     remade: list[tuple[int, int]] = field(default_factory=list)
     """Entries (generation, total), one for each change of the mixture: the first generation of the slot that knows the
     change, and the number of the slot's last batch before the change. A snapshot that an older generation took after

@@ -195,7 +195,7 @@ class Journal:
         self._add(("meta", name), "INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def noted(self, name: str, default: str) -> str:
-        """Return the value that was stored under this name before the start, else `default`."""
+        """Return the value that is stored under this name. If there is none, store `default` and return it."""
         try:
             return self._meta(name, default)
         except sqlite3.Error as error:

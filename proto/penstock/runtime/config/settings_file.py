@@ -54,7 +54,8 @@ class SettingsFile:
     """(section, key) -> number of the line with the key, from 1."""
 
     def where(self, table: str, key: str = "") -> str:
-        """Return "FILE:LINE" of a key, or of a section without `key`; only the file's path if the line is unknown."""
+        """Return "FILE:LINE" of a key, or of the section's heading if `key` is "". If the line is unknown, return only
+        the file's path."""
         line = self.lines.get((table, key))
         return f"{self.path}:{line}" if line else str(self.path)
 
