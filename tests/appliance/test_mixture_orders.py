@@ -108,7 +108,7 @@ def test_change_outlives_a_restart(tmp_path: Path) -> None:
     world.registry.settle()
     world.restart(stage.worker)
     assert [change.step for change in stage.worker.of(1, 1).mixture_changes] == [6]
-    track = world.registry.cluster.track("job/0", 0)
+    track = world.registry.cluster.history("job/0", 0)
     assert track is not None
     assert [change.key for change in track.message().mixture_changes] == ["k"]
     world.journal.close()

@@ -326,7 +326,7 @@ def test_snapshot_after_its_attempt_is_removed(world: FakeCluster) -> None:
 
 
 def test_budget_refuses_and_keeps_the_rest() -> None:
-    world = FakeCluster(Limits(budget=1000, cadence_share=0.5, value_max=900))
+    world = FakeCluster(Limits(budget=1000, replay_share=0.5, value_max=900))
     world.open()
     world.worker("w").ready()
     snapshot_index = world.snapshot_index

@@ -82,8 +82,8 @@ class FakeCluster:
         return worker
 
     def open(self, box: int = 0, **fields: object) -> FakeBox:
-        """Open run "job/0" with 2 workers per box, and return the box. `fields`: values of the request; `retention`
-        (100) and `skip_poison` (False) go into the request's options."""
+        """Open run "job/0" with 2 workers per box, and return the box. `fields`: fields of the request. Two further
+        names set options of the loader: `retention` (retention_steps; default 100), `skip_poison` (default False)."""
         retention = fields.pop("retention", 100)
         skip_poison = bool(fields.pop("skip_poison", False))
         request = pb.OpenRunRequest(job="job", box=box, num_boxes=1, num_workers_per_box=2, host_id="host-a")

@@ -75,8 +75,8 @@ async def serve(
         parent_pid: id of the process whose end also ends the coordinator; None: no such process.
         ready: called with the coordinator's address, once calls are accepted.
         limits: leases, budgets and other limits; None: the defaults.
-        stop: event that stops the coordinator; None: SIGTERM and SIGINT stop it, because no other code runs in the
-            process.
+        stop: event that stops the coordinator, for a process that runs other code too; None: SIGTERM and SIGINT stop
+            the coordinator.
         http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
         http_any_port: use a free port if that of `http` is in use.
         http_on_demand: without `http`, start the dashboard on loopback once an operator asks for it (OpenDashboard).
@@ -166,7 +166,7 @@ async def serve(
             with contextlib.suppress(asyncio.CancelledError):
                 await ticker
             with contextlib.suppress(JournalError):  # the disk may be full; only `penstock replay` needs these rows
-                await service.note_tracks()
+                await service.save_histories()
 
 
 def _queue_probe(limits: Limits, closing: contextlib.ExitStack) -> QueueProbe | None:

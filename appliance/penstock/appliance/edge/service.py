@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.appliance")
 
 REPORT_S = 2.0
-"""Longest wait for the report of a live box, in seconds."""
+"""Longest wait for a box's report of its present position, before its history is sent to a caller, in seconds."""
 
 _Result = TypeVar("_Result")
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -92,7 +92,7 @@ class Service(CoordinatorServicer):
         self._store = store
         self._signals = signals
         self._limits = limits
-        self._rate_limiter = RateLimiter(limits.admissions, time.monotonic)
+        self._rate_limiter = RateLimiter(limits.rate_limits, time.monotonic)
         self._journal = GroupCommit(registry.cluster.journal)
         self._disk = SnapshotWriter(store)
         self._snapshots_in, self._blobs_in = InflowBudget(limits.transfers_max), InflowBudget(limits.transfers_max)
@@ -133,7 +133,7 @@ class Service(CoordinatorServicer):
                 log.error("%s", error)  # e.g. a full disk; no call was acknowledged, and the next tick tries again
 
     async def _keep_closed(self) -> None:
-        """Write to disk the last state of each run that has ended since the last call."""
+        """Write to disk the last fetched state of each run that has ended since the last call of this method."""
         for query in self._registry.state_queries.take_closed():
             parts = parts_of(query)
             one = self._closed.of(query, parts)
@@ -167,13 +167,13 @@ class Service(CoordinatorServicer):
         self._closing = True
         self._signals.wake_all()
 
-    async def note_tracks(self) -> None:
+    async def save_histories(self) -> None:
         """Write the history of every box to the journal, before the coordinator ends."""
         cluster = self._registry.cluster
         for attempt in cluster.open_attempts():
             for box in attempt.boxes.values():
                 if box.reported:
-                    cluster.save_track(attempt, box)
+                    cluster.save_history(attempt, box)
         await self._journal.sync()
 
     def close(self) -> None:
@@ -181,8 +181,8 @@ class Service(CoordinatorServicer):
         self._journal.close()
 
     async def _hold(self, topic: Topic, hold_s: float, seen: float, version: Callable[[], float]) -> None:
-        """Hold a long poll: wait until `version()` differs from `seen`, for at most `hold_s` seconds. The topic wakes
-        it."""
+        """Hold a long poll until `version()` differs from `seen`, for at most `hold_s` seconds. `version` is called
+        again each time the topic changes."""
         loop = asyncio.get_running_loop()
         until = loop.time() + hold_s
         if hold_s <= 0 or version() != seen:
@@ -290,8 +290,8 @@ class Service(CoordinatorServicer):
     async def _message(
         self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
-        """Return the states of the boxes in the next message. The first is box `number`, as soon as all its slots have
-        answered. If the caller accepts packed messages, add the following complete boxes that fit into the message:
+        """Wait for the states of the boxes in the next message, and return them. The first is box `number`. If the
+        caller accepts packed messages, wait also for the following boxes, and add those that fit into the message:
         otherwise each caller would get hundreds of messages. `until`: deadline, in the event loop's time."""
         states: list[BoxState] = []
         free_bytes = CHUNK
@@ -524,16 +524,16 @@ class Service(CoordinatorServicer):
             return
         await self._renew_report(request.run, request.box)
         cluster = self._registry.cluster
-        journal, track = cluster.journal.path, cluster.track(request.run, request.box)
+        journal, present = cluster.journal.path, cluster.history(request.run, request.box)
         past = [] if journal is None else await asyncio.to_thread(box_history.past, journal, request.run, request.box)
         for one in past:
-            if track is None or one.attempt != track.attempt:  # else the attempt has ended meanwhile
+            if present is None or one.attempt != present.attempt:  # else the attempt has ended meanwhile
                 yield pb.HistoryPart(history=one)
-        if track is not None:
-            yield pb.HistoryPart(history=await asyncio.to_thread(track.message))
+        if present is not None:
+            yield pb.HistoryPart(history=await asyncio.to_thread(present.message))
 
     async def _renew_report(self, run: str, number: int) -> None:
-        """Wait until a live box has reported its present position, for at most REPORT_S."""
+        """Ask box `number` for its present position, and wait for the report, for at most REPORT_S seconds."""
         box = box_progress.ask(self._registry.cluster, run, number)
         if box is not None:
             await self._hold(("report", run, number), REPORT_S, box.reported_at, lambda: box.reported_at)
