@@ -16,10 +16,10 @@ from penstock.worker.loader.crossing_kinds import (
     KEPT,
     REPLAY,
     WAYS,
-    First,
-    are_one,
+    EpochBeginning,
     first_choice,
-    the_right_one,
+    lead_to_same_epoch,
+    right_crossing,
     to_try,
 )
 from penstock.worker.loader.restart_plan import BEGINNING, Target, first_fit, plan_recovery, route
@@ -157,7 +157,7 @@ def test_every_way_back_reaches_the_place(history: History, exact: bool, doubted
     target = history.target
     points = [point for point in history.points if point.began == history.began(point.epoch)]
     plan = own_bases(replace(history, points=points)).plan_return(target, exact=exact, following=following)
-    ways = plan.ways(origin_doubted=doubted)
+    ways = plan.ways(epoch_start_failed=doubted)
     for way in ways:
         just_left = way.total == target.left.get(way.epoch) and way.total > 0
         assert not just_left, "one of just there may not know where it is"
@@ -188,8 +188,8 @@ def test_doubt_prefers_what_lies_before_the_epoch() -> None:
     own.add(EncodedPoint(1, 8, b"epoch_start"), epoch_start=True)
     plan = own.plan_return(Target(1, 8), exact=False, following=3)
     assert plan.probe == Target(1, 9, digest=3)
-    assert [way.data for way in plan.ways(origin_doubted=False)] == [b"epoch_start", b"inside"]
-    assert [way.data for way in plan.ways(origin_doubted=True)] == [b"inside", b"epoch_start", b"inside"]
+    assert [way.data for way in plan.ways(epoch_start_failed=False)] == [b"epoch_start", b"inside"]
+    assert [way.data for way in plan.ways(epoch_start_failed=True)] == [b"inside", b"epoch_start", b"inside"]
     assert own.plan_return(Target(1, 8), exact=False).probe is None
 
 
@@ -243,18 +243,23 @@ def test_the_first_choice_over_an_end(known: str, methods: int, whole: bool, unt
         assert choice == known
 
 
-FIRSTS = [First(digest, behind, failure) for digest in (None, 1, 2) for behind in (b"", b"s") for failure in ("", "x")]
+FIRSTS = [
+    EpochBeginning(digest, behind, failure)
+    for digest in (None, 1, 2)
+    for behind in (b"", b"s")
+    for failure in ("", "x")
+]
 
 
 @pytest.mark.parametrize("right", FIRSTS)
-def test_the_right_way_is_the_one_that_agrees(right: First) -> None:
+def test_the_right_way_is_the_one_that_agrees(right: EpochBeginning) -> None:
     for kept, fresh in product(FIRSTS, FIRSTS):
-        way = the_right_one(right, kept, fresh)
+        way = right_crossing(right, kept, fresh)
         assert {KEPT: kept == right, FRESH: fresh == right, REPLAY: right not in (kept, fresh)}[way]
-        if are_one(kept, fresh, awaited=right.digest, whole=True):
+        if lead_to_same_epoch(kept, fresh, awaited=right.digest, whole=True):
             assert kept == fresh
             assert right.digest in (None, fresh.digest)
-        if are_one(kept, fresh, awaited=None, whole=False):
+        if lead_to_same_epoch(kept, fresh, awaited=None, whole=False):
             assert kept.alike(fresh)
 
 

@@ -3,8 +3,8 @@ order these are tried, and which *legs* are replayed from each. A leg is the par
 
 The functions are pure: no loader, no socket, no torch. A plan says "restore this restart point, replay these legs,
 compare the last batch with this digest; on a mismatch take the next restart point". A runner (runner.py), a helper
-process (replayer.py) or a resume (start.py) carries the plan out. The daemon plans in the same way with the restart
-points that it keeps (snapshots.py).
+process (replayer.py) or a resume (start.py) carries the plan out. The daemon uses the same functions to choose among
+the restart points that it keeps (snapshots.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Final, Generic, Protocol, TypeVar
 __all__ = ["BEGINNING", "Leg", "Recovery", "RestartPoint", "Target", "first_fit", "plan_recovery", "route", "usable"]
 
 BEGINNING: Final = None
-"""Entry of `Recovery.ways` that uses no restart point. It means: call input_fn again, and replay all batches from the
-beginning."""
+"""Entry of `Recovery.ways` that stands for the beginning of the stream: call input_fn again, and replay all batches."""
 
 
 class RestartPoint(Protocol):
@@ -47,8 +46,8 @@ class _History(Protocol):
 
 
 class _WithHistory(RestartPoint, Protocol):
-    """Restart point that also knows how the stream came to its position: where it began, and which epochs the training
-    loop abandoned. A replay must repeat these."""
+    """Restart point with a history: where its stream began, and which epochs the training loop abandoned. A replay must
+    abandon the same epochs."""
 
     @property
     def history(self) -> _History: ...
@@ -71,7 +70,7 @@ class Leg:
     leaves: bool = False
     """True if the training loop abandoned the epoch after batch `total`, so that the replay must abandon it too."""
     digest: int = 0
-    """Digest that batch `total` must have; 0 = not compared."""
+    """Digest that batch `total` must have; 0 = any."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,11 @@ class Target:
     """Epochs that the training loop abandoned, as a dict: number of the epoch -> number of the slot's last batch in it,
     counted over all epochs."""
     digest: int = 0
-    """Digest that batch `total` must have; 0 = not known."""
+    """Digest that batch `total` must have; 0 = any."""
 
     def behind(self, left: Iterable[tuple[int, int]]) -> Target:
-        """Return a copy of the target that also names the abandoned epochs `left`, which a restart point's history
-        lists as (epoch, number of the slot's last batch in it)."""
+        """Return a copy of the target that also names the abandoned epochs `left` of a restart point's history, which
+        are listed as (epoch, number of the slot's last batch in it)."""
         return replace(self, left=dict(left) | dict(self.left))
 
 
@@ -127,7 +126,8 @@ class Recovery(Generic[PointWithHistory]):
     """Plan by which a new runner brings its loader to a slot's position: the restart points to try."""
 
     nearest: PointWithHistory
-    """Restart point nearest to the position; its history of the stream is the longest."""
+    """Restart point nearest to the position. The new runner takes the history of the stream from it, because no other
+    restart point has a longer one."""
     ways: list[PointWithHistory | None]
     """Restart points to try, at least one, the best first; BEGINNING = no restart point."""
 

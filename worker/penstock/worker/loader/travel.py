@@ -1,4 +1,4 @@
-"""Execution of the plans of restart_plan.py: restoring a loader, and replaying batches with it."""
+"""Execution of the plans that restart_plan.py makes: restoring a loader, and replaying batches with it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def restore(source: PositionedLoader, point: RestartPoint, target: Target, go: G
 
 
 def begin(source: PositionedLoader, history: StreamHistory) -> None:
-    """Bring the loader to the beginning of its stream, with the history of the stream that is known."""
+    """Bring the loader to the beginning of its stream. `history` is the history of the stream that is already known,
+    for example the abandoned epochs that a replay must repeat."""
     source.history = history
     source.begin()
 
@@ -88,8 +89,8 @@ def replay(
 
 
 def catch_up(source: PositionedLoader, epoch: int) -> None:
-    """Advance the loader to the beginning of epoch `epoch`. Raise ReplayMismatchError if an earlier epoch does not end
-    here, but yields one more batch."""
+    """Advance the loader to the beginning of epoch `epoch`, although no batch of an earlier epoch is left. Raise
+    ReplayMismatchError if the loader yields one."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -97,8 +98,8 @@ def catch_up(source: PositionedLoader, epoch: int) -> None:
 
 
 def leave(source: PositionedLoader, epoch: int, total: int) -> None:
-    """Abandon epoch `epoch` after the slot's batch `total`, as the training loop did. The loader must be at this
-    position."""
+    """Abandon epoch `epoch` after the slot's batch `total`, as the training loop did. The loader must have reached that
+    batch."""
     catch_up(source, epoch)
     if not source.is_open:
         source.open_epoch()

@@ -40,8 +40,8 @@ HASH_SEED = "0"
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment variables of runners: without torchrun's variables, Penstock's tokens and CUDA devices,
-    with one thread for each numeric library and a fixed PYTHONHASHSEED.
+    """Return the environment variables of runners. They are those of this process without torchrun's variables,
+    Penstock's tokens and CUDA devices. Numeric libraries get one thread each, and PYTHONHASHSEED is fixed.
 
     The hash seed fixes the order in which sets are iterated over. Seeds of random generators do not.
     """

@@ -81,11 +81,11 @@ def _surroundings() -> dict[str, object]:
 
 
 def _serve(channel: ControlChannel) -> None:
-    """Fork a child for each task that arrives. Return when the daemon closes the channel, when the process of a task
-    fails, or when processes outlive their task.
+    """Fork a child for each task that arrives. Return when the daemon closes the channel, when the child of a task
+    fails, or when processes that user code started are left after a task.
 
     The daemon repeats a failed task in a fresh child of the fork server, which reports the error. The fork server kills
-    processes that outlive their task.
+    processes that are left after a task.
     """
     while True:
         readable(channel.fileno())

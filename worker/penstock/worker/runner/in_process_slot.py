@@ -65,7 +65,7 @@ class MadeBatch:
 
 @dataclass(frozen=True)
 class SlotState:
-    """State of one slot's loader at a position: the slot's part of a saved state."""
+    """State of one slot's loader at a position. It becomes the slot's part of a saved state."""
 
     data: bytes
     """Encoded restart point: a state of the loader and its position, as in a daemon's answer to a state request."""
@@ -108,7 +108,7 @@ class InProcessSlot:
         assignment: assignment as for a daemon; `assignment.loader` has a name and options, and no arguments.
         make: calls input_fn with its arguments.
         resume: encoded state from which this launch of the job resumes; b"" to start fresh.
-        noted: number of newest batches whose digests are kept.
+        noted: number of newest batches of the slot whose digests are kept.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class InProcessSlot:
         self._noted = noted
         self._source: RestorableLoader | None = None
         self._lost = False
-        """True if the loader must be made again and brought to its position before the next use."""
+        """True if the loader is gone, and must be made again and brought to its position before the next use."""
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
 
     # ---- the stream
@@ -149,8 +149,8 @@ class InProcessSlot:
         """Return the slot's next batch, which has the number `total + 1`, for training step `step` of the box; None at
         the end of the epoch.
 
-        epoch, total: the position before the batch: number of the epoch, and of the slot's batches over all epochs. If
-        the loader is elsewhere, it is brought there first.
+        epoch, total: the position before the batch: number of the epoch, and number of the slot's batches over all
+        epochs. If the loader is at another position, it is brought there first.
 
         Ctrl-C in the user's code, and quitting a debugger there, are raised unchanged and not as an InputFnError,
         because both are meant for the whole process. The loader is then dropped, with a batch that was made and not
@@ -254,8 +254,8 @@ class InProcessSlot:
         catch_up(source, target.epoch)
 
     def _keep(self, source: RestorableLoader, point: RestartPoint, begins: bool) -> None:
-        """Keep the restart point if this launch of the job begins there. Ignore later restart points, which only a
-        runner needs."""
+        """Keep the restart point if this launch of the job begins there (`begins`). Ignore any later restart point,
+        which only a runner in a process of its own needs."""
         if not begins:
             return
         self._unsaved = source.unsaved

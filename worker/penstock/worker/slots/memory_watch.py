@@ -23,8 +23,9 @@ MEMORY_SHARE = 0.02
 large runners are measured more rarely."""
 HARD_LIMIT = 2
 """Multiple of the memory limit above which a runner is killed at once."""
-GAIN_S = 0.05
-"""Seconds between two checks of whether a runner that is about to be replaced has made progress that can be saved."""
+SAVED_LOOK_S = 0.05
+"""Seconds between two checks whether a runner that is about to be replaced has made progress that can be saved: a
+verified snapshot, and a batch after it that the training loop has taken."""
 
 
 class MemoryWatch:
@@ -87,7 +88,7 @@ class MemoryWatch:
                 break
             if not usable and not self._verifier.hurry():
                 break
-            await asyncio.sleep(GAIN_S)
+            await asyncio.sleep(SAVED_LOOK_S)
         await self._durable.prepare_migration()
 
 

@@ -21,19 +21,21 @@ __all__ = ["POLL_S", "SlotStates"]
 POLL_S = 0.005
 """Seconds between two reads of the progress page while a request waits until the runner has made a batch."""
 POLLERS = 8
-"""Number of waiting requests up to which each reads the progress page every POLL_S. With more, each reads more rarely,
-because hundreds of requests would otherwise keep the event loop busy."""
+"""Number of waiting requests for which each may read the progress page every POLL_S. If more wait, each reads more
+rarely. Otherwise hundreds of requests would keep the event loop busy."""
 NEXT_S = 0.5
-"""Seconds to wait until the batch after a state is made, so that a resume can be compared with that batch."""
+"""Seconds that a request waits until the batch after the requested state is made, so that its digest is saved too: a
+resume is compared with that batch."""
 CHEAP_S = 5.0
-"""A replay of all batches of a runner counts as cheap if the runner has worked at most so many seconds on them."""
+"""Largest working time of a runner, in seconds, for which a replay of all its batches counts as cheap."""
 HELPER_SHARE = 0.7
 """Share of the time left to a state request that its helper process may take. The rest is a reserve: the stack of a
 helper that takes longer must reach the caller before the request's deadline."""
 
 
 class _Pauses:
-    """Pauses of requests that wait until the runner has made a batch. The more requests wait, the longer each pause."""
+    """Pauses between two looks of a request that waits until the runner has made a batch. The more requests wait, the
+    longer each pause."""
 
     def __init__(self) -> None:
         self._waiting = 0
@@ -184,7 +186,8 @@ class SlotStates:
         not know its digest and the answer needs it.
 
         If the position is the end of an epoch, there may be no next batch. Then return True only if a replay is cheap,
-        or if the next launch may begin with another slot than slot 0.
+        or if the next turn is not slot 0's: only that batch then shows which slot becomes worker 0 on a resume
+        (resume_plan.py).
         """
         if not self._by_own or answer.next_digest:
             return False
@@ -200,9 +203,9 @@ class SlotStates:
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
-        """Return True if this restart point alone cannot answer the request, because an earlier runner made it, so that
-        a helper process must replay. This worker then has no record of batches skipped since, or of digests, and the
-        restart point may lack changes of the mixture."""
+        """Return True if this restart point alone cannot answer the request, so that a helper process must replay. Only
+        a restart point that an earlier runner made can lack something: this worker does not know which batches were
+        skipped since, or their digests, and the state may be older than a change of the mixture."""
         if not point.inherited:
             return False
         if self._slot.assignment.skips or self._slot.assignment.mixture_changes:
@@ -252,8 +255,9 @@ class SlotStates:
             )
 
     async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Wait until the runner has made all batches up to the requested position. Return False if the position's epoch
-        or the previous one ended at another batch than the request assumes; the answer then names that batch."""
+        """Wait until the runner has made all batches up to the requested position, and return True. Return False if the
+        position's epoch or the previous one ended at another batch than the request assumes; the answer then names that
+        batch."""
         epoch, total = request.epoch, request.position.total
         began = total - request.position.delivered
         while True:
