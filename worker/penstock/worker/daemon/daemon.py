@@ -133,7 +133,7 @@ class Daemon:
         self._answering = 0
         """Number of requests for slots' states, from the coordinator, that are being answered now."""
         self._unanswered = False
-        """True if a request for a slot's state was left for later because ANSWERS_AT_ONCE others were in work."""
+        """True if ANSWERS_AT_ONCE requests for slots' states were being answered when another one arrived."""
         self._made = self._seen = 0
         """Version numbers of the coordinator's replies. Each new reply has a higher one. `_made`: version of the last
         reply that was applied. `_seen`: version that heartbeats report as known; with 0 the coordinator sends its whole
@@ -163,7 +163,7 @@ class Daemon:
     # ---- life cycle
 
     def stop(self) -> None:
-        """End `run` when the slots have moved away, or after `drain_s` seconds. A second call ends it at once."""
+        """End `run` once the slots run on other workers, or after `drain_s` seconds. A second call ends it at once."""
         if self.stopping.is_set():
             self._at_once.set()
         self.stopping.set()

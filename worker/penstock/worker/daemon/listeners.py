@@ -78,8 +78,8 @@ def check_hello(hello: lane_pb2.Hello) -> None:
     protocol."""
     if hello.protocol != LANE_PROTOCOL:
         raise VersionSkewError(
-            f"the training job uses version {hello.protocol} of the protocol for batches, this worker version "
-            f"{LANE_PROTOCOL}. Install the same version of Penstock on both"
+            f"the training job uses version {hello.protocol} of the protocol for batches, this worker uses "
+            f"version {LANE_PROTOCOL}. Install the same version of Penstock on both"
         )
 
 

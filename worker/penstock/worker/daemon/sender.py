@@ -57,17 +57,17 @@ FRAMES_A_TURN = 64
 """Largest number of frames (each announces one batch or is a rare other message) read from the runner before data is
 sent over TCP again. A ring has fewer entries."""
 PACKED_A_TURN = 1 << 20
-"""Number of bytes of batches after whose compression data is sent over TCP again; compressing 1 MiB takes 2 ms."""
+"""Number of bytes of batches that are compressed before data is sent over TCP again; compressing 1 MiB takes 2 ms."""
 MAX_BACKLOG = 1 << 16
-"""Largest number of acknowledgements, plus numbers inside the newest one, that may wait until the runner reads them. A
-training job that causes more breaks the protocol, and its lane is closed."""
+"""Largest number of acknowledgements that may wait until the runner reads them (`Consumer.backlog`). A training job
+that causes more breaks the protocol, and its lane is closed."""
 AT_ONCE = 512 << 10
 """Size of the pieces in which data is sent, in bytes: sendmsg gets about this many bytes a call, and a payload's
 checksum is computed over one piece before that piece is sent. The value is the size of the send buffer of a connection
 to a nearby peer. With half or twice the size, sending batches of 1 and 8 MiB takes a tenth longer."""
 MAX_OUT = 512
 """Largest number of buffers waiting to be sent; at the limit the sender reads no more from the runner. The batches of a
-full ring need at most 96 buffers, so only a runner that sends too many other frames reaches the limit."""
+full ring need fewer than 100 buffers, so only a runner that sends too many other frames reaches the limit."""
 
 
 class _Payload:

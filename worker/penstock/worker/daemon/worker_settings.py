@@ -81,8 +81,8 @@ def own_name() -> str:
 
 
 def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
-    """Return the user that user code runs as; None for the daemon's own user. Log a warning if `runner_memory` counts
-    memory that several processes of a runner share once for each of them."""
+    """Return the user that user code runs as; None for the daemon's own user. Log a warning if memory that several
+    processes of a runner share would be counted several times, once for each process, against `runner_memory`."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
             _log.warning(

@@ -103,8 +103,8 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
 
     First the loader opens the epoch in its present state. This is right if the first batch is the one that followed
     when a state was saved at this position. If that batch is not known or differs, a new loader is replayed from the
-    beginning, once, to get the right first batch. If it equals the first one, the resumed loader is used again,
-    otherwise the replayed loader.
+    beginning, once, and makes the right first batch. If both first batches are equal, the resumed loader is used from
+    now on, otherwise the replayed loader.
     """
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
     start, untouched, target, history = source.start, source.is_untouched, source.position.copy(), source.history

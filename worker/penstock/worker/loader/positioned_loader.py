@@ -58,13 +58,13 @@ class PositionedLoader(SlotLoader, ABC):
         methods loads this state again when it is restored."""
         self.restored = False
         """True if the loader reached its position by loading a state and not by a replay. It has not yielded the
-        earlier batches of its epoch itself, so it may not begin the next epoch rightly."""
+        earlier batches of its epoch itself, so its next iter() may begin the next epoch with wrong batches."""
         self.strays = False
-        """True if the loader was restored to an epoch's start, and then `iter()` drew other random numbers than in the
-        loader that streamed: the random generators are not in the states that they had then."""
+        """True if the loader was restored to an epoch's start, and `iter()` then drew other random numbers than it drew
+        in the loader that streamed. The states of the random generators show that."""
         self.counts_from: RestartPoint | None = None
-        """Start of the stream, set if the loader's own states lead to wrong batches; None otherwise. If set, a position
-        is saved as the number of batches after that start, and not as a state."""
+        """Restart point at the start of the stream, set if the loader's own states lead to wrong batches; None
+        otherwise. If set, a position is saved as the number of batches after that start, and not as a state."""
         self.awaited: dict[int, int] = {}
         """Digests of the first batches of epochs, recorded by earlier launches. An entry exists if a state was saved at
         the end of the epoch before. The key is the number of the slot's batches up to that end, over the whole run."""
@@ -193,7 +193,7 @@ class PositionedLoader(SlotLoader, ABC):
         return point if start is None or point.position == start.position else replace(point, behind=start)
 
     def abort(self) -> None:
-        """Close the open epoch and forget that it was opened. At most one of its batches may have been made."""
+        """Close the open epoch and forget that it was opened. Only `peek` may have made one of its batches."""
         self._iterator, self._ahead, self._held = None, [], None
 
     def peek(self) -> Any:

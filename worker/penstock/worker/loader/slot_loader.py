@@ -244,7 +244,7 @@ class SlotLoader:
         except CannotSkipError as why:
             raise InputFnError(
                 f"{self.name}: batch {position.total + 1} killed its runner process each time, and cannot be skipped, "
-                f'as poison="skip" requires: {why}. Mend the sample or the code that kills the process'
+                f'as poison="skip" requires: {why}. Correct the sample or the code that kills the process'
             ) from None
         self._skipped(position.epoch, count)
 

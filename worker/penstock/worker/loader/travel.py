@@ -89,8 +89,8 @@ def replay(
 
 
 def catch_up(source: PositionedLoader, epoch: int) -> None:
-    """Advance the loader to the beginning of epoch `epoch`, although no batch of an earlier epoch is left. Raise
-    ReplayMismatchError if the loader yields one."""
+    """Advance the loader to the beginning of epoch `epoch`: end all earlier epochs, which must have no batch left.
+    Raise ReplayMismatchError if the loader yields one more batch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()

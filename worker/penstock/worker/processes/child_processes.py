@@ -54,7 +54,7 @@ STATUS_S = 0.25
 """Seconds that the daemon waits for the fork server's report of a dead child's exit status, before the daemon looks for
 the status itself."""
 LAST_STATUS_S = 2.5
-"""Seconds after a child's death at which the daemon stops to wait for its exit status. The status then counts as
+"""Seconds after a child's death at which the daemon stops waiting for its exit status. The status then counts as
 unknown: the fork server has reaped the child and not reported the status."""
 ORPHANS_LOOK_S = 0.03
 """Seconds between two searches for orphans, which are processes that user code started and that outlived their runner.

@@ -358,8 +358,8 @@ class InProcessSlot:
                 source.drop()
         if result.get("elsewhere") or result["ended"]:
             raise StateUnavailableError(
-                f"{source.name}: the state of step {step} cannot be saved: a replay of the epoch ends at another "
-                "batch. The loader is not deterministic: run penstock doctor"
+                f"{source.name}: the state of step {step} cannot be saved: in a replay, the epoch ends at another "
+                "batch than before. The loader is not deterministic: run penstock doctor"
             )
         return SlotState(
             data, result["samples"], result["digest"], result["following"], result["over"] and result["following"] > 0

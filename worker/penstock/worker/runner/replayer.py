@@ -112,20 +112,25 @@ def _verify(
     opened: RestartPoint | None = None,
 ) -> dict[str, Any]:
     """Return the result of a verification as fields. `same` is True if the restart point leads to the delivered
-    batches. If it is False, `differs` is the number of the first wrong batch, `what` says how it differs, and `alike`
-    is True if a new loader makes the slot's first batches again. If it is True, `crossing` is the loader's crossing
-    (its way into the next epoch; see epoch_crossing.py), "" if it was not searched for.
+    batches. With `same` False, `differs` is the number of the first wrong batch, `what` says how it differs, and
+    `alike` is True if a new loader makes the slot's first batches again. With `same` True, `crossing` is the loader's
+    crossing (its way into the next epoch; see epoch_crossing.py), "" if it was not searched for.
 
     Args:
         source: a newly built loader.
         point: the restart point to verify.
-        fields: fields of the task. `digests`: number of the batch in its slot -> [epoch, digest], for the delivered
-            batches after the restart point. If some belong to later epochs, the loader's crossing is searched for.
-            `crossing`: the crossing known so far; "" = none. `left`: True if the training loop abandoned the restart
-            point's epoch. The last of these batches in that epoch is then not its end. `generators`: see _compare.
-            `early`: like `digests`, for the slot's first batches, or empty. If the restart point is wrong, these
-            batches are compared with those of a new loader.
+        fields: fields of the task, listed below.
         opened: a snapshot of the streaming loader after the first batch of the next epoch; None if there is none.
+
+    Fields of the task:
+        digests: number of the batch in its slot -> [epoch, digest], for the delivered batches after the restart point.
+            If some belong to later epochs, the loader's crossing is searched for.
+        crossing: the crossing known so far; "" = none.
+        left: True if the training loop abandoned the restart point's epoch. Otherwise the loader must end that epoch
+            after the last of these batches in it.
+        generators: see `_compare`.
+        early: like `digests`, for the slot's first batches, or empty. If the restart point is wrong, these batches are
+            compared with those of a new loader.
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
     source.restore(point)

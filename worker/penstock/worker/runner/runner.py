@@ -60,7 +60,7 @@ __all__ = ["run_slot"]
 _log = logging.getLogger("penstock.worker")
 
 SLOW_BATCH_S = 0.001
-"""Seconds after which a batch counts as slow. After a slow batch the sockets are polled at once, in 2 us."""
+"""Seconds after which a batch counts as slow. After a slow batch the sockets are polled at once, which takes 2 us."""
 POLL_EVERY_S = 0.1
 """Largest number of seconds between two polls of the sockets while batches are fast."""
 KEPT_ABANDONED = 64
@@ -240,7 +240,7 @@ class _Runner:
     # ---- streaming
 
     def stream(self) -> None:
-        """Stream epoch after epoch, each as soon as the training job opens it, until the daemon ends the slot."""
+        """Stream one epoch after the other, as soon as the training job allows each, until the daemon ends the slot."""
         source = self.source
         try:
             while True:

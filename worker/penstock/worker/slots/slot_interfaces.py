@@ -34,7 +34,7 @@ class DaemonCounters:
     """Counters of a daemon, summed over all its present and former slots."""
 
     snapshots: int = 0
-    """Number of snapshots received from runners."""
+    """Number of snapshots and epoch starts received from runners."""
     snapshots_sent: int = 0
     """Number of snapshots that the coordinator has made durable."""
     snapshots_refused: int = 0

@@ -21,8 +21,8 @@ __all__ = ["POLL_S", "SlotStates"]
 POLL_S = 0.005
 """Seconds between two reads of the progress page while a request waits until the runner has made a batch."""
 POLLERS = 8
-"""Number of waiting requests for which each may read the progress page every POLL_S. If more wait, each reads more
-rarely. Otherwise hundreds of requests would keep the event loop busy."""
+"""Largest number of waiting requests that each read the progress page every POLL_S. If more requests wait, each reads
+more rarely, because hundreds of requests would otherwise keep the event loop busy."""
 NEXT_S = 0.5
 """Seconds that a request waits until the batch after the requested state is made, so that its digest is saved too: a
 resume is compared with that batch."""
@@ -313,8 +313,8 @@ class SlotStates:
             raise StateUnavailableError(
                 f"{slot.name}: the state of step {request.step} is not available yet: the training loop abandoned an "
                 f"epoch by `break` after batch {position.total - position.delivered} of this worker slot, and the "
-                "runner, which was started anew meanwhile, has not been told. Save again after the next batch of this "
-                "worker slot"
+                "runner, which was started anew meanwhile, does not know this yet. Save again after the next batch of "
+                "this worker slot"
             )
 
     async def _advance(

@@ -31,8 +31,9 @@ class StoredSnapshot:
     """Restart point that the daemon keeps: the loader's state within an epoch (a snapshot) or at the start of an epoch.
 
     epoch, delivered, total: position, as the epoch's number from 0, the slot's batches in this epoch, and its batches
-    in all epochs. samples: number of samples in these batches. step: training step of the box (data-parallel rank) on
-    which the state depends, 0 = none. data: the encoded restart point. durable: True if the coordinator keeps a copy.
+    in all epochs. samples: number of samples in the slot's batches of all epochs. step: training step of the box
+    (data-parallel rank) that `get_worker_state()` reported to the loader's state_dict(); 0 if it did not ask. data: the
+    encoded restart point. durable: True if the coordinator keeps a copy.
     """
 
     epoch: int

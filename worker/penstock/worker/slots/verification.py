@@ -1,8 +1,8 @@
 """Verification of a slot's restart points (states of its loader with their positions): a helper process restores a
 restart point, and the batches that follow must be the delivered ones.
 
-A loader may count after its `yield`, prefetch in the background, draw from generators that are not saved, or after a
-restore count the batches twice that it skips. Then its state describes another position than that of the batches it has
+A loader may count after its `yield`, prefetch in the background, draw from generators that are not saved, or count
+batches twice that it skips after a restore. Then its state describes another position than that of the batches it has
 yielded, and without verification only a wrong resume would show that. So each state is verified before it is used: a
 helper process restores the state in a loader that input_fn has just made, while the stream continues. The next batches
 are compared with the delivered ones. The random generators after the first of these batches are compared too, because
