@@ -42,20 +42,22 @@ def test_every_way_reaches_just_the_target(history: History, counted: bool) -> N
     plan = plan_recovery(history.points, target, counted=counted)
     for way in plan.ways if plan is not None else []:
         known = plan.nearest.history if way is BEGINNING else way.history  # type: ignore[union-attr]
-        assert history.walk(*start_of(way), target.behind(known.abandoned)) == (target.epoch, target.total)
+        assert history.walk(*start_of(way), target.with_abandoned(known.abandoned)) == (target.epoch, target.total)
 
     # A Hello names the epochs that this launch's loop left; those of former launches come with the point.
     for point in filter(history.is_on_the_way, history.points):
-        heard = replace(target, left={epoch: at for epoch, at in target.left.items() if epoch >= point.epoch})
+        heard = replace(target, abandoned={epoch: at for epoch, at in target.abandoned.items() if epoch >= point.epoch})
         for start in ((0, 0), (point.epoch, point.total)):
-            assert history.walk(*start, heard.behind(point.history.abandoned)) == (target.epoch, target.total)
+            assert history.walk(*start, heard.with_abandoned(point.history.abandoned)) == (target.epoch, target.total)
 
 
 @given(histories())
 def test_the_nearest_point_comes_first(history: History) -> None:
     target = history.target
     fit = [point for point in history.points if history.is_on_the_way(point)]
-    just_left = [point for point in fit if not point.is_epoch_start and point.total == target.left.get(point.epoch)]
+    just_left = [
+        point for point in fit if not point.is_epoch_start and point.total == target.abandoned.get(point.epoch)
+    ]
     fit = [point for point in fit if point not in just_left] or fit
     fit = [point for point in fit if point.total < target.total] or fit
     plan = plan_recovery(history.points, target, counted=False)
@@ -136,9 +138,9 @@ def test_the_daemon_picks_what_a_runner_would(history: History) -> None:
         )
     points = [history.points[number] for number in last.values() if number not in history.astray]
     fit = [point for point in points if history.is_on_the_way(point)]
-    first = [point for point in fit if point.is_epoch_start or point.total != target.left.get(point.epoch)] or fit
+    first = [point for point in fit if point.is_epoch_start or point.total != target.abandoned.get(point.epoch)] or fit
     expected = max(((point.epoch, point.total, point.is_epoch_start) for point in first), default=None)
-    nearest = store.nearest(target.epoch, target.total, left=target.left)
+    nearest = store.nearest(target.epoch, target.total, abandoned=target.abandoned)
     assert expected == (None if nearest is None else (nearest.epoch, nearest.total, nearest.epoch_start))
 
 
@@ -159,7 +161,7 @@ def test_every_way_back_reaches_the_place(history: History, exact: bool, doubted
     plan = own_bases(replace(history, points=points)).plan_return(target, exact=exact, following=following)
     ways = plan.ways(epoch_start_failed=doubted)
     for way in ways:
-        just_left = way.total == target.left.get(way.epoch) and way.total > 0
+        just_left = way.total == target.abandoned.get(way.epoch) and way.total > 0
         assert not just_left, "one of just there may not know where it is"
         assert history.walk(way.epoch, way.total, target) == (target.epoch, target.total)
     inside = [
@@ -274,6 +276,6 @@ def test_a_route_ends_at_its_target(history: History) -> None:
     target = history.target
     for epoch in range(target.epoch + 1):
         *before, last = route(epoch, target)
-        assert (last.epoch, last.total, last.leaves, last.digest) == (target.epoch, target.total, False, 7)
-        assert [leg.epoch for leg in before] == sorted(e for e in target.left if e >= epoch)
-        assert all(leg.leaves and not leg.digest and leg.total <= target.total for leg in before)
+        assert (last.epoch, last.total, last.abandons, last.digest) == (target.epoch, target.total, False, 7)
+        assert [leg.epoch for leg in before] == sorted(e for e in target.abandoned if e >= epoch)
+        assert all(leg.abandons and not leg.digest and leg.total <= target.total for leg in before)

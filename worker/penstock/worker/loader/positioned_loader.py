@@ -188,9 +188,9 @@ class PositionedLoader(SlotLoader, ABC):
 
     def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
         """Return `point`, or for a loader that can be restored only to the start of its launch a copy of it. In the
-        copy `behind` is that start: the point's position is reached by a replay from there."""
+        copy `replayed_from` is that start: the point's position is reached by a replay from there."""
         start = self._start or self.counts_from
-        return point if start is None or point.position == start.position else replace(point, behind=start)
+        return point if start is None or point.position == start.position else replace(point, replayed_from=start)
 
     def abort(self) -> None:
         """Close the open epoch and forget that it was opened. Only `peek` may have made one of its batches."""

@@ -67,7 +67,7 @@ class Leg:
 
     epoch: int
     total: int
-    leaves: bool = False
+    abandons: bool = False
     """True if the training loop abandoned the epoch after batch `total`, so that the replay must abandon it too."""
     digest: int = 0
     """Digest that batch `total` must have; 0 = any."""
@@ -80,23 +80,25 @@ class Target:
 
     epoch: int
     total: int
-    left: Mapping[int, int] = field(default_factory=dict)
+    abandoned: Mapping[int, int] = field(default_factory=dict)
     """Epochs that the training loop abandoned, as a dict: number of the epoch -> number of the slot's last batch in it,
     counted over all epochs."""
     digest: int = 0
     """Digest that batch `total` must have; 0 = any."""
 
-    def behind(self, left: Iterable[tuple[int, int]]) -> Target:
-        """Return a copy of the target that also names the abandoned epochs `left` of a restart point's history, which
+    def with_abandoned(self, epochs: Iterable[tuple[int, int]]) -> Target:
+        """Return a copy of the target that also names the abandoned `epochs` of a restart point's history, which
         are listed as (epoch, number of the slot's last batch in it)."""
-        return replace(self, left=dict(left) | dict(self.left))
+        return replace(self, abandoned=dict(epochs) | dict(self.abandoned))
 
 
 def route(from_epoch: int, target: Target) -> list[Leg]:
     """Return the legs of a replay (its parts, one for each epoch) from a position in epoch `from_epoch` to the target.
     The leg of an abandoned epoch ends at the batch after which the training loop abandoned the epoch."""
-    left = target.left
-    legs = [Leg(epoch, left[epoch], leaves=True) for epoch in sorted(left) if from_epoch <= epoch < target.epoch]
+    abandoned = target.abandoned
+    legs = [
+        Leg(epoch, abandoned[epoch], abandons=True) for epoch in sorted(abandoned) if from_epoch <= epoch < target.epoch
+    ]
     return [*legs, Leg(target.epoch, target.total, digest=target.digest)]
 
 
@@ -104,10 +106,10 @@ def _is_on_the_way(point: RestartPoint, target: Target) -> bool:
     if point.epoch > target.epoch or point.total > target.total:
         return False
     # If the loop abandoned the point's epoch or a later one before the point, the point is not on the way.
-    if any(point.total > there for epoch, there in target.left.items() if epoch >= point.epoch):
+    if any(point.total > there for epoch, there in target.abandoned.items() if epoch >= point.epoch):
         return False
     # If the point's epoch began after the batch where the loop abandoned the previous epoch, the runner was ahead.
-    return point.began <= target.left.get(point.epoch - 1, point.began)
+    return point.began <= target.abandoned.get(point.epoch - 1, point.began)
 
 
 def usable(points: Iterable[Point], target: Target) -> list[Point]:
@@ -118,7 +120,9 @@ def usable(points: Iterable[Point], target: Target) -> list[Point]:
     next one is opened.
     """
     found = [point for point in points if _is_on_the_way(point, target)]
-    return [point for point in found if point.is_epoch_start or point.total != target.left.get(point.epoch)] or found
+    return [
+        point for point in found if point.is_epoch_start or point.total != target.abandoned.get(point.epoch)
+    ] or found
 
 
 @dataclass(frozen=True)

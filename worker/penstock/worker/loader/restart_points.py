@@ -169,7 +169,7 @@ class RestartPoint:
     """Quarantined batches known when the restart point was taken, as (epoch, total, count): `count` batches are skipped
     after the slot's batch `total` in this epoch."""
     history: StreamHistory = StreamHistory()
-    behind: RestartPoint | None = None
+    replayed_from: RestartPoint | None = None
     """Earlier restart point from which this position is reached by a replay; None if the loader can be restored at this
     position without a replay."""
 
@@ -199,13 +199,13 @@ class RestartPoint:
 
     def encode(self) -> bytes:
         """Return the restart point as bytes, in the format that docs/restarts.md describes."""
-        if self.behind is not None:
+        if self.replayed_from is not None:
             epoch_start: dict[str, Any] | None = {
-                "at": self.behind.position.as_list(),
-                "state": self.behind.state,
-                "rng_before": self.behind.rng_before,
-                "rng": self.behind.rng,
-                "digest": self.behind.digest,
+                "at": self.replayed_from.position.as_list(),
+                "state": self.replayed_from.state,
+                "rng_before": self.replayed_from.rng_before,
+                "rng": self.replayed_from.rng,
+                "digest": self.replayed_from.digest,
             }
         else:
             epoch_start = None if self.rng_before is None else {"rng_before": self.rng_before}

@@ -33,7 +33,7 @@ def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Targ
         history = plan.nearest.history
         begin(source, history)
         beginning = source.open_epoch()
-        travel(source, target.behind(history.abandoned), go)
+        travel(source, target.with_abandoned(history.abandoned), go)
 
     def log_mismatch(mismatch: Exception, instead: RestartPoint | None) -> None:
         _log.warning("%s; an older state of the loader is tried instead", cast(PenstockError, mismatch).message)
@@ -44,7 +44,7 @@ def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Targ
 def restore(source: PositionedLoader, point: RestartPoint, target: Target, go: Go) -> None:
     """Restore a restart point, then replay to the position `target`. `go` replays one leg (the part in one epoch)."""
     source.restore(point)
-    travel(source, target.behind(point.history.abandoned), go)
+    travel(source, target.with_abandoned(point.history.abandoned), go)
 
 
 def begin(source: PositionedLoader, history: StreamHistory) -> None:
@@ -59,7 +59,7 @@ def travel(source: PositionedLoader, target: Target, go: Go) -> None:
     batch. `go` replays one leg (the part of the replay in one epoch)."""
     for leg in route(source.position.epoch, target):
         go(leg)
-        if leg.leaves:
+        if leg.abandons:
             leave(source, leg.epoch, leg.total)
 
 

@@ -123,7 +123,7 @@ class InProcessSlot:
         self._start_data: bytes | None = None
         """Encoded restart point of the stream's start; None before the start, or if the state cannot be encoded."""
         self._unsaved: Exception | None = None
-        self._left: dict[int, int] = {}
+        self._abandoned: dict[int, int] = {}
         self._log: OrderedDict[int, _BatchRecord] = OrderedDict()
         self._noted = noted
         self._source: RestorableLoader | None = None
@@ -185,9 +185,9 @@ class InProcessSlot:
                 position.epoch, position.total = epoch, total
             elif source.is_ahead or (position.epoch, position.total) != (epoch, total):
                 noted = self._log.get(total)
-                self._recover(source, Target(epoch, total, self._left, noted.digest if noted is not None else 0))
+                self._recover(source, Target(epoch, total, self._abandoned, noted.digest if noted is not None else 0))
             leave(source, epoch, total)
-        self._left[epoch] = total
+        self._abandoned[epoch] = total
 
     def lose(self) -> None:
         """Treat the loader as lost, as if its worker had died. The next call makes the loader again and restores its
@@ -234,7 +234,7 @@ class InProcessSlot:
             source = self._built()
             if self._resume and source.by_own_methods:
                 source.learn_resume(decode_state(self._resume))  # type: ignore[arg-type]
-            self._recover(source, Target(epoch, total, self._left, noted.digest if noted is not None else 0))
+            self._recover(source, Target(epoch, total, self._abandoned, noted.digest if noted is not None else 0))
         self._source, self.capabilities, self._lost = source, source.capabilities, False
         return source
 
@@ -321,7 +321,7 @@ class InProcessSlot:
         there = StreamPosition(epoch, delivered, total, noted.samples if noted is not None else began.position.samples)
         digest = noted.digest if noted is not None else began.digest
         return self._answer(
-            source.marked(RestartPoint(there, None, b"", digest=digest, behind=began)).encode(), epoch, total
+            source.marked(RestartPoint(there, None, b"", digest=digest, replayed_from=began)).encode(), epoch, total
         )
 
     def _answer(self, data: bytes, epoch: int, total: int) -> SlotState:
@@ -344,7 +344,7 @@ class InProcessSlot:
             "total": total,
             "step": step,
             "digests": {str(count): noted.digest for count, noted in self._log.items() if count <= total},
-            "left": {str(number): at for number, at in self._left.items() if number < epoch},
+            "left": {str(number): at for number, at in self._abandoned.items() if number < epoch},
             "abandoned_from": 0,
             "following": not self.capabilities.exact_states,
         }

@@ -104,11 +104,13 @@ class LocalRestartPoints:
             following: digest of the batch after the position in the same epoch, with which the epoch start is tested; 0
                 if the digest is not known or the epoch start must not be tested.
         """
-        epoch, total, left, snapshots = target.epoch, target.total, target.left, self._snapshots
+        epoch, total, abandoned, snapshots = target.epoch, target.total, target.abandoned, self._snapshots
         near = total - (1 if exact else CHECKED_BATCHES)
         epoch_start = _newest(point for point in self._epoch_starts if point.epoch == epoch and point.total <= total)
         earlier = [point for point in self._epoch_starts if point.epoch == 0 < epoch]
-        earlier += [point for point in snapshots if point.epoch < epoch and point.total < left.get(point.epoch, total)]
+        earlier += [
+            point for point in snapshots if point.epoch < epoch and point.total < abandoned.get(point.epoch, total)
+        ]
         inside = _newest(point for point in snapshots if point.epoch == epoch and point.total <= near)
         probes = inside is None and epoch_start is not None and epoch_start.total == total and following
         return Return(

@@ -317,15 +317,15 @@ def _replayed(
             )
 
     epoch, total = fields["epoch"], fields["total"]
-    target = Target(epoch, total, {int(known): at for known, at in fields["left"].items()}).behind(
+    target = Target(epoch, total, {int(known): at for known, at in fields["left"].items()}).with_abandoned(
         point.history.abandoned
     )
-    *left, _ = route(point.position.epoch, target)
-    for leg in left:
+    *abandoned, _ = route(point.position.epoch, target)
+    for leg in abandoned:
         if not (source.seek(leg.total, leg.epoch, seen) and _no_batch_before(source, leg.epoch)):
             return {"elsewhere": True}, b""
         leave(source, leg.epoch, leg.total)
-    opened = source.open_epoch(step=fields["step"]) if left else None
+    opened = source.open_epoch(step=fields["step"]) if abandoned else None
     if not source.seek(total, epoch, seen):
         return {"ended": True, "epoch": epoch, "total": source.position.total}, b""
     position = source.position.copy()
@@ -340,7 +340,7 @@ def _replayed(
             raise source.unsaved
         user = opened.state if opened is not None and opened.position == position else source.state(fields["step"])[0]
         rng = source.rng()
-    data = source.marked(RestartPoint(position, user, rng, digest=source.digest, behind=point)).encode()
+    data = source.marked(RestartPoint(position, user, rng, digest=source.digest, replayed_from=point)).encode()
     if position.epoch < epoch and not _no_batch_before(source, epoch):
         return {"elsewhere": True}, b""
     there = {"samples": position.samples, "digest": source.digest, "replayed": list(replayed)}

@@ -123,7 +123,7 @@ class _Runner:
         self._counts = False
         """True if the loader's own states lead to wrong batches. Restart points are then saved as numbers of batches
         after the stream's start."""
-        self._left: dict[int, int] = {}
+        self._abandoned: dict[int, int] = {}
         """Abandoned epochs: number of the epoch -> number of the slot's last batch in it, counted over all epochs."""
         self._hello: lane_pb2.Hello | None = None
         self._points: list[RestartPoint] = []
@@ -193,8 +193,8 @@ class _Runner:
         while self._hello is None:
             self._serve(None)
         hello, source = self._hello, self.source
-        self._left = {abandoned_epoch.epoch: abandoned_epoch.total for abandoned_epoch in hello.abandoned}
-        target = Target(hello.epoch, hello.next_total - 1, self._left, hello.last_digest)
+        self._abandoned = {abandoned_epoch.epoch: abandoned_epoch.total for abandoned_epoch in hello.abandoned}
+        target = Target(hello.epoch, hello.next_total - 1, self._abandoned, hello.last_digest)
         plan = plan_recovery(points + self._points, target, counted=self._counts)
         if plan is None:
             why = f"cannot continue with batch {hello.next_total}, because no earlier state of the loader is kept"
@@ -421,7 +421,7 @@ class _Runner:
     def _is_counted(self, point: RestartPoint) -> bool:
         """Return True if the restart point holds no state of the loader, but a number of batches since the stream's
         start. Such a point needs no verification."""
-        return self._counts and point.behind is not None
+        return self._counts and point.replayed_from is not None
 
     def _step_of(self, total: int) -> int:
         """Return the training step of the slot's batch `total`, provided that all slots of the box have batches."""
@@ -492,9 +492,9 @@ class _Runner:
             if not source.is_open:  # the loop abandoned this epoch before this runner opened it
                 self._open_epoch()
         source.abandon_epoch(delivered)
-        self._left[epoch] = delivered
-        if len(self._left) > KEPT_ABANDONED:
-            del self._left[min(self._left)]
+        self._abandoned[epoch] = delivered
+        if len(self._abandoned) > KEPT_ABANDONED:
+            del self._abandoned[min(self._abandoned)]
         self._lease.release()
         self._own.forget_after(epoch)
         self._progress_page.cut(epoch, delivered)
@@ -507,7 +507,7 @@ class _Runner:
         delivered, ahead = page.entry(total), page.entry(total + 1)
         # With worker processes of the loader's own there is no test, because each try would start these again.
         known = ahead is not None and ahead.epoch == epoch and not source.capabilities.own_workers
-        target = Target(epoch, total, self._left, delivered.digest if delivered is not None else 0)
+        target = Target(epoch, total, self._abandoned, delivered.digest if delivered is not None else 0)
         following = ahead.digest if ahead is not None and known else 0
         plan = self._own.plan_return(target, exact=source.capabilities.exact_states, following=following)
 
@@ -516,7 +516,7 @@ class _Runner:
                 restore(source, RestartPoint.decode(point.data), target, self._seek)
                 return
             begin(source, history)
-            travel(source, target.behind(history.abandoned), self._seek)
+            travel(source, target.with_abandoned(history.abandoned), self._seek)
 
         ways: list[EncodedPoint | None] = [*plan.ways(epoch_start_failed=self._epoch_start_fails(plan))]
         if history.complete:

@@ -97,7 +97,7 @@ class Slot:
         self.host = host
         self.store = SlotSnapshots(self.usable)
         self.verifier = RestartPointVerifier(self)
-        self.left: dict[int, int] = {}
+        self.abandoned: dict[int, int] = {}
         """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> number of the slot's
         last batch in it, counted over all epochs."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
@@ -417,7 +417,7 @@ class Slot:
         elif message.kind == "left":
             epoch, total = counts(message, "epoch", "total")
             self.store.forget_after(epoch, total)
-            self.left[epoch] = total
+            self.abandoned[epoch] = total
         elif message.kind == "wants_resume":
             self.spawn(self._send_resume())
         elif message.kind == "broken":

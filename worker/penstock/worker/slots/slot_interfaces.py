@@ -94,7 +94,7 @@ class SlotContext(Protocol):
     capabilities: records_pb2.LoaderCapabilities
     progress_page: ProgressPage
     store: SlotSnapshots
-    left: dict[int, int]
+    abandoned: dict[int, int]
     """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> number of the slot's last
     batch in it, counted over all epochs."""
     from_before: set[tuple[int, int, int, bool, int]]

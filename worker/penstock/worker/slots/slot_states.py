@@ -55,7 +55,7 @@ def _share(until: float) -> float:
     return min(DEADLINE_S, max(0.1, HELPER_SHARE * (until - time.monotonic())))
 
 
-def _left(request: coordinator_pb2.StateRequest) -> dict[int, int]:
+def _abandoned(request: coordinator_pb2.StateRequest) -> dict[int, int]:
     """Return the abandoned epochs that the coordinator names in the request: number of the epoch -> number of the
     slot's last batch in it, counted over all epochs."""
     return {end.epoch: end.total for end in request.abandoned}
@@ -142,8 +142,8 @@ class SlotStates:
     async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> StoredSnapshot | None:
         """Return the usable restart point nearest before the requested position. If the position's epoch has no usable
         restart point, first try to verify one of that epoch."""
-        store, left = self._slot.store, _left(request)
-        point = store.nearest(request.epoch, request.position.total, left=left)
+        store, abandoned = self._slot.store, _abandoned(request)
+        point = store.nearest(request.epoch, request.position.total, abandoned=abandoned)
         if point is not None and point.epoch == request.epoch:
             return point
         inside = [kept for kept in store if kept.epoch == request.epoch and kept.total <= request.position.total]
@@ -216,10 +216,10 @@ class SlotStates:
     def _start(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
         """Return the restart point from which the requested state is replayed: the nearest one, or an earlier one in
         the same epoch if the replay must also make batches whose digests are requested."""
-        store, left = self._slot.store, _left(request)
-        point = store.nearest(request.epoch, request.position.total, left=left)
+        store, abandoned = self._slot.store, _abandoned(request)
+        point = store.nearest(request.epoch, request.position.total, abandoned=abandoned)
         if point is not None and self._waits_for_loop:
-            before = store.nearest(point.epoch, request.digests_after, left=left)
+            before = store.nearest(point.epoch, request.digests_after, abandoned=abandoned)
             if before is not None and before.epoch == point.epoch:
                 return before
         return point
@@ -323,7 +323,10 @@ class SlotStates:
         """Return the state that the loader's class computes from an earlier state in the same epoch by its method
         `advance_state`, without a call of input_fn; b"" if it cannot be computed."""
         slot, total = self._slot, request.position.total
-        point, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.progress_page.entry(total)
+        point, entry = (
+            slot.store.nearest(request.epoch, total, abandoned=_abandoned(request)),
+            slot.progress_page.entry(total),
+        )
         if not slot.capabilities.advances_state or point is None or point.epoch != request.epoch or entry is None:
             return b""
         if point.total - point.delivered != total - request.position.delivered or point.step or slot.assignment.skips:
@@ -366,7 +369,7 @@ class SlotStates:
             total=total,
             step=request.step,
             digests=digests,
-            left={str(epoch): there for epoch, there in _left(request).items()},
+            left={str(epoch): there for epoch, there in _abandoned(request).items()},
             abandoned_from=request.abandoned_from,
             following=self._lacks_next(request, answer),
         )

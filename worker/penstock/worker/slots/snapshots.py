@@ -140,16 +140,16 @@ class SlotSnapshots:
         return None
 
     def nearest(
-        self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})
+        self, epoch: int, total: int, *, abandoned: Mapping[int, int] = MappingProxyType({})
     ) -> StoredSnapshot | None:
         """Return the restart point from which the replay to the position is shortest, among those from which a loader
         may be restored; None if no such point leads there. A runner chooses by the same function, `usable` in
         restart_plan.py.
 
-        epoch, total: the position: number of the epoch, and number of the slot's batches over all epochs. left:
+        epoch, total: the position: number of the epoch, and number of the slot's batches over all epochs. abandoned:
         abandoned epochs, as number of the epoch -> number of the slot's last batch in it, counted over all epochs.
         """
-        found = usable((kept for kept in self._kept if self._usable(kept)), Target(epoch, total, left))
+        found = usable((kept for kept in self._kept if self._usable(kept)), Target(epoch, total, abandoned))
         return max(found, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)
 
     def _keep_only(self, kept: list[StoredSnapshot]) -> None:

@@ -206,7 +206,7 @@ class RestartPointVerifier:
             least, last = min(least, end), max(last, end + CHECKED_BATCHES)
         found: dict[str, list[int]] = {}
         for count in range(point.total + 1, min(last, self._slot.progress_page.total) + 1):
-            while ends.get(epoch) == count - 1 and (epoch == point.epoch or epoch not in self._slot.left):
+            while ends.get(epoch) == count - 1 and (epoch == point.epoch or epoch not in self._slot.abandoned):
                 epoch += 1
             entry = self._slot.progress_page.entry(count)
             if entry is None or entry.epoch != epoch or ends.get(epoch, count) < count:
@@ -252,7 +252,7 @@ class RestartPointVerifier:
                     "verify",
                     digests=followers,
                     early=early,
-                    left=point.epoch in slot.left,
+                    left=point.epoch in slot.abandoned,
                     generators=point.generators,
                     crossing=slot.findings.crossing,
                 )
