@@ -183,6 +183,6 @@ def open_web(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> WebServ
 
     settings = daemon.settings
     routes = {"/metrics": metrics_route(Collector(lambda: _readings(daemon, loop))), "/healthz": well}
-    # No TLS on loopback, because clients there do not have the cluster's CA, and none without a certificate.
+    # No TLS on loopback, because clients there do not have the cluster's CA. No TLS without a certificate either.
     tls = None if is_local(settings.http) or settings.tls is None or not settings.tls.cert else settings.tls
     return WebServer(settings.http, routes, tokens=settings.http_tokens, tls=tls, insecure=settings.insecure)

@@ -51,7 +51,7 @@ def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, stra
         strays: True if the restored loader drew other random numbers than the loader that streamed.
     """
     if methods == 4 and not whole:
-        return KEPT  # the stream began with another number of workers, so a new loader is no standard of comparison
+        return KEPT  # the stream began with another number of workers, so a new loader yields other batches
     if strays:
         return REPLAY
     return "" if known == KEPT and untouched else known

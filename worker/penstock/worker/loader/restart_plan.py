@@ -105,7 +105,7 @@ def route(from_epoch: int, target: Target) -> list[Leg]:
 def _is_on_the_way(point: RestartPoint, target: Target) -> bool:
     if point.epoch > target.epoch or point.total > target.total:
         return False
-    # If the loop abandoned the point's epoch or a later one before the point, the point is not on the way.
+    # A point after the batch at which the loop abandoned the point's epoch, or a later one, is not on the way.
     if any(point.total > there for epoch, there in target.abandoned.items() if epoch >= point.epoch):
         return False
     # If the point's epoch began after the batch where the loop abandoned the previous epoch, the runner was ahead.

@@ -60,7 +60,7 @@ class MemoryWatch:
             what = f"it used {_mib(most)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
             far = held > HARD_LIMIT * limit
             if far and not (young and begun):
-                # Report the batch that the runner was making with the loss, because that batch may be the cause.
+                # With the loss, report the batch that the runner was making, because that batch may be the cause.
                 slot.lose(f"was killed at batch {slot.progress_page.total}, because {what}")
             elif far or (saving is not None and saving.done()):
                 slot.recycle, slot.outgrown = True, young

@@ -331,7 +331,7 @@ class SlotStates:
             return b""
         if point.total - point.delivered != total - request.position.delivered or point.step or slot.assignment.skips:
             return b""
-        if point.inherited and slot.assignment.mixture_changes:  # its state may lack changes that lie behind it
+        if point.inherited and slot.assignment.mixture_changes:  # its state may be older than a change
             return b""
         done = await slot.helper(
             [point.data],
