@@ -157,7 +157,7 @@ class LaneListeners:
         has a newer lane.
 
         Otherwise a training job whose host has vanished would keep the sender, the connection and the ring's memory
-        until TCP times out, which takes minutes. And a job that opens lanes again and again could have any number of
+        until TCP times out, which may take minutes. And a job that opens lanes again and again could have any number of
         senders.
         """
         for sender in [sender for sender, served in self._senders.items() if served == slot]:

@@ -28,7 +28,8 @@ __all__ = ["DEADLINE_S", "ReplayHost", "run_task", "send_assignment"]
 DEADLINE_S = 120.0
 """Default for the largest number of seconds that a task may take."""
 ASKED_FOR = ("state", "aggregate", "advance", "mixture")
-"""Names of the tasks whose result a training job is waiting for. They run before tasks that only the daemon needs."""
+"""Names of the tasks for whose result a training job waits (an operator for "mixture"). They run before tasks that only
+the daemon needs."""
 
 
 class ReplayHost(Protocol):

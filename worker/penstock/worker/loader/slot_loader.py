@@ -104,8 +104,8 @@ class SlotLoader:
         return by_own_methods(self.capabilities)
 
     def another(self, assignment: records_pb2.WorkerAssignment) -> Self:
-        """Return a new object of this class for the loader of another assignment, with the same function `load` for
-        input_fn."""
+        """Return a new object of this class, for the loader of another assignment. Its input_fn is imported by the same
+        function `load`."""
         return type(self)(assignment, load=self._load_fn)
 
     # ---- making it
