@@ -101,8 +101,8 @@ _NUMPY_NAME = re.compile(
 
 Key = str | int | bool | None
 Path = tuple["Path", str] | None
-"""Path of a value in its batch: (path of the container, step from there), or None for the batch itself. `render_path`
-makes it text for an error."""
+"""Path of a value in its batch: (path of its container, step to the value, such as "[3]" or ".label"), or None for the
+batch itself. `render_path` makes a text of a path, for errors."""
 
 _SCALARS = {"s": "str", "b": "bytes", "i": "int", "f": "float", "o": "bool", "S": "numpy.str_", "B": "numpy.bytes_"}
 _ONE_DIM = frozenset("sbiSB")
@@ -124,15 +124,15 @@ def render_path(path: Path) -> str:
 
 
 def numpy_dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name by which a numpy dtype is sent: its `str`, which has the byte order. For C's long long the name
-    is "<q", because its `str` is that of int64."""
+    """Return the name by which a numpy dtype is sent: `dtype.str`, such as "<f4", which contains the byte order. C's
+    long long has the same `dtype.str` as int64, "<i8", so it is sent as "<q"."""
     name = dtype.str
     return name if np.dtype(name).char == dtype.char else name[0] + dtype.char
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype for a received name. Raises ValueError for a name that numpy_dtype_name does not
-    return."""
+    """Return the numpy dtype for a received name. Raises ValueError for a name that `numpy_dtype_name` never
+    returns."""
     if not _NUMPY_NAME.fullmatch(name):
         raise ValueError(f"the dtype of a numpy array in a batch must be one that batches may have, got {name[:80]!r}")
     try:
@@ -320,7 +320,10 @@ def _plain(tree: Tree) -> Any:
 
 def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
     """Return the tree that the JSON value `raw` encodes. Raises ProtocolError, with the path, for an invalid value.
-    `count`: number of leaves and number of all values so far, which the function raises."""
+
+    path, depth: path of `raw` in the batch, and the number of containers around it. count: [leaves, leaves and
+    containers and Nones] that were read so far; this function adds its own.
+    """
     count[1] += 1
     if count[1] > MAX_VALUES:
         raise _wrong(path, f"a batch must have at most {MAX_VALUES} values, got more")
@@ -365,7 +368,8 @@ def path_steps(kind: str, keys: Sequence[Key], count: int) -> Iterator[str]:
 
 
 def allowed_key(key: object) -> bool:
-    """Return whether a dict key that is not a str may be in a batch: None, a bool, or an int of 64 bits."""
+    """Return whether a batch may have this dict key. `key`: not a str. None, a bool and an int of 64 bits are
+    allowed."""
     return key is None or type(key) is bool or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
 
@@ -408,8 +412,8 @@ def _wrong(path: Path, what: str) -> ProtocolError:
 
 
 def _describe(tree: Tree, budget: list[int]) -> str:
-    """Return a tree as a text for people. `budget`: list with the number of characters that are left. It limits the
-    work for a huge structure, whose text is cut anyway."""
+    """Return a tree as a text for people. `budget`: list of one number, how many characters the text may still get. The
+    number limits the work for a huge structure, whose text the caller cuts."""
     if isinstance(tree, Leaf):
         text = (
             _SCALARS.get(tree.kind)
