@@ -41,15 +41,15 @@ FEWEST_ENTRIES = 3
 entry to fill."""
 GIANT_BYTES = 512 << 20
 """Size in bytes from which a batch is so large that its ring has a single entry, and the loop gets a copy of the batch.
-Three entries here and three in the receiver would take six times the batch's size."""
+Three entries in the runner's ring and three in the receiver's would take six times the batch's size."""
 RING_BYTES = 8 << 20
 """Target size of a ring in bytes. It is small enough for the last-level cache, from which the reader then reads."""
-LOOKED_AT_BYTES = 64 << 20
-"""Size in bytes up to which a ring is made without a check of free memory, which takes 0.1 to 0.4 ms."""
+UNCHECKED_BYTES = 64 << 20
+"""Size in bytes up to which a ring is made without checking the free memory first. The check takes 0.1 to 0.4 ms."""
 MOST_OF_FREE = 0.75
 """Largest share of the free memory that a ring, or all rings of a RingBudget, may take."""
 BOX_BYTES = 512 << 20
-"""Target size of all rings of a box together in bytes: that of 64 worker slots with 8 MiB each."""
+"""Target size of all rings of a box together in bytes: enough for 64 worker slots with 8 MiB each."""
 
 
 def grown(nbytes: int, previous: int, most: int) -> int:
@@ -61,8 +61,8 @@ def grown(nbytes: int, previous: int, most: int) -> int:
 
 
 def ring_bytes(rings: int) -> int:
-    """Return the number of bytes that each ring may take if a box has `rings` rings. A ring with FEWEST_ENTRIES entries
-    may take more."""
+    """Return the largest size in bytes of each ring of a box that has `rings` rings. A ring whose FEWEST_ENTRIES
+    entries need more may exceed this size."""
     return BOX_BYTES // max(rings, 1)
 
 
@@ -110,11 +110,11 @@ class Ring:
         """
         entry_bytes = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE)
         size = entry_bytes * entries
-        if size > LOOKED_AT_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
+        if size > UNCHECKED_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
             raise OSError(
                 errno.ENOMEM,
-                f"a ring (buffer for batches) of {size:,} bytes cannot be made: it may take {MOST_OF_FREE:.0%} of "
-                f"the free memory, {free:,} bytes. Make smaller batches, or give the process more memory",
+                f"a ring (buffer for batches) of {size:,} bytes cannot be made: it may take at most {free:,} "
+                f"bytes, {MOST_OF_FREE:.0%} of the free memory. Make smaller batches, or give the process more memory",
             )
         fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

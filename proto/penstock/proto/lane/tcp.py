@@ -62,8 +62,8 @@ NEAR_US = 100
 """Longest round trip in microseconds to a peer that counts as near. The shortest round trip that the kernel has
 measured decides."""
 NEAR_BUFFER = 256 << 10
-"""Size in bytes of the send buffer for a near peer; the kernel doubles it for its own use. Half of it is slower, and
-twice of it is not faster."""
+"""Size in bytes of the send buffer for a near peer; the kernel doubles it for its own use. Half the size is slower, and
+twice the size is not faster."""
 _MIN_RTT_AT = 148
 """Offset of tcpi_min_rtt in Linux's struct tcp_info."""
 _NO_RTT_US = (1 << 32) - 1
@@ -108,7 +108,7 @@ def sealed(message: bytes | memoryview) -> bytes:
 
 
 def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
-    """Return the length in bytes of the message after a seal, which is at most MAX_FRAME. The seal begins at offset
+    """Return the length in bytes of the message that follows a seal; it is at most MAX_FRAME. The seal begins at offset
     `at` of `seal`.
 
     Raises BatchCorruptError if the seal is damaged or missing, ProtocolError if the message is too long.
