@@ -1,5 +1,5 @@
-"""Limits on connections to a gRPC server that have shown no valid token, so that they cannot keep others from
-connecting.
+"""Limits on the connections to a gRPC server on which no call with a valid token was made. Without limits such
+connections could keep other callers from connecting.
 
 gRPC accepts connections without a limit. Each costs a descriptor and some 50 KiB before any token is checked, and a
 thousand silent ones stopped a coordinator. So this module checks the process's own sockets, at most twice a second. A
