@@ -340,7 +340,9 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
         raise _wrong(path, f"containers must be nested at most {MAX_DEPTH} deep, got more")
     shape = {"l": 1, "u": 1, "d": 2, "od": 2, "nt": 3, "dc": 3}.get(kind)
     if shape != len(rest) or any(type(part) is not list for part in rest[-min(shape, 2) :]):
-        raise _wrong(path, f"the kind is unknown, or has other parts: {kind!r:.100}")
+        raise _wrong(
+            path, f"a container must have a known kind, and the parts of that kind, got {[kind, *rest]!r:.100}"
+        )
     nodes, keys = rest[-1], rest[-2] if shape != 1 else []
     name = rest[0] if shape == 3 else ""
     if shape != 1 and len(keys) != len(nodes):
@@ -351,9 +353,9 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
     if len(set(keys)) != len(keys):
         raise _wrong(path, "the keys of a dict, or the fields of a class, must differ, got two equal ones")
     if shape == 3 and (type(name) is not str or not 0 < len(name) <= 1024):
-        raise _wrong(path, "a class name must have 1 to 1024 characters")
+        raise _wrong(path, f"a class name must be a text of 1 to 1024 characters, got {name!r:.100}")
     if shape == 3 and not all(key.isidentifier() for key in keys):
-        raise _wrong(path, "field names must be Python identifiers")
+        raise _wrong(path, f"field names must be Python identifiers, got {keys!r:.100}")
     steps = path_steps(kind, keys, len(nodes))
     children = tuple(_tree(node, (path, step), depth + 1, count) for node, step in zip(nodes, steps, strict=True))
     return Node(kind, children, tuple(keys), name)

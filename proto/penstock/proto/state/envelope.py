@@ -112,7 +112,7 @@ def opened(
     try:
         value = unpack(_JSON.decode(str(view[HEADER.size : tree_end], "utf-8", "surrogatepass")), source)
         if source.position != end:
-            raise ValueError(f"each byte of the state must belong to a value, got {end - source.position} more")
+            raise ValueError(f"each byte of the state must belong to a value, got {end - source.position} unused bytes")
     except MemoryError:
         raise
     except Exception as error:  # the checksum matches, so another program or an attacker made these bytes
