@@ -336,7 +336,7 @@ class ProtocolError(PenstockError):
 
 
 SAME_RELEASE = "Run the same release of Penstock at both ends"
-"""Remedy in errors about messages that no Penstock of this release sends."""
+"""Remedy that an error states if a peer has sent a message that this release of Penstock never sends."""
 
 
 def malformed(what: str) -> ProtocolError:

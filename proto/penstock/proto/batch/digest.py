@@ -72,10 +72,11 @@ FULL_BELOW: Final = 64 << 10
 """Size in bytes of a batch's data up to which its digest covers all of them."""
 
 EDGE: Final = 4 << 10
-"""Number of bytes at each end of larger data that the digest covers."""
+"""Number of bytes at each end of a batch's data that the digest covers if the data are larger than FULL_BELOW."""
 
 WORDS: Final = 64
-"""Smallest number of 8-byte words that the digest covers of larger data, besides the bytes at the two ends."""
+"""Smallest number of 8-byte words between the two ends that the digest covers if the data are larger than
+FULL_BELOW."""
 
 _SEEDS_KEPT: Final = 1024
 _seeds: dict[tuple[int, int, tuple[int, ...]], tuple[int, bytes]] = {}

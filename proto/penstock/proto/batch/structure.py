@@ -197,7 +197,7 @@ Tree = Leaf | Node | None
 @dataclass(frozen=True, slots=True)
 class Structure:
     """Part of a batch that does not change from batch to batch: containers, kinds of leaves, dtypes and ranks.
-    Structures are equal if their encodings are. Make a Structure by `of` or `from_bytes`."""
+    Structures with equal encodings are equal. Make a Structure by `of` or `from_bytes`."""
 
     encoded: bytes
     key: int = field(compare=False)

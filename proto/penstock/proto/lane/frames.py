@@ -255,11 +255,12 @@ class Ack(NamedTuple):
     """Number (from 0) of the last epoch that the producer may begin."""
     abandon_epoch: int = 0
     """Number of the epoch that the loop has abandoned, plus 1; 0 = none. The epoch ends after batch `delivered`, and
-    the producer continues with the next one."""
+    the producer continues with the next epoch."""
     released: Sequence[int] = ()
-    """Ring entries that the producer may fill again: id of a ring, number of the entry, ring, entry ..."""
+    """Ring entries that the producer may fill again, as a flat list of pairs: ring id, entry, ring id, entry ..."""
     wanted: Sequence[int] = ()
-    """Requested snapshots of the loader: step, number of the slot's batches up to this step, step, number ..."""
+    """Requested snapshots of the loader, as a flat list of pairs: step, number of the slot's last batch up to this
+    step, step, number ..."""
     close: bool = False
     """True if the consumer closes the lane on purpose."""
 

@@ -142,8 +142,8 @@ def check_of(hasher: xxh3_64) -> bytes:
 
 
 def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
-    """Return the Hello, the consumer's request that opens a TCP lane. No byte after it is read. `timeout`: seconds for
-    the whole Hello, however slowly it arrives.
+    """Return the Hello, the consumer's request that opens a TCP lane. This function reads no byte after the Hello.
+    `timeout`: seconds for the whole Hello, however slowly it arrives.
 
     Raises:
         DeadlineError: the Hello did not arrive in time.

@@ -73,7 +73,7 @@ class Tls:
 
     @property
     def by_role(self) -> bool:
-        """True if certificates name the role of their owner: `name` has a "*"."""
+        """True if certificates name the role of their owner. This is so if `name` contains a "*"."""
         return "*" in self.name
 
     def expected(self, role: str) -> str:
@@ -82,8 +82,8 @@ class Tls:
         return self.name.replace("*", role)
 
     def check_own(self, role: str) -> None:
-        """Raise TlsError if this process's own certificate does not name the role `role`, although certificates name
-        roles."""
+        """Raise TlsError if certificates name roles (see `by_role`) and this process's own certificate does not name
+        the role `role`."""
         if self.by_role and self.expected(role) not in own_names(self):
             raise TlsError(
                 f"tls_cert={self.cert_file} is not a certificate for the name {self.expected(role)}, which callers of "
@@ -91,8 +91,8 @@ class Tls:
             )
 
     def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
-        """Return those of `roles` for which a certificate with these names is valid. If certificates do not name roles,
-        these are all of `roles`."""
+        """Return those of `roles` for which a certificate with the names `names` is valid. Return all of `roles` if
+        certificates do not name roles (see `by_role`)."""
         if not self.by_role:
             return frozenset(roles)
         shown = set(names)

@@ -233,7 +233,7 @@ def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
 
 
 def status_of(error: Exception) -> str:
-    """Return the name of the gRPC status with which a call ends that raises this error."""
+    """Return the name of the gRPC status with which a call ends if its handler raises this error."""
     return CATALOGUE[detail_of(error).name].status
 
 

@@ -221,8 +221,9 @@ class Manifest:
             if outer["xxh3"] != _checksum(body):
                 raise ValueError("the checksum in the file differs from that of its content")
             if body["format"] > FORMAT:
-                raise ValueError(
-                    f"its format must be <= {FORMAT}, got {body['format']} of a newer Penstock: upgrade Penstock here"
+                raise CheckpointCorruptError(
+                    f"{where} is in format {body['format']}, written by a newer Penstock; the Penstock here reads "
+                    f"formats up to {FORMAT}. Upgrade Penstock here, or use another checkpoint of the folder"
                 )
             files = tuple(CheckpointFile.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
             step, sequence, ranks = (_number(field, body[field]) for field in ("step", "sequence", "ranks"))

@@ -85,8 +85,8 @@ _received = _Received()
 def receiving(method: str) -> Iterator[Callable[[int], None]]:
     """Yield a function that must be called with the size in bytes of each part of a reply.
 
-    The function raises ProtocolError for an empty part, because the number of empty parts would have no limit, and if
-    all replies do not fit into memory.
+    The function raises ProtocolError if all replies that this process receives do not fit into memory, or if a part is
+    empty. (A peer could send empty parts without end.)
     """
     size = 0
 
