@@ -93,8 +93,8 @@ _WRITE: Final = 0x200
 
 
 class FlatBatch:
-    """Batch prepared for writing to memory by `Flattener.flatten`. It keeps the batch's leaves alive, so drop it after
-    writing."""
+    """Batch that `Flattener.flatten` has prepared, and that `write_to` copies to memory. It keeps the batch's leaves
+    alive, so drop it after writing."""
 
     __slots__ = ("_held", "_sizes", "_sources", "nbytes", "shapes", "structure")
 

@@ -77,8 +77,8 @@ MAX_INT_BYTES: Final = 1 << 20
 
 MAX_STRUCTURE_BYTES: Final = 4 << 20
 MAX_BRACKETS: Final = 1 << 19
-"""Largest number of brackets in an announced structure, checked before it is parsed. 65,536 dicts of one leaf each have
-2**18 brackets."""
+"""Largest number of brackets in an announced structure, checked before the structure is parsed. (65,536 dicts of one
+leaf each have half as many.)"""
 
 MAX_TEXT: Final = 2000
 """Largest number of characters of the text that describe() returns."""
@@ -226,8 +226,8 @@ class Structure:
         return cls(encoded, xxhash.xxh3_64_intdigest(encoded), tree, leaves, sum(leaf.dims for leaf in leaves))
 
     def to_bytes(self) -> bytes:
-        """Return the encoding of the structure: compact JSON in UTF-8. A lone surrogate in a key becomes three
-        bytes."""
+        """Return the encoding of the structure: compact JSON in UTF-8. A lone surrogate in a key, which strict UTF-8
+        forbids, is encoded as three bytes."""
         return self.encoded
 
     @classmethod

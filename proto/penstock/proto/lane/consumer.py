@@ -383,8 +383,8 @@ class Consumer:
             self._seal()
 
     def _seal(self) -> None:
-        """Put the message of collected acks into the queue, and begin a new one. Too many values for one message are
-        split over several."""
+        """Put the acks that were collected into the queue as one message, and begin a new message. If the acks have too
+        many values for one message, put several into the queue."""
         unsent, released, wanted = self._unsent, self._released, self._wanted
         while len(released) > _GROUP or len(wanted) > _GROUP:
             first = Ack(self._delivered, released=released[:_GROUP], wanted=wanted[:_GROUP])

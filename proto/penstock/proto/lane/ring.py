@@ -55,7 +55,8 @@ BOX_BYTES = 512 << 20
 def grown(nbytes: int, previous: int, most: int) -> int:
     """Return the size in bytes of the entries of a new ring, for batches of `nbytes` bytes that do not fit into the old
     entries of `previous` bytes. The size is at least twice `previous`, so that slightly larger batches do not each
-    start another ring, but at most `most` (max_batch_bytes). From GIANT_BYTES on it is `nbytes`."""
+    start another ring, but at most `most` (max_batch_bytes). If `nbytes` is at least GIANT_BYTES, the size is
+    `nbytes`."""
     doubled = min(2 * previous, GIANT_BYTES - PAGE)
     return min(max(nbytes, doubled), max(most, nbytes))
 
@@ -69,7 +70,7 @@ def ring_bytes(rings: int) -> int:
 def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
     """Return the number of entries of a ring whose entries have `entry_bytes` bytes. The ring gets about RING_BYTES,
     with MIN_ENTRIES to MAX_ENTRIES entries. If it would then exceed `limit` bytes, it gets fewer entries, down to
-    FEWEST_ENTRIES. From GIANT_BYTES per entry on it gets 1."""
+    FEWEST_ENTRIES. A ring whose entries have GIANT_BYTES or more gets 1 entry."""
     size = max(entry_bytes, 1)
     if size >= GIANT_BYTES:
         return 1

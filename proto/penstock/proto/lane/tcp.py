@@ -210,8 +210,9 @@ def fit_send_buffer(sock: socket.socket) -> None:
     socket.
 
     By default the kernel keeps 4 MiB in flight, which does not fit into the cache. On the loopback, 8 MiB batches then
-    took 1,370 us of the sender's processor time instead of 1,050. A bounded buffer also limits the speed to its size
-    per round trip: 3 GB/s at NEAR_US, more than a lane needs. The kernel's default is kept for more distant peers.
+    took 1,370 us of the sender's processor time instead of 1,050. A bounded buffer also limits the speed, to one full
+    buffer in each round trip: 3 GB/s at NEAR_US, more than a lane needs. The kernel's default is kept for more distant
+    peers.
     """
     min_rtt_us = _min_rtt_us(sock)
     if min_rtt_us is not None and min_rtt_us < NEAR_US:

@@ -2,9 +2,9 @@
 
 Every process has the same four settings: `ca`, the file of the CA that signed the other end's certificate; `cert` and
 `key`, the files of this end's certificate; `name`, the name expected in the other end's certificate instead of the
-address that was called. A `*` in the name stands for the other end's role: with *.penstock the coordinator must be
-coordinator.penstock, a worker worker.penstock, and their callers with a certificate worker.penstock, client.penstock or
-admin.penstock.
+address that was called. A `*` in the name stands for the other end's role. With the name *.penstock, the certificate of
+the coordinator must be for coordinator.penstock, that of a worker for worker.penstock, that of a training job for
+client.penstock, and that of an operator's command for admin.penstock.
 
 A coordinator needs cert and key, and requests certificates from its callers if it has a ca. A training job or an
 operator's command needs the ca, and also cert and key if the coordinator requests certificates. A worker, which calls

@@ -275,7 +275,7 @@ def by_key(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
 
 def note_imbalance(rows: Mapping[Group, Row], ratio: float) -> None:
     """Add the imbalance of a step to the counts of its batch, which has at least one group. `ratio`: cost of the step's
-    most expensive box divided by the mean of all boxes."""
+    most expensive box divided by the mean cost of all boxes."""
     row = next(iter(rows.values()))
     row[MEASURED], row[IMBALANCE] = 1, round(1e4 * ratio)
 

@@ -44,8 +44,8 @@ def intervals(reply: _Reply) -> tuple[float, float]:
 
 
 class PollPace:
-    """Rate limit for a peer's long polls, in case all are answered at once. The first `BURST` polls follow without a
-    pause, later ones at `PER_S` a second.
+    """Rate limit for the long polls that this process sends, in case the coordinator answers all of them at once. The
+    first `BURST` polls follow each other without a pause, later ones at most `PER_S` times a second.
 
     clock: function that returns a monotonic time in seconds.
     """
