@@ -49,7 +49,7 @@ from penstock.proto.errors import (
     ProtocolError,
     StateUnavailableError,
 )
-from penstock.proto.rpc.auth_interceptor import alone, credential
+from penstock.proto.rpc.auth_interceptor import credential, jobs_share_token
 from penstock.proto.rpc.calls import blob_name, pieces
 from penstock.proto.rpc.channel import CHUNK, detail_of, error_of
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -465,7 +465,7 @@ class Service(CoordinatorServicer):
         return pb.PutBlobReply(blob=name)
 
     def _check_blob(self, first: pb.BlobPart) -> None:
-        refused = self._snapshot_index.why_blob_refused(first.size, "" if alone() else credential())
+        refused = self._snapshot_index.why_blob_refused(first.size, "" if jobs_share_token() else credential())
         if refused:
             raise InvalidArgumentError(
                 f"the value for run {first.run_hint or '?'} (a state to resume from, or large arguments) cannot be "

@@ -25,7 +25,7 @@ import socket
 from collections import deque
 from typing import Any
 
-from penstock.proto.batch.digest import DigestCover, Layouts, region_digest, rows_digest
+from penstock.proto.batch.digest import DigestCover, ShapesCache, region_digest, rows_digest
 from penstock.proto.batch.flatten import Assembler, wrap_buffer
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import BatchCorruptError, malformed
@@ -358,8 +358,8 @@ class SlotLane:
         self.group = view.group
         return view
 
-    def _compile(self, structure: int) -> tuple[Assembler, Layouts]:
+    def _compile(self, structure: int) -> tuple[Assembler, ShapesCache]:
         assert self.consumer is not None
         found = Structure.from_bytes(self.consumer.structures[structure])
-        compiled = self.consumer.compiled[structure] = Assembler(found), Layouts(found.key)
+        compiled = self.consumer.compiled[structure] = Assembler(found), ShapesCache(found.key)
         return compiled

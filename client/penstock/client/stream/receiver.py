@@ -53,7 +53,7 @@ from xxhash import xxh3_64
 from penstock.proto.errors import BatchCorruptError, PenstockError, ProtocolError, malformed
 from penstock.proto.lane import tcp
 from penstock.proto.lane.compression import Unpacker, check_claim, load
-from penstock.proto.lane.dialer import SHAKE_S, LaneDialer
+from penstock.proto.lane.dialer import HANDSHAKE_S, LaneDialer
 from penstock.proto.lane.frames import (
     BATCH,
     CLOSE,
@@ -206,7 +206,7 @@ class ReceiverLane:
             self.end(f"the consumer sent no valid Hello: {error}")
             return
         self._has_hello = True
-        self.deadline = time.monotonic() + 2 * SHAKE_S
+        self.deadline = time.monotonic() + 2 * HANDSHAKE_S
         self._producer.attach(self._consumer, hello)
         hello_target = hello.target
         # Entry numbers belong to this end's ring; the sender has another ring.

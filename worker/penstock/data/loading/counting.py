@@ -278,11 +278,11 @@ class LoaderCounts:
         if self.tally is not None:
             self.tally.add(counted)
 
-    def want(self, shares: Mapping[str, tuple[int, int]]) -> None:
+    def set_shares(self, shares: Mapping[str, tuple[int, int]]) -> None:
         """Change the configured share of each source in the mixture; see Tally."""
         self._shares = shares
         if self.tally is not None:
-            self.tally.want(shares)
+            self.tally.set_shares(shares)
 
     def saved(self) -> dict[str, Any]:
         """Return the part of a worker's state that holds the counts; an empty dict if the loader does not count."""

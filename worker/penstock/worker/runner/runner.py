@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from penstock.proto.batch.digest import DigestCover, cover_of, layout, region_digest, rows_digest, rows_in
+from penstock.proto.batch.digest import DigestCover, cover_of, region_digest, rows_digest, rows_in, seed_and_dims
 from penstock.proto.batch.flatten import FlatBatch, Flattener, Structure
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import (
@@ -305,7 +305,7 @@ class _Runner:
             ring, offset = entry.ring, entry.offset
             flat.write_to(ring.address + offset)
             structure, nbytes, shapes = flat.structure, flat.nbytes, flat.shapes
-            seed, dims = layout(structure.key, nbytes, shapes)
+            seed, dims = seed_and_dims(structure.key, nbytes, shapes)
             if cover == DigestCover.ROWS:
                 digest = source.digest = rows_digest(structure, shapes, ring.view, offset, nbytes)
             else:
