@@ -130,9 +130,9 @@ def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[
 
 def is_keyed(described: Any) -> bool:
     """Return True if all samples of a stack are independent of the process's random generators (those of `random`,
-    numpy and torch). A loader then need not save and restore these generators. False if a stack has user code that is
-    not given generators of its own, or a source that Penstock does not know. `described`: what `described()` of the
-    stack's uppermost source returns."""
+    numpy and torch). A loader can then compute a later state without making the batches before it. The result is False
+    if user code in the stack does not get generators of its own, or if Penstock does not know a source. `described`:
+    what `described()` of the stack's uppermost source returns."""
     kind = described.get("kind") if isinstance(described, Mapping) else None
     if kind in ("LogicalShards", "Savable"):
         return described["capture_rng"] is True
