@@ -36,7 +36,8 @@ def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[An
     silently end the epoch before its remaining batches. Raises InvalidArgumentError unless `collate_fn` is callable."""
     if not callable(collate_fn):
         raise InvalidArgumentError(
-            f"collate_fn must be a function from a list of samples to a batch, got {collate_fn!r}"
+            f"collate_fn must be a function from a list of samples to a batch, got {collate_fn!r}. Pass a function, or "
+            "leave it out"
         )
     return partial(_collated, collate_fn)  # a partial can be pickled for a process
 

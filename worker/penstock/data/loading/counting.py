@@ -78,7 +78,8 @@ class Counts:
             value = getattr(self, name)
             if value is not None and not callable(value) and (not isinstance(value, str) or not value):
                 raise InvalidArgumentError(
-                    f"Counts({name}=...) must be the name of a field or a function of a sample, got {value!r:.100}"
+                    f"Counts({name}=...) must be the name of a field or a function of a sample, got {value!r:.100}. "
+                    "Pass one of these"
                 )
 
 
@@ -137,7 +138,10 @@ class SampleCounter:
         if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
             value = value.item()
         if not isinstance(value, bool | int | np.bool_):
-            raise DatasetError(f"Counts(truncated=...) must give True or False for each sample, got {value!r:.100}")
+            raise DatasetError(
+                f"Counts(truncated=...) must give True or False for each sample, got {value!r:.100}. Name another "
+                "field, or correct the function"
+            )
         return bool(value)
 
     def _keys(self, samples: Sequence[Any]) -> list[str]:
@@ -174,7 +178,8 @@ class SampleCounter:
             return cut_name(value.decode("utf-8", "replace"))
         if not isinstance(value, str | int | float):
             raise DatasetError(
-                f"Counts(by=...) must give a text or a number for each sample, got a {type(value).__name__}"
+                f"Counts(by=...) must give a text or a number for each sample, got a {type(value).__name__}. Name "
+                "another field, or correct the function"
             )
         return cut_name(str(value))
 
@@ -191,7 +196,7 @@ class SampleCounter:
         if not 0 <= length <= MOST_TOKENS:
             raise DatasetError(
                 f"Counts(tokens=...) must give a number from 0 to {MOST_TOKENS}, or a value with len(), for each "
-                f"sample, got {value!r:.100}"
+                f"sample, got {value!r:.100}. Name another field, or correct the function"
             )
         return int(length)
 
@@ -276,7 +281,9 @@ class LoaderCounts:
 
     def __init__(self, counts: Counts | None, shares: Mapping[str, tuple[int, int]] | None = None) -> None:
         if counts is not None and not isinstance(counts, Counts):
-            raise InvalidArgumentError(f"counts must be a penstock.data.Counts or None, got {type(counts).__name__}")
+            raise InvalidArgumentError(
+                f"counts must be a penstock.data.Counts or None, got {type(counts).__name__}. Pass Counts(...)"
+            )
         self.counter = None if counts is None else SampleCounter(counts)
         self._by = None if counts is None or counts.by is None else _named(counts.by)
         self._shares = shares or {}

@@ -74,7 +74,7 @@ def check_threads(threads: int, reseed: bool | None) -> None:
     """Raise InvalidArgumentError if `fetch_threads` (given as `threads`) is negative, or is combined with
     reseed=True."""
     if threads < 0:
-        raise InvalidArgumentError(f"fetch_threads must be at least 0, got {threads}")
+        raise InvalidArgumentError(f"fetch_threads must be at least 0, got {threads}. Pass 0 to read without threads")
     if threads and reseed:
         raise InvalidArgumentError(
             f"fetch_threads must be 0 with reseed=True, got {threads}, because threads share the process's random "

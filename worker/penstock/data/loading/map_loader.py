@@ -203,7 +203,9 @@ class MapLoader(PositionLoader):
 def _check_fetching(threads: int, processes: int, reseed: bool | None) -> None:
     check_threads(threads, reseed)
     if processes < 0:
-        raise InvalidArgumentError(f"fetch_processes must be at least 0, got {processes}")
+        raise InvalidArgumentError(
+            f"fetch_processes must be at least 0, got {processes}. Pass 0 to read without processes"
+        )
     if threads and processes:
         raise InvalidArgumentError(
             f"one of fetch_threads and fetch_processes must be 0, got {threads} and {processes}. Pass at most one of "

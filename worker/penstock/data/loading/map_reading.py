@@ -154,7 +154,7 @@ class MapReader:
         if len(found) != len(numbers) or not all(isinstance(name, str) for name in set(found)):
             raise DatasetError(
                 f"{self.name}: the method sources_of must return a text for each of {len(numbers)} samples, got "
-                f"{found!r:.100}"
+                f"{found!r:.100}. Correct the method"
             )
         return [cut_name(str(name)) for name in found]
 
@@ -181,7 +181,9 @@ class MapReader:
         try:
             found = self.dataset.__getitems__(numbers)
             if isinstance(found, Mapping):  # iterating over the dict would yield its keys as samples
-                raise DatasetError(f"{self.name}: __getitems__ must return a list of samples, got a dict")
+                raise DatasetError(
+                    f"{self.name}: __getitems__ must return a list of samples, got a dict. Correct the method"
+                )
             found = list(found)
         except Exception as error:
             first = ", ".join(self._sample_position(plan, row) for row in range(min(3, len(numbers))))
@@ -190,7 +192,7 @@ class MapReader:
         if len(found) != len(numbers):
             raise DatasetError(
                 f"{self.name}: __getitems__ must return one sample for each of the {len(numbers)} numbers, got "
-                f"{len(found)}"
+                f"{len(found)}. Correct the method"
             )
         return found
 

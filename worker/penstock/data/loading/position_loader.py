@@ -202,7 +202,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         epoch was loaded, at that state's position. If that position is the epoch's end, the iteration has no batch."""
         epoch = whole("epoch", epoch)
         if epoch < 0:
-            raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
+            raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}. Count epochs from 0")
         if not self._at_position or epoch != self._epoch:
             self._move_to(epoch, self._epochs.begin(epoch, self._batch, (self._epoch, self._start)))
         self._epoch_is_set = True
@@ -290,7 +290,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         batches in copies of this loader."""
         batches = whole("batches", batches)
         if batches < 0:
-            raise InvalidArgumentError(f"batches must be at least 0, got {batches}")
+            raise InvalidArgumentError(f"batches must be at least 0, got {batches}. Pass the number of batches done")
         epoch, start = self._remainder(*self._counted).position_after(batches)
         return state_of(OrderProgress(epoch, start, 0, self._topology()), self._described, self._epochs.skip)
 
@@ -510,8 +510,9 @@ def balanced_order(
     found = Balanced(balance, order, dataset, length, batch)
     if found.described and ORDER_FILE in described:
         raise InvalidArgumentError(
-            f"over_steps must be 1 with order_file, got {balance.over_steps}, because rows that were delivered before "
-            "would be assigned again. Pass Balance(cost, over_steps=1) until a state lies in a later epoch"
+            f"over_steps must be 1 with order_file, got {balance.over_steps}, because rows that the other library has "
+            "delivered in this epoch would be assigned to later steps again. Pass Balance(cost, over_steps=1) until "
+            "the run's state lies in a later epoch"
         )
     if found.described:
         described["balance"] = found.described
@@ -522,4 +523,4 @@ def check_settings(tail: str, **numbers: int | None) -> None:
     one_of("tail", tail, get_args(Tail))
     for name, value in numbers.items():
         if value is not None and value < 1:
-            raise InvalidArgumentError(f"{name} must be at least 1, got {value}")
+            raise InvalidArgumentError(f"{name} must be at least 1, got {value}. Pass a larger number")

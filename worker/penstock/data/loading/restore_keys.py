@@ -20,7 +20,9 @@ digest."""
 
 def checked_name(keys: str | None) -> str | None:
     if keys is not None and (not isinstance(keys, str) or not keys):
-        raise InvalidArgumentError(f"keys must be the name of a field to add to each batch, got {keys!r}")
+        raise InvalidArgumentError(
+            f"keys must be the name of a field to add to each batch, got {keys!r}. Pass a name, such as 'keys'"
+        )
     return keys
 
 
@@ -63,8 +65,8 @@ class PositionKeys:
         epoch, _, position = numbers.partition(":")
         if kind != KIND or not all(part.isascii() and part.isdecimal() for part in (epoch, position)):
             raise InvalidArgumentError(
-                f"a restore key must be a text from the field of a batch that keys= names, got {key!r}. Give it as it "
-                "is in the batch"
+                f"a restore key must be a text from the batch's field that the loader's argument keys= names, got "
+                f"{key!r}. Pass the unchanged text"
             )
         if order != self.order:
             raise StateMismatchError(

@@ -258,8 +258,8 @@ class StreamingLoader(PositionLoader):
             described[ORDER_FILE] = file.described
         if balance is not None and interleave == "batches" and mixed:
             raise InvalidArgumentError(
-                "balance must be None with interleave='batches', because it assigns the rows of several batches. Use "
-                "another interleave"
+                "balance must be None with interleave='batches', because it may move rows to a batch of another "
+                "stream. Use another interleave"
             )
         balanced = balanced_order(balance, filed or order, dataset, int(order.starts[-1]), batch, described)
         self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
@@ -523,7 +523,7 @@ def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: l
     if batch % partitions:
         raise InvalidArgumentError(
             f"with interleave='batches' the global batch must be a multiple of partitions={partitions} rows, got "
-            f"{batch}"
+            f"{batch}. Change the batch size or partitions"
         )
     if tail == "carry":
         raise InvalidArgumentError(
@@ -534,5 +534,5 @@ def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: l
         if number % length % batch:
             raise InvalidArgumentError(
                 f"skip must begin and end at whole batches of {batch} samples with interleave='batches', counted from "
-                f"the beginning of each epoch of {length} samples, got sample {number}"
+                f"the beginning of each epoch of {length} samples, got sample {number}. Round the ranges"
             )

@@ -137,8 +137,12 @@ def _checked(pair: tuple[int, int]) -> tuple[int, int]:
     try:
         rank, ranks = pair
     except (TypeError, ValueError):
-        raise InvalidArgumentError(f"rank must be a pair (this rank, number of ranks), got {pair!r}") from None
+        raise InvalidArgumentError(
+            f"rank must be a pair (this rank, number of ranks), got {pair!r}. Pass such a pair, such as (0, 8)"
+        ) from None
     rank, ranks = whole("rank", rank), whole("ranks", ranks)
     if not 0 <= rank < ranks:
-        raise InvalidArgumentError(f"rank must be at least 0 and below the {ranks} ranks, got {rank}")
+        raise InvalidArgumentError(
+            f"rank must be at least 0 and below the {ranks} ranks, got {rank}. Count ranks from 0"
+        )
     return rank, ranks

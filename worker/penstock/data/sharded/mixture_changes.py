@@ -169,9 +169,9 @@ def merged(
     for change in assigned:
         if change.required and change.begins < reached and change.key not in listed_keys:
             raise ReplayMismatchError(
-                f"the state lies beyond position {change.position} of epoch {change.epoch}, from which on the weights "
-                "of the mixture were changed by `penstock mix`, but was made with the weights from before. Load "
-                "another state"
+                f"the state must have the weights that `penstock mix` gave the mixture from position {change.position} "
+                f"of epoch {change.epoch} on, because the state lies beyond this position, but it was made with the "
+                "earlier weights. Load another state"
             )
     before_the_run = [change for change in saved if change.key not in own_keys]
     return [*before_the_run, *(one for one in assigned if one.key in listed_keys or one.begins >= reached)]
@@ -197,8 +197,8 @@ def mixture_of(source: ShardedSource) -> Mixture:
     if not isinstance(inner, Mixture) or not inner.endless:
         where = f"below {type(inner).__name__}" if hasattr(inner, "source") else "in this loader"
         raise InvalidArgumentError(
-            "the uppermost source must be a Mixture(stop='never') whose positions the loader knows, also below "
-            f"Mapped, got {type(source).__name__}. The weights {where} cannot change in mid-run"
+            "the uppermost source must be a Mixture(stop='never'), or Mapped layers without skip_failures over one, "
+            f"got {type(source).__name__}. The weights {where} cannot change during a run"
         )
     return inner
 
@@ -270,7 +270,7 @@ def new_position(begin: int, steps: int, batch: int) -> int:
     position = begin + steps * batch
     if position >= NUMBER_LIMIT:
         raise InvalidArgumentError(
-            f"--from-step must lie before sample {NUMBER_LIMIT}, got sample {position}. Pass a smaller step"
+            f"--from-step must name a step before sample {NUMBER_LIMIT}, got sample {position}. Pass a smaller step"
         )
     return position
 

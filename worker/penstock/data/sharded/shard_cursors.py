@@ -127,10 +127,9 @@ class ShardReaders:
         """
         if not (self._find_again(shard, index) if again else self.find(shard, index, following)):
             raise DatasetError(
-                f"shard {shard} of {self._source.num_shards} must have sample {index} in epoch {self._epoch}, but "
-                "ended before: "
+                f"shard {shard} of {self._source.num_shards} must have sample {index} in epoch {self._epoch}, because "
                 + ("the source is endless" if self._source.endless else "lengths() of the source reported more samples")
-                + ". Use the data with which the run began, which may have changed"
+                + ", but ended before. Use the data with which the run began; they may have changed"
             )
         return self._held[shard, index]
 
@@ -142,8 +141,8 @@ class ShardReaders:
         reached = self.reach(shard, index)
         if reached > index:
             raise StateCorruptError(
-                f"the state is damaged: the saved position of shard {shard} must be at most its next sample, {index}, "
-                f"got {reached}. Load an older state"
+                f"the state is damaged: the saved position of shard {shard} must not lie beyond its next sample, "
+                f"number {index}, got number {reached}. Load an older state"
             )
         return reached == index and self._read(shard, index, self._cursors[shard], 1 + following)
 

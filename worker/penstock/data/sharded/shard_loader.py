@@ -261,7 +261,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         on, without balance and with it. No sample is read. Raises InvalidArgumentError for a loader without
         `balance`."""
         if self._balance is None:
-            raise InvalidArgumentError("imbalance() needs costs. Pass balance=Balance(cost, report=True)")
+            raise InvalidArgumentError("imbalance() needs costs of records. Pass balance=Balance(cost, report=True)")
         whole = self._fixed_order.repartitioned(self._begun, self._topology(), first=0)
         return self._plan.imbalance(whole, at_least_one("steps", steps))
 
@@ -340,7 +340,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._check_order(aggregated, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(
-                "the state must come from aggregate_state_dict, got the state of one worker. Aggregate all states"
+                "the state must come from aggregate_state_dict, got the state of one worker. Pass the states of "
+                "all workers to aggregate_state_dict first"
             )
         return {**self._part(aggregated).state(self._order), **self._counts_part(aggregated), **self._listed()}
 

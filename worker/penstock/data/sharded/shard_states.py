@@ -395,7 +395,8 @@ def described(source: ShardedSource) -> Any:
         json.dumps(found, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
-            f"described() of {type(source).__name__} must return a JSON value, such as a dict of texts: {error}"
+            f"described() of {type(source).__name__} must return a JSON value: {error}. Return a dict of texts, "
+            "numbers and lists"
         ) from None
     return found
 

@@ -136,7 +136,7 @@ class SharePlan:
         except StopIteration:
             raise DatasetError(
                 f"shard {found.shard} of epoch {found.epoch} must have the sample {found.index} of the restore key, "
-                "but ends before. Use the data from which the key was made, which may have changed"
+                "but ends before. Use the data from which the key was made; they may have changed"
             ) from None
         finally:
             cursor.close()

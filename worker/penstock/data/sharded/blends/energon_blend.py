@@ -148,8 +148,8 @@ def _opened(
     unknown = [name for name in loaders if name not in known]
     if unknown:
         raise InvalidArgumentError(
-            f"sample_loaders must be of {', '.join(sorted(known))}, got {', '.join(unknown)}. Name only folders of "
-            "this blend"
+            f"sample_loaders must name folders of the blend ({', '.join(sorted(known))}), got {', '.join(unknown)}. "
+            "Correct the names"
         )
     return [_dataset(plan, member, local, loaders.get(member.name), options) for member in plan.members]
 

@@ -44,8 +44,8 @@ _REFUSED = {
     "joiner": "samples of several folders cannot be joined. Write the joined samples to archives of their own",
     "subset": "a part of a folder cannot be chosen. List the archives of the part as a split in its split.yaml",
     "aux": "files beside the archives cannot be read. Write them into the archives",
-    "dataset_config": "the index of a folder is made from dataset.yaml. Rename the file",
-    "split_config": "the index of a folder is made from split.yaml. Rename the file",
+    "dataset_config": "index_folder reads dataset.yaml. Give your file this name, and index the folder again",
+    "split_config": "index_folder reads split.yaml. Give your file this name, and index the folder again",
 }
 """Fields of a metadataset file that Penstock refuses: from the name of each to the end of its error message, which says
 why."""
@@ -91,7 +91,7 @@ def read_plan(path: str, split: str, read: Read) -> BlendPlan:
     split; DatasetError for a file that cannot be read, or that has a setting that Penstock does not support."""
     kind, members = _Reader(read).split(path, split, {}, 0)
     if not members:
-        raise DatasetError(f"{path}: the split {split!r} must have at least one dataset, got none. Name one")
+        raise DatasetError(f"{path}: the split {split!r} must have at least one folder, got none. Add one to the file")
     return BlendPlan(kind, tuple(members), any(member.subflavors for member in members))
 
 
@@ -110,8 +110,8 @@ class _Reader:
         """
         if depth > DEEPEST:
             raise DatasetError(
-                f"{path}: metadataset files may name one another in a chain of at most {DEEPEST}. Remove the cycle, or "
-                "nest fewer files"
+                f"{path}: metadataset files must not name each other in a chain of more than {DEEPEST}. Remove the "
+                "cycle, or nest fewer files"
             )
         splits = self._splits(path)
         if split not in splits:
@@ -120,7 +120,7 @@ class _Reader:
             )
         content = splits[split]
         if not isinstance(content, dict):
-            raise DatasetError(f"{path}: the split {split!r} must be a mapping, got {content!r:.200}. Correct it")
+            raise DatasetError(f"{path}: the split {split!r} must be a mapping, got {content!r:.200}. Correct the file")
         listed = [key for key in _KINDS if key in content]
         if "path" in content and not listed:
             return self._member(path, content, split, outer, depth)
@@ -145,7 +145,9 @@ class _Reader:
         weights = [_number(path, entry, "weight") for entry in entries]
         total = sum(weights)
         if kind == "blend" and not total:
-            raise DatasetError(f"{path}: at least one weight must be above 0, got {len(weights)} of 0. Correct one")
+            raise DatasetError(
+                f"{path}: at least one weight must be above 0, got {len(weights)} weights of 0. Correct the file"
+            )
         members: list[BlendMember] = []
         for entry, weight in zip(entries, weights, strict=True):
             inner, found = self._member(path, entry, split, outer, depth)
@@ -210,9 +212,9 @@ class _Reader:
         over = entry.get("shuffle_over_epochs_multiplier", 1)
         if type(over) is not int or over < 1:
             raise DatasetError(
-                f"{path}: shuffle_over_epochs_multiplier must be at least 1, got {over!r}, because an epoch has each "
-                "sample once, in an order that is shuffled for all members or for none. Leave it out, or give "
-                "energon_blend the argument shuffle=False"
+                f"{path}: shuffle_over_epochs_multiplier must be at least 1, got {over!r}. Sampling with replacement "
+                "(-1) is not supported, and shuffling cannot be turned off (null) for one folder alone. Leave the "
+                "field out; to turn shuffling off for all folders, pass shuffle=False to energon_blend"
             )
 
 
@@ -236,8 +238,8 @@ def _repetitions(path: str, entry: Mapping[str, Any]) -> int:
     times = _number(path, entry, "repetitions")
     if times.denominator != 1 or not times:
         raise DatasetError(
-            f"{path}: repetitions must be a whole number of at least 1, got {entry['repetitions']}, because an epoch "
-            "would have another part of the folder each time. Use whole numbers; or a blend, with weights of "
-            "repetitions x samples"
+            f"{path}: repetitions must be a whole number of at least 1, got {entry['repetitions']}: with a fraction, "
+            "each epoch would have a different part of the folder. Use whole numbers; or `blend` instead of "
+            "`blend_epochized`, with the weight repetitions * number of samples for each folder"
         )
     return int(times)

@@ -241,5 +241,5 @@ def _tensors(tokens: Ints, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
 
 def _tokens_of(name: str, values: Iterable[int]) -> frozenset[int]:
     if isinstance(values, int) or not isinstance(values, Iterable):
-        raise InvalidArgumentError(f"{name} must be a list of token ids, got {values!r}")
+        raise InvalidArgumentError(f"{name} must be a list of token ids, got {values!r}. Pass a list, such as [0]")
     return frozenset(number for value in values if (number := token_of(name, value)) is not None)

@@ -88,9 +88,9 @@ class SearchLimit:
         self._left -= samples
         if self._left < 0:
             raise DatasetError(
-                f"{self._what} left out {SEARCHED_SAMPLES:,} samples of shard {self._shard} in a row, and its source "
-                "never ends. Check its function and settings, or put Repeated on top of it and not below it, so that "
-                "an epoch without samples is an error at once"
+                f"{self._what} must keep at least one of {SEARCHED_SAMPLES:,} consecutive samples of shard "
+                f"{self._shard}, but left out all, and its source never ends. Check its function and settings. If a "
+                "Repeated is below it, put the Repeated above it: an epoch without samples is then an error at once"
             )
 
 

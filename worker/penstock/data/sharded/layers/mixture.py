@@ -115,13 +115,13 @@ class Mixture:
             other = next(number for number, count in enumerate(shards) if count != shards[0])
             raise InvalidArgumentError(
                 f"the sources of a Mixture must have the same number of shards: sources[0] has {shards[0]}, "
-                f"sources[{other}] has {shards[other]}. Make all with the same shards="
+                f"sources[{other}] has {shards[other]}. Pass the same number as `shards` to all of them"
             )
         endless = [number for number, source in enumerate(sources) if source.endless]
         if endless and stop != "never":
             raise InvalidArgumentError(
-                f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends. Use stop='never', or "
-                "leave out Repeated below, and put the Mixture into Repeated(...)"
+                f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends. Use stop='never'; or, if "
+                "the source is a Repeated, leave out this Repeated and put the whole Mixture into Repeated(...)"
             )
         self._stop, self._by = stop, by
         self.names = _checked_names(names, len(sources))
@@ -226,14 +226,15 @@ class Mixture:
         unknown = [name for name in parts if name not in found.names]
         if unknown or not any(parts.values()):
             raise InvalidArgumentError(
-                f"the changed weights must be of the sources of the Mixture ({', '.join(found.names)}), at least one "
-                f"above 0, got {dict(parts)}. Restore the sources that the run had when its weights were changed"
+                f"the changed weights must name sources of the Mixture ({', '.join(found.names)}), and at least one "
+                f"must be above 0, got {dict(parts)}. Give the Mixture in the code the sources that it had when its "
+                "weights were changed"
             )
         for name, source in added.items():
             if source.num_shards != self.num_shards:
                 raise InvalidArgumentError(
                     f"the added source {name!r} must have {self.num_shards} shards, as the others, got "
-                    f"{source.num_shards}. Make it with the same shards="
+                    f"{source.num_shards}. Make it with shards={self.num_shards}"
                 )
         found.sources = [*self.sources, *(one if one.endless else Repeated(one) for one in added.values())]
         more = (0,) * len(added)

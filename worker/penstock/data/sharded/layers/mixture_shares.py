@@ -77,7 +77,9 @@ def parts_of(weights: Sequence[Weight], names: Sequence[str] | None = None) -> t
     exact = [_fraction(key, weight) for key, weight in zip(keys, weights, strict=True)]
     total = sum(exact)
     if total == 0:
-        raise InvalidArgumentError(f"at least one weight must be above 0, got {list(weights)}")
+        raise InvalidArgumentError(
+            f"at least one weight must be above 0, got {list(weights)}. Give a source a larger weight"
+        )
     shares = [weight / total for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
     if period <= MAX_PARTS:
@@ -89,8 +91,8 @@ def parts_of(weights: Sequence[Weight], names: Sequence[str] | None = None) -> t
     for key, part, weight in zip(keys, parts, weights, strict=True):
         if weight and not part:
             raise InvalidArgumentError(
-                f"weights[{key!r}] must be at least 1/{MAX_PARTS:,} of the sum of all weights, {_text(total)}, got "
-                f"{weight}, with which its source would never be read. Make it larger, or 0"
+                f"weights[{key!r}] must be at least 1/{MAX_PARTS:,} of the sum of all weights ({_text(total)}), got "
+                f"{weight}, which would be rounded to 0. Make it larger, or pass 0 to leave the source out"
             )
     return _reduced(tuple(parts))
 

@@ -193,28 +193,28 @@ class Packed(Layer):
         separators = (self._bos is not None) + (self._eos is not None)
         if self._length <= separators:
             raise InvalidArgumentError(
-                f"length must leave a token beside a line's BOS and EOS, got {self._length}. Make it longer"
+                f"length must leave room for a token besides BOS and EOS, got {self._length}. Pass a larger length"
             )
         if not self._split and self._pad is None:
-            raise InvalidArgumentError("split=False needs a token that fills up lines. Give pad")
+            raise InvalidArgumentError("split=False needs a token that fills up lines, got pad=None. Pass pad")
         if self._long not in ("split", "truncate", "refuse"):
             raise InvalidArgumentError(
                 f"long must be 'split', 'truncate' or 'refuse', got {self._long!r}. Pass one of these"
             )
         if self._split and (self._long != "split" or self._window is not None):
             raise InvalidArgumentError(
-                "long and window must be left out with split=True, because they are for whole documents. Give "
-                "split=False, or leave long and window out"
+                "long and window must be left out with split=True, because they apply only if documents are kept "
+                "whole. Pass split=False, or leave long and window out"
             )
         if separators and (not self._fields.plain or self._long != "split" or self._window is not None):
             raise InvalidArgumentError(
-                "bos and eos of lines must be left out with fields, long and window. Put them into documents by "
-                "Chunked or Mapped"
+                "bos and eos must be left out if lines are dicts, and with long or window. Add these tokens to the "
+                "documents instead, by Chunked or Mapped"
             )
         if self._fields.attached and (self._split or self._long != "refuse"):
             raise InvalidArgumentError(
-                "attached must be left out unless split=False and long='refuse'. Give both, and leave longer documents "
-                "out by Filtered"
+                "attached needs split=False and long='refuse', because the items of a document cannot be divided among "
+                "lines. Pass both, and leave longer documents out by Filtered"
             )
 
 

@@ -40,8 +40,8 @@ class Repeated(Layer):
         few = _fewer(source.described())
         if few:
             raise InvalidArgumentError(
-                f"Repeated: {few}: a shard without a sample would be read for ever. Use at most that many shards, or "
-                "pieces that can be split: LineFile for text files, or pieces with len() and records by index"
+                f"Repeated needs a sample in each shard, got {few}: an empty shard would be read forever. Use fewer "
+                "shards, or pieces that can be cut: LineFile for text files, or pieces with len() and records by index"
             )
 
     @property
@@ -146,7 +146,7 @@ class _Cursor(RunCursor):
             raise DatasetError(
                 f"shard {self._shard} of the {self._source.num_shards} shards of "
                 f"{self._source.described().get('kind')} "
-                f"has no sample in epoch {self._epoch}, so Repeated would read it for ever. Use fewer shards, so that "
+                f"has no sample in epoch {self._epoch}, so Repeated would read it forever. Use fewer shards, so that "
                 "each has a sample"
             )
         self._inner.close()

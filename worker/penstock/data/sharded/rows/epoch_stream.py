@@ -89,9 +89,8 @@ class EpochStream:
         partition = Partition(self._round_robin.length, self._start, self._batch, self._boxes, self._tail)
         if self._round_robin.length < self._start:
             raise DatasetError(
-                f"the epoch must have more than the {self._start} samples of the loaded state's position, got "
-                f"{self._round_robin.length}. Use the data of the saved run, or start "
-                "without the state"
+                f"the epoch must have the {self._start} samples that come before the loaded state's position, got "
+                f"{self._round_robin.length}. Use the data of the saved run, or start without the state"
             )
         if number >= partition.batches:
             return None

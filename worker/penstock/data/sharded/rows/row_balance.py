@@ -44,8 +44,9 @@ class RowBalance:
         records = known_records(source)
         if records is None:
             raise InvalidArgumentError(
-                "balance needs a source whose records are known before they are read: LogicalShards of pieces with "
-                f"lengths, or Mapped or Repeated on it, got {source!r:.200}. Leave balance out, or give counts="
+                "balance needs a source that knows which record each sample is: LogicalShards of indexable pieces, or "
+                f"Mapped or Repeated over it, got {source!r:.200}. Leave balance out, or use pieces with len() and "
+                "records by index"
             )
         self._numbers, self._costs = records.numbers, Costs(balance.cost, source, records.total)
         self.assigns = not balance.report

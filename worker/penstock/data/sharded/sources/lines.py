@@ -105,8 +105,8 @@ class _Lines(Iterator[Any]):
         if size != of.size:
             self._file.close()
             raise DatasetError(
-                f"{of.path} must keep the {of.size} bytes that it had when it was split into shards, got {size}. Start "
-                "again, and write new lines to another file"
+                f"{of.path} must keep the {of.size} bytes that it had when it was cut into shards, got {size}. Restart "
+                "the run, and write new lines to another file"
             )
         self._at = 0
         if of.begin:  # a line begins here only if the byte before it is a newline

@@ -280,7 +280,8 @@ class Pieces:
         if not callable(piece):
             raise InvalidArgumentError(
                 f"{self.name(number)} must have len() and records by index, or be iterable, or be a function that "
-                f"returns such an object, got {type(piece).__qualname__}. Wrap it in such a function"
+                f"returns such an object, got {type(piece).__qualname__}. Pass a function that opens it, such as a "
+                "generator function"
             )
         return True
 

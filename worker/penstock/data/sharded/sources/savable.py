@@ -153,7 +153,7 @@ class Savable:
                 )
             divisor = "" if rows is None else ", or a divisor of it"
             raise StateMismatchError(
-                f"{name}: batch_rows must be {rows}, as in the saved state{divisor}, got {self._rows}. Pass that number"
+                f"{name}: batch_rows must be {rows}, as in the saved state{divisor}, got {self._rows}. Pass this value"
             )
         if rows % self._rows:
             raise StateMismatchError(
