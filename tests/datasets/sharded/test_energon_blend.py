@@ -69,8 +69,8 @@ def test_nested_repetitions_are_multiplied() -> None:
         (NEW % "{path: a, weight: -1}", "weight must be a number of at least 0, got -1"),
         (NEW % "{path: a, weight: 0}", "at least one weight must be above 0"),
         (NEW % "{path: 3}", "path must be a text, got 3"),
-        (NEW % "{path: x.yaml}", "may name one another in a chain of at most 16"),
-        (EPOCHS % "{path: a, repetitions: 0.5}", "a whole number of at least 1, got 0.5, because"),
+        (NEW % "{path: x.yaml}", "must not name each other in a chain of more than 16"),
+        (EPOCHS % "{path: a, repetitions: 0.5}", "a whole number of at least 1, got 0.5: with a fraction"),
         (EPOCHS % "{path: y.yaml}", "must not be a blend within a blend_epochized"),
         ("{splits: {train: {join: {a: {path: a}}, joiner: f}}}", "join must be left out, because"),
         ("{splits: {train: {}}}", "must have path, or one of"),
@@ -154,7 +154,7 @@ def test_sample_loader_must_be_passed(tmp_path: Path) -> None:
     (root / "x.yaml").write_text(NEW % "{path: a}")
     with pytest.raises(DatasetError, match=r"which is not run, .* pass sample_loaders=\{'a': function\}"):
         energon_blend(root / "x.yaml", shards=1)
-    with pytest.raises(InvalidArgumentError, match="sample_loaders must be of a, got b"):
+    with pytest.raises(InvalidArgumentError, match=r"sample_loaders must name folders of the blend \(a\), got b"):
         energon_blend(root / "x.yaml", shards=1, sample_loaders={"b": dict})
     source = energon_blend(root / "x.yaml", shards=1, sample_loaders={"a": lambda raw: {"text": raw["txt"].upper()}})
     assert sorted(texts(source, 2)) == ["A 0", "A 1"]

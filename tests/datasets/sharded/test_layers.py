@@ -232,7 +232,9 @@ def test_nothing_is_searched_for_ever(
     over: Callable[[ShardedSource], ShardedSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layer, "SEARCHED_SAMPLES", 50)
-    with pytest.raises(DatasetError, match=r"left out 50 samples of shard 0 in a row.*Repeated on top of it"):
+    with pytest.raises(
+        DatasetError, match=r"at least one of 50 consecutive samples of shard 0.*put the Repeated above it"
+    ):
         next(over(Repeated(Given(NUMBERS))).open(0, 0, 1))
     assert whole(over(Given(NUMBERS))) == []
     with pytest.raises(DatasetError, match=r"shard 0 of the 2 shards of .* has no sample in epoch 0"):

@@ -116,7 +116,7 @@ def test_a_line_has_one_bos_and_one_eos() -> None:
     assert lists(whole(source)) == [[0, 5, 6, 9], [0, 7, 8, 9]]
     with pytest.raises(InvalidArgumentError, match="split=False needs a token that fills up lines"):
         Packed(Given([[[1]]]), length=4, split=False)
-    with pytest.raises(InvalidArgumentError, match="length must leave a token beside a line's BOS and EOS, got 2"):
+    with pytest.raises(InvalidArgumentError, match="length must leave room for a token besides BOS and EOS, got 2"):
         Packed(Given([[[1]]]), length=2, bos=0, eos=9)
 
 

@@ -108,7 +108,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match=r"data"):
         ShardLoader(source_of(paths, 4, names=["a"]), batch_size=4, collate_fn=list).load_state_dict(state)
     with pytest.raises(
-        DatasetError, match=r"0\.jsonl must keep the \d+ bytes that it had when it was split into shards, got \d+"
+        DatasetError, match=r"0\.jsonl must keep the \d+ bytes that it had when it was cut into shards, got \d+"
     ):
         next(source.open(0, 0, 0))
     with pytest.raises(DatasetError, match="cannot be read: No such file"):
@@ -125,9 +125,9 @@ def test_a_line_that_cannot_be_parsed_is_named(tmp_path: Path) -> None:
 def test_too_few_pieces_are_counted(tmp_path: Path) -> None:
     paths = write(tmp_path, 3, 3, 3, 3)
     along = LogicalShards([lambda: iter([1, 2])] * 4, shards=12)
-    with pytest.raises(InvalidArgumentError, match=r"Repeated: 4 pieces, 12 shards: .* LineFile"):
+    with pytest.raises(InvalidArgumentError, match=r"in each shard, got 4 pieces, 12 shards: .* LineFile"):
         Repeated(Mapped(along, str))
-    with pytest.raises(InvalidArgumentError, match="Repeated: 5 records, 12 shards"):
+    with pytest.raises(InvalidArgumentError, match="needs a sample in each shard, got 5 records, 12 shards"):
         Repeated(LogicalShards([range(5)], shards=12))
     with pytest.raises(InvalidArgumentError, match="counts must be None with a LineFile"):
         source_of(paths, 12, counts=[3] * 4)

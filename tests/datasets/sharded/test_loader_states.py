@@ -415,7 +415,7 @@ def test_shards_that_ended_early_are_named() -> None:
     other.source = cast(Any, other.source)
     cast(Any, other.source).lengths = lambda epoch: [9, 9]
     with pytest.raises(
-        DatasetError, match=r"shard 1 of 2 must have sample 3 in epoch 0, but ended before: lengths\(\) of the source"
+        DatasetError, match=r"shard 1 of 2 must have sample 3 in epoch 0, because lengths\(\) of the source"
     ):
         list(other)
     cast(Any, other.source).lengths = lambda epoch: [9]

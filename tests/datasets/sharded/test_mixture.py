@@ -65,7 +65,7 @@ def test_odd_weights_are_rounded_to_parts(weights: list[float]) -> None:
         ([float("nan")], r"weights\[0\] must be a finite number, got nan"),
         ([1, float("inf")], r"weights\[1\] must be a finite number, got inf"),
         ([1, None], r"weights\[1\] must be a finite number, got None"),
-        ([1, 1e-6], r"weights\[1\] must be at least 1/65,536 .*, 1, got 1e-06"),
+        ([1, 1e-6], r"weights\[1\] must be at least 1/65,536 .* \(1\), got 1e-06"),
     ],
 )
 def test_invalid_weights_are_refused(weights: Any, message: str) -> None:

@@ -240,11 +240,11 @@ def test_an_error_names_the_document(sample: Any, options: Any, what: str, windo
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"window": 3}, "Give split=False"),
-        ({"long": "refuse"}, "Give split=False"),
+        ({"window": 3}, "Pass split=False"),
+        ({"long": "refuse"}, "Pass split=False"),
         ({"split": False, "pad": 0, "long": "cut"}, "long must be 'split', 'truncate' or 'refuse', got 'cut'"),
-        ({"labels": True, "bos": 1}, "bos and eos of lines must be left out"),
-        ({"attached": ["images"]}, "attached must be left out unless split=False"),
+        ({"labels": True, "bos": 1}, "bos and eos must be left out if lines are dicts"),
+        ({"attached": ["images"]}, "attached needs split=False"),
         ({"payload": "weight"}, "payload must be a list of names"),
         ({"payload": ["labels"], "labels": True}, "a name of its own, got .'labels'."),
         ({"payload": ["max_seqlen"], "cu_seqlens": True}, "a name of its own, got .'max_seqlen'."),

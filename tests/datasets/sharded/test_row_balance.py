@@ -133,9 +133,9 @@ def test_report_measures_and_changes_nothing() -> None:
         (
             lambda: Packed(source(endless=True), length=8),
             Balance(COSTS),
-            "whose records are known before",
+            "knows which record each sample is",
         ),
-        (lambda: Filtered(source(endless=False), bool), Balance(COSTS), "whose records are known before"),
+        (lambda: Filtered(source(endless=False), bool), Balance(COSTS), "knows which record each sample is"),
         (lambda: source(endless=True), Balance(COSTS, over_steps=2), "over_steps must be 1 in a ShardLoader"),
         (lambda: source(endless=True), Balance(COSTS[1:]), "one number for each of the dataset's 900 samples, got 899"),
         (lambda: source(endless=True), 4, "balance must be a penstock.data.Balance or None, got 4"),

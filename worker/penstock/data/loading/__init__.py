@@ -1,1 +1,2 @@
-"""Loaders over map-style and streaming datasets: positions, read-ahead, collation."""
+"""MapLoader and StreamingLoader, which make batches from map-style and streaming datasets, with what they consist
+of."""

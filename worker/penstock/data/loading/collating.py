@@ -1,5 +1,5 @@
-"""Making of batches from samples or from columns: by a user's collate function, which must not raise StopIteration, or
-by collating columns as torch collates rows. Also batches without rows."""
+"""Functions that make a batch: from samples, by a user's collate function; from columns, as torch's default_collate
+does from rows; and batches without rows."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ _TORCHS_OWN: dict[Any, Any] = {
     str: torchs.collate_str_fn,
     bytes: torchs.collate_str_fn,
 }
-"""torch's table of collate functions as it is if no user has registered others."""
+"""torch's table of collate functions by type, as torch defines it. A user may change torch's table at any time."""
 
 
 def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return a function that does what `collate_fn` does, but raises DatasetError instead of StopIteration. A
-    StopIteration would end the epoch silently, without its remaining batches."""
+    """Return a function that calls `collate_fn`, but raises DatasetError in place of a StopIteration, which would
+    silently end the epoch before its remaining batches. Raises InvalidArgumentError unless `collate_fn` is callable."""
     if not callable(collate_fn):
         raise InvalidArgumentError(
-            f"collate_fn must be a function from a list of samples to a batch, got {collate_fn!r}"
+            f"collate_fn must be a function from a list of samples to a batch, got {collate_fn!r}. Pass a function, or "
+            "leave it out"
         )
     return partial(_collated, collate_fn)  # a partial can be pickled for a process
 
@@ -53,14 +54,14 @@ def may_draw(collate_fn: Callable[[list[Any]], Any]) -> bool:
 
 
 def collates_as_torch() -> bool:
-    """Return True if torch's default_collate now uses only torch's own functions. Users may register others at any
-    time."""
+    """Return True if torch's default_collate uses only torch's own functions at present, and none that a user has
+    registered. Only then `collate_columns` gives the same batches."""
     return torchs.default_collate_fn_map == _TORCHS_OWN
 
 
 def collate_columns(columns: Columns) -> dict[str, Any]:
-    """Return the batch that torch's default_collate makes from the rows of these columns, as column -> values. Raise
-    what default_collate raises for a column."""
+    """Return the same batch that torch's default_collate makes from the rows of these columns: a dict from each
+    column's name to its values. Raises the same errors as default_collate."""
     return {name: _collated_column(values) for name, values in columns.items()}
 
 
@@ -75,10 +76,10 @@ def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
     """Return a batch without rows, for a box (a data-parallel rank) that gets no row of an epoch's last batch.
     `sample`: any sample.
 
-    Few collate functions accept an empty list. So this function collates [sample] and [sample, sample], compares the
-    two batches, and removes from the first one as much as the second one has more. That works for stacked tensors,
-    lists, running offsets ([0, 7] for one sample, [0, 7, 14] for two, [0] for none) and counts. Raises DatasetError for
-    other objects.
+    Few collate functions accept an empty list. So this function collates [sample] and [sample, sample], and infers from
+    the two batches what the batch of no sample is: if one sample makes 3 rows and two make 6, none makes 0. That works
+    for stacked tensors, lists, running offsets ([0, 7] for one sample, [0, 7, 14] for two, so [0] for none) and counts.
+    Raises DatasetError for other objects.
     """
     warnings.warn(
         "the epoch's last batch has fewer samples than there are boxes, so some boxes get a batch without rows, and "

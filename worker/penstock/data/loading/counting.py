@@ -1,6 +1,6 @@
-"""Counting of samples by source and key, for the loaders' argument `counts`. penstock.proto.state.counts defines the
-counts, and how they reach states and the training process. A *group* is a pair (source, key); a *row* is the list of
-the group's counts."""
+"""Counting of samples by source and key, for the loaders' argument `counts`. A *group* is a pair (source, key), such as
+("web", "en"). A *row* is the list of a group's counts. Module penstock.proto.state.counts defines what a row contains,
+and how the counts reach states and the training process."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from penstock.proto.state.counts import (
 __all__ = ["CountedBatch", "Counts", "LoaderCounts", "SampleCounter", "skipped_rows"]
 
 TOKEN_FIELDS = ("input_ids", "tokens", "token_ids")
-"""Fields of a dict sample that may hold its tokens, if `Counts` names none; the first one that the sample has is
-used."""
+"""Fields of a sample that is a dict in which tokens are looked for, if `Counts` names no field; the first one that the
+sample has is used."""
 
 MOST_TOKENS = 1 << 40
 """Largest number of tokens that a sample may have."""
 NONE = "(none)"
-"""Name under which samples with the key None are counted."""
+"""Key under which samples are counted for which `Counts(by=...)` gives None."""
 
 _Part = str | Callable[[Any], Any]
 
@@ -61,12 +61,13 @@ class Counts:
     """
 
     by: _Part | None = None
-    """Key of a sample: the name of a field, or a function from the sample to a text or a number. None: no keys. At most
-    96 pairs of source and key are counted one by one; samples of further pairs are counted together, as "(other)"."""
+    """What to take as a sample's key: the name of a field, or a function from the sample to a text or a number. None:
+    no keys. At most 96 pairs of source and key are counted separately; samples of further pairs are counted together,
+    as "(other)"."""
     tokens: _Part | None = None
-    """Tokens of a sample: the name of a field, or a function from the sample. The value is a number, or something with
-    len(). None: a sample that is one-dimensional and holds integers, or its field input_ids, tokens or token_ids;
-    samples without these have no tokens."""
+    """What to take as a sample's tokens: the name of a field, or a function from the sample. The value is the number of
+    tokens, or an object whose len() is this number. None: the sample itself if it is a one-dimensional list, array or
+    tensor of integers, or else its field input_ids, tokens or token_ids; other samples have no tokens."""
     truncated: _Part | None = None
     """Name of a bool field, or a function from the sample to a bool: True if the sample was truncated. None: truncated
     samples are not counted."""
@@ -77,19 +78,21 @@ class Counts:
             value = getattr(self, name)
             if value is not None and not callable(value) and (not isinstance(value, str) or not value):
                 raise InvalidArgumentError(
-                    f"Counts({name}=...) must be the name of a field or a function of a sample, got {value!r:.100}"
+                    f"Counts({name}=...) must be the name of a field or a function of a sample, got {value!r:.100}. "
+                    "Pass one of these"
                 )
 
 
 class CountedBatch(NamedTuple):
-    """Batch with the counts of its samples, as the thread or process that makes it gives it to the loader."""
+    """Batch with the counts of its samples. A thread or process that makes batches for the loader returns this."""
 
     batch: Any
     counted: dict[Group, Row]
+    """Row of counts of each group (source, key) that the batch has."""
 
 
 class SampleCounter:
-    """Counter of the samples in a batch. It holds only settings, so it can be sent to another process."""
+    """Counter of the samples in one batch. It has only settings and no counts, so it can be sent to another process."""
 
     def __init__(self, counts: Counts) -> None:
         self._by, self._tokens, self._truncated = counts.by, counts.tokens, counts.truncated
@@ -100,12 +103,14 @@ class SampleCounter:
         sources: Sequence[str] | None = None,
         parts: Sequence[Sequence[tuple[str, int]]] | None = None,
     ) -> dict[Group, Row]:
-        """Return the counts of these samples, as group (source, key) -> row of counts.
+        """Return the counts of these samples: a dict from groups (source, key) to rows of counts.
 
         Args:
-            sources: source of each sample; None: all are of source "".
-            parts: for each sample, pairs (source, number of tokens) of the documents in it; if a sample has none, its
-                tokens count for its own source.
+            samples: samples of one batch.
+            sources: name of each sample's source; None: all have the source "".
+            parts: for each sample that is a packed line, a pair (source, number of tokens) for each document in it, for
+                whose source the tokens count. An empty list: the sample's tokens count for its own source. None: an
+                empty list for each sample.
         """
         if not samples:
             return {}
@@ -133,7 +138,10 @@ class SampleCounter:
         if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
             value = value.item()
         if not isinstance(value, bool | int | np.bool_):
-            raise DatasetError(f"Counts(truncated=...) must give True or False for each sample, got {value!r:.100}")
+            raise DatasetError(
+                f"Counts(truncated=...) must give True or False for each sample, got {value!r:.100}. Name another "
+                "field, or correct the function"
+            )
         return bool(value)
 
     def _keys(self, samples: Sequence[Any]) -> list[str]:
@@ -143,8 +151,8 @@ class SampleCounter:
         return list(map(self._key, samples))
 
     def _lengths(self, samples: Sequence[Any]) -> list[int | None]:
-        """Return the number of tokens of each sample; None for a sample without tokens. For dicts of tensors a faster
-        way is used."""
+        """Return the number of tokens of each sample; None for a sample without tokens. For dicts of tensors this is
+        faster than calling `_length` for each sample."""
         name = self._tokens
         if name is None and type(samples[0]) is dict:
             name = next((field for field in TOKEN_FIELDS if field in samples[0]), None)
@@ -170,7 +178,8 @@ class SampleCounter:
             return cut_name(value.decode("utf-8", "replace"))
         if not isinstance(value, str | int | float):
             raise DatasetError(
-                f"Counts(by=...) must give a text or a number for each sample, got a {type(value).__name__}"
+                f"Counts(by=...) must give a text or a number for each sample, got a {type(value).__name__}. Name "
+                "another field, or correct the function"
             )
         return cut_name(str(value))
 
@@ -187,13 +196,14 @@ class SampleCounter:
         if not 0 <= length <= MOST_TOKENS:
             raise DatasetError(
                 f"Counts(tokens=...) must give a number from 0 to {MOST_TOKENS}, or a value with len(), for each "
-                f"sample, got {value!r:.100}"
+                f"sample, got {value!r:.100}. Name another field, or correct the function"
             )
         return int(length)
 
 
 def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
-    """Return the values of the field `name` of all samples; None unless all samples are dicts with this field."""
+    """Return the value of the field `name` of each sample; None unless `name` is a text, and all samples are dicts with
+    this field."""
     if isinstance(name, str) and type(samples[0]) is dict:
         try:
             return [sample[name] for sample in samples]
@@ -203,7 +213,8 @@ def _column(samples: Sequence[Any], name: _Part | None) -> list[Any] | None:
 
 
 def _row_of(lengths: list[int | None]) -> Row:
-    """Return the row of counts for samples with these numbers of tokens; None stands for a sample without tokens."""
+    """Return the row of counts for samples with these numbers of tokens. An entry None means a sample without
+    tokens."""
     row, known = new_row(), [length for length in lengths if length is not None]
     row[SAMPLES], row[TOKENS] = len(lengths), sum(known)
     for bits, count in Counter(map(int.bit_length, known)).items():
@@ -214,8 +225,9 @@ def _row_of(lengths: list[int | None]) -> Row:
 def _move_tokens(
     found: dict[Group, Row], sources: Sequence[str], keys: Sequence[str], parts: Sequence[Sequence[tuple[str, int]]]
 ) -> None:
-    """Count the tokens of each document for the document's own source, and no longer for the source of the sample that
-    the document is in."""
+    """Correct `found`, in which the tokens of packed lines are counted for the line's source: count the tokens of each
+    document in a line for the document's source instead. The arguments are those of `SampleCounter.count`, with a key
+    for each sample."""
     for source, key, own in zip(sources, keys, parts, strict=True):
         for of, size in own:
             if of != source:
@@ -228,7 +240,8 @@ def _len(value: Any) -> int:
 
 
 def _own_length(sample: Any) -> int | None:
-    """Return the number of tokens of a sample, as its type shows it; None if it does not show any tokens."""
+    """Return the number of tokens of a sample for `Counts(tokens=None)`: its length if it is a one-dimensional list,
+    array or tensor of integers, or else the length of its field of TOKEN_FIELDS; None for any other sample."""
     if type(sample) is dict or isinstance(sample, Mapping):
         for name in TOKEN_FIELDS:
             if name in sample:
@@ -258,16 +271,19 @@ def _value(sample: Any, part: _Part, what: str) -> Any:
 
 
 class LoaderCounts:
-    """Counts of a loader's samples up to its position, with the settings of the counting.
+    """Counts of a loader's samples up to its position, and the settings that say what is counted.
 
     Args:
         counts: what to count; None: nothing.
-        shares: source -> its configured share in the mixture, see Tally.
+        shares: share that each source should have, by its name: a pair (millionths of the samples, millionths of the
+            tokens), of which one is 0. It is shown beside the counts. None: unknown.
     """
 
     def __init__(self, counts: Counts | None, shares: Mapping[str, tuple[int, int]] | None = None) -> None:
         if counts is not None and not isinstance(counts, Counts):
-            raise InvalidArgumentError(f"counts must be a penstock.data.Counts or None, got {type(counts).__name__}")
+            raise InvalidArgumentError(
+                f"counts must be a penstock.data.Counts or None, got {type(counts).__name__}. Pass Counts(...)"
+            )
         self.counter = None if counts is None else SampleCounter(counts)
         self._by = None if counts is None or counts.by is None else _named(counts.by)
         self._shares = shares or {}
@@ -279,26 +295,28 @@ class LoaderCounts:
             self.tally.add(counted)
 
     def set_shares(self, shares: Mapping[str, tuple[int, int]]) -> None:
-        """Change the configured share of each source in the mixture; see Tally."""
+        """Set the share that each source should have, in the form of the constructor's `shares`."""
         self._shares = shares
         if self.tally is not None:
             self.tally.set_shares(shares)
 
     def saved(self) -> dict[str, Any]:
-        """Return the part of a worker's state that holds the counts; an empty dict if the loader does not count."""
+        """Return the entry with the counts for a worker's state, as a dict; an empty dict if the loader does not
+        count."""
         if self.tally is None:
             return {}
         return {COUNTS: {"by": self._by, "rows": plain_rows(self.tally.rows)}}
 
     def begin(self, rows: Rows) -> None:
-        """Continue counting from these rows of counts."""
+        """Continue to count from `rows`, the counts so far by group. No effect if the loader does not count."""
         if self.tally is not None:
             self.tally = Tally(rows, self._shares)
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Continue from the counts in a worker's state. If the state has none, begin at zero, with a warning.
 
-        Raises StateMismatchError if `strict` is set, and the counts in the state are by another key.
+        If the counts in the state are by another key than this loader's `Counts(by=...)`, raise StateMismatchError, or
+        with strict=False begin at zero.
         """
         counts = state.get(COUNTS)
         if not isinstance(counts, Mapping):
@@ -330,11 +348,13 @@ class LoaderCounts:
         self.begin(saved_rows(counts.get("rows")))
 
     def part(self, aggregated: Mapping[str, Any], box: int, num_boxes: int, worker: int) -> dict[str, Any]:
-        """Return the part of a worker's new state that holds the counts: its part of aggregated counts, see
-        counts_part.
+        """Return the entry with the counts for the state with which one worker resumes, as a dict. The counts of an
+        aggregated state are divided among the workers so that they add up to the same sums; see counts_part.
 
-        aggregated: state that all workers' states were merged into. box, worker: number of the box, and of the worker
-        in it.
+        Args:
+            aggregated: aggregated state of all workers.
+            box, num_boxes: number of the worker's box, and number of all boxes.
+            worker: number of the worker in its box.
         """
         counts = aggregated.get(COUNTS)
         if not isinstance(counts, Mapping):
@@ -348,14 +368,15 @@ class LoaderCounts:
 
     @staticmethod
     def aggregated(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the part of an aggregated state that holds the counts, merged from the states of all workers."""
+        """Return the entry with the counts for an aggregated state, as a dict, merged from the states of all workers;
+        an empty dict if they have no counts."""
         counts = [state.get(COUNTS) for state in states]
         found = aggregated_counts(counts, len(states) // states[0]["topology"]["boxes"])
         return {} if found is None else {COUNTS: found}
 
 
 def skipped_rows(skipped: Mapping[str, int]) -> dict[Group, Row]:
-    """Return rows of counts for samples that were skipped. skipped: source -> number of its skipped samples."""
+    """Return rows of counts for samples that were skipped. `skipped`: number of skipped samples, by source."""
     found = {}
     for source, count in skipped.items():
         found[source, ""] = row = new_row()

@@ -1,13 +1,14 @@
 """Prefetching of batches in threads or processes. Batches are returned in order.
 
-Threads and processes get the plans of an epoch's batches (BatchPlan in ordering/epoch_plan.py), which name the samples
+Threads and processes get the plans of an epoch's batches (BatchPlan in ordering/epoch_plan.py), which say which samples
 to read. The loader's position counts only batches that the caller has taken: after a resume, prefetched batches are
 made again.
 
-Threads suit data that wait for disk or network, and code that releases the GIL. Threads only read samples: batches are
-collated in the main thread, which writes them into the ring of shared memory. The processes are started by torch's own
-DataLoader, which watches them, moves tensors through shared memory and returns errors. The sampler of that DataLoader
-yields plans of whole batches.
+Threads suit data that wait for disk or network, and code that releases the GIL. Threads only read samples. The main
+thread collates each batch, because in a runner it collates directly into the ring of shared memory.
+
+Processes are the worker processes of a torch DataLoader, which watches them, moves tensors through shared memory and
+returns errors. Its sampler yields plans of whole batches.
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ PREFETCHED_BATCHES = 2
 
 
 class ReadAhead:
-    """Fetcher (position_loader.py) that makes batches ahead of need.
+    """Fetcher (see position_loader.py) that makes batches before they are needed, in threads or processes.
 
-    begin: function that makes an iterator of batches from an iterator of their plans. Dropping the iterator of batches
-    stops its threads or processes.
+    Args:
+        own_batches: batches that this worker makes in the epoch.
+        begin: function from an iterator of plans to an iterator of batches, such as `in_threads`. When the iterator of
+            batches is dropped, its threads or processes stop.
     """
 
     def __init__(self, own_batches: WorkerBatches, begin: Callable[[Iterator[BatchPlan]], Iterator[Any]]) -> None:
@@ -71,7 +74,7 @@ def check_threads(threads: int, reseed: bool | None) -> None:
     """Raise InvalidArgumentError if `fetch_threads` (given as `threads`) is negative, or is combined with
     reseed=True."""
     if threads < 0:
-        raise InvalidArgumentError(f"fetch_threads must be at least 0, got {threads}")
+        raise InvalidArgumentError(f"fetch_threads must be at least 0, got {threads}. Pass 0 to read without threads")
     if threads and reseed:
         raise InvalidArgumentError(
             f"fetch_threads must be 0 with reseed=True, got {threads}, because threads share the process's random "
@@ -167,20 +170,23 @@ def in_processes(plans: Iterator[BatchPlan], reader: MapReader, processes: int, 
 
 
 def _watch(batches: Iterator[Any], workers: list[Any]) -> None:
-    """Let torch's SIGCHLD handler check these worker processes, and no others of the iterator `batches`. When one of
-    them has ended, the handler raises an error in the main thread, even in the middle of the user's own code. So the
-    processes are set only while this module waits for a batch. There the handler is needed, because it also ends a wait
-    for the rest of a message that broke off."""
+    """Set the processes that torch's SIGCHLD handler checks for the iterator `batches`; an empty list: none.
+
+    When one of them has ended, the handler raises an error in the main thread, even in the middle of the user's own
+    code. So the processes are set only while this module waits for a batch. The wait needs the handler: without it, a
+    process that ends in the middle of sending a batch would be waited for forever.
+    """
     _C._remove_worker_pids(id(batches))
     _C._set_worker_pids(id(batches), tuple(worker.pid for worker in workers))
 
 
 def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
-    """Return the error to raise in place of `error`. If one of the processes `workers` has ended, the new error says
-    how; otherwise it is `error` without its traceback and context.
+    """Return the error to raise in place of `error`, which was raised while a batch was made. If one of the processes
+    `workers` has ended, the new error says how it ended; otherwise it is `error` without its traceback and context.
+    `name`: name of the dataset, for the error.
 
-    The end of a process shows in several ways, and not all report the cause: torch's SIGCHLD handler, torch's check
-    every five seconds, the check in `in_processes`, or a queued batch that can no longer be received.
+    The end of a process is noticed by torch's SIGCHLD handler, by torch's check every five seconds, by the check in
+    `in_processes`, or when a queued batch cannot be received. Not all of them report how the process ended.
     """
     if isinstance(error, RuntimeError):
         status = _status(workers, EXIT_WAIT_S if isinstance(error, _WorkerEnded) else 0.0)
@@ -194,8 +200,8 @@ def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
 
 
 def _status(workers: list[Any], wait_s: float) -> int | None:
-    """Return the exit status of a worker process that has ended (-9: by signal 9). Wait up to `wait_s` seconds for one
-    to end; return None if all still live."""
+    """Return the exit status of a worker process that has ended (-9: killed by signal 9). If none has ended, wait up to
+    `wait_s` seconds for it; return None if all are still alive then."""
     until, ends = time.monotonic() + wait_s, select.poll()
     for worker in workers:
         ends.register(worker.sentinel, select.POLLIN)
@@ -211,7 +217,8 @@ class _Batches(torch.utils.data.Dataset[Any]):
     """Dataset for torch's DataLoader whose items are whole batches, each made from a plan.
 
     Batches are pickled by this class and not by torch's queue. The queue's feeder thread drops objects that cannot be
-    sent (a function, a tensor with a graph, a tensor that finds no shared memory), and the reader would wait forever.
+    sent (a function, a tensor that requires grad, a tensor for which there is not enough shared memory), and the reader
+    would wait forever.
     """
 
     def __init__(self, reader: MapReader) -> None:
@@ -236,7 +243,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
 
 
 class _WorkerEnded(RuntimeError):
-    """Error for a process that makes batches and has closed its pipe. The process is ending, but may still be alive."""
+    """Error for a process that made batches and can no longer send them. It is ending, but may still be alive."""
 
 
 def _received(batch: bytes) -> Any:

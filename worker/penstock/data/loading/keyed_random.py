@@ -1,9 +1,9 @@
 """Seeding of the process's random generators for one sample, from a key and the sample's position in the order.
 
-User code draws from the generators of python, numpy and torch. If these are not seeded, a sample depends on which
-samples the process read before it, and so on the numbers of workers and boxes and on restarts. Each generator is seeded
-in the cheapest way: Python's with 64 bits, numpy's and torch's with 32 (torch uses no more). torch.manual_seed would
-take twenty times as long, because it also seeds all devices.
+User code draws from the generators of python, numpy and torch. If these were not seeded for each sample, a sample would
+depend on the samples that the process read before it, so on the numbers of workers and boxes and on restarts. Each
+generator is seeded in the cheapest way: Python's with 64 bits, numpy's and torch's with 32 (torch uses no more).
+torch.manual_seed would take twenty times as long, because it also seeds all devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.proto.state.generators import capture_rng, restore_rng
 __all__ = ["Seeds", "seed_generators", "seeded", "seeds_of"]
 
 _PYTHON, _OTHERS = 0, 1
-"""Constants mixed into the keys, so that Python's generator and the others get different seeds."""
+"""Constants from which seeds are computed, so that Python's generator and the other two get different seeds."""
 
 T = TypeVar("T")
 Seeds = tuple[int, int]
@@ -30,8 +30,13 @@ Seeds = tuple[int, int]
 
 
 def seeds_of(key: int, *position: npt.ArrayLike) -> list[Seeds]:
-    """Return a pair of seeds for each of several samples. `position`: integers that identify each sample, such as its
-    epoch and its position. At least one of them is an array; the others are broadcast to its shape."""
+    """Return a pair of seeds for each of several samples.
+
+    Args:
+        key: key of the loader, derived from its seed.
+        position: integers that identify a sample, such as its epoch and its position. At least one of them is an array
+            with one integer for each sample; the others are the same for all samples.
+    """
     words = mix(key, *position)
     return list(zip(mix(_PYTHON, words).tolist(), mix(_OTHERS, words).tolist(), strict=True))
 
@@ -45,8 +50,8 @@ def seed_generators(seeds: Seeds) -> None:
 
 
 def seeded(make: Callable[[], T], key: int, *position: int) -> T:
-    """Return the result of `make()`, called with the random generators seeded for a position, so that it does not
-    depend on earlier draws. Their earlier state is restored afterwards."""
+    """Call `make()` with the random generators of python, numpy and torch seeded from a key and a position, and return
+    its result, which so does not depend on earlier draws. The generators' earlier states are restored afterwards."""
     before = capture_rng()
     try:
         seed_generators(seeds_of(key, np.array([position[0]]), *position[1:])[0])

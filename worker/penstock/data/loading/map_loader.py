@@ -1,5 +1,5 @@
-"""Loader of batches from any map-style dataset. Its order does not depend on the numbers of boxes and workers, and its
-position can be saved and resumed on other numbers."""
+"""Loader of batches from any map-style dataset. Its order does not depend on the numbers of boxes and workers, and a
+saved position can be resumed on other numbers of them."""
 
 from __future__ import annotations
 
@@ -88,21 +88,21 @@ class MapLoader(PositionLoader):
             tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
                 "drop" it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With
                 "emit" a box may get a batch of no rows, if the rest of an epoch has fewer samples than boxes.
-            skip: ranges of sample numbers to leave out, counted over all epochs (epoch * samples of an epoch +
-                position). The other samples come in the same order as without `skip`. A resumed run may add ranges
-                after its position.
-            order_file: path, the same on each worker, of a file that `penstock import-state` wrote: the order of one
-                epoch that another library began. All other epochs have the loader's own order, so the file may be left
-                out once a state lies in a later epoch.
+            skip: ranges of samples to leave out. A sample is named by epoch * num_samples + its position in the epoch's
+                order. The other samples come in the same order as without `skip`. A resumed run may add ranges after
+                its position.
+            order_file: path of a file that `penstock import-state` wrote, the same on each worker. It contains the
+                order of one epoch that another library began, and that this loader finishes. All other epochs have the
+                loader's own order, so the file may be left out once a state lies in a later epoch.
             fetch_threads: number of threads that read samples ahead; 0: none. The dataset must be thread-safe.
             fetch_processes: number of processes that make batches ahead; 0: none.
-            reseed: True: seed the global generators of python, numpy and torch from seed, epoch and position before
-                each sample is read, so that random augmentation depends on nothing else; also before the collate
-                function is called, from the position of the batch's first row. After a batch the generators get back
-                their earlier state. Takes 10 us a sample and 0.25 ms a batch (docs/datasets.md). None: True, but False
-                with `fetch_threads`, which would share the generators, and for datasets that draw no random numbers:
-                Penstock's own classes, lists, arrays, tensors, and torch's TensorDataset, Subset, ConcatDataset and
-                StackDataset of these.
+            reseed: True: seed the global generators of python, numpy and torch before each sample is read, from seed,
+                epoch and position, so that random augmentation depends on nothing else. They are also seeded before the
+                collate function is called, from the position of the batch's first row. After a batch their earlier
+                states are restored. This takes 10 us a sample and 0.25 ms a batch (docs/datasets.md). False: leave the
+                generators alone. None: False with `fetch_threads`, which share the generators, and for datasets that
+                draw no random numbers (Penstock's own classes, lists, arrays, tensors, and torch's TensorDataset,
+                Subset, ConcatDataset and StackDataset of these); otherwise True.
             keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
                 read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
             counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
@@ -110,8 +110,8 @@ class MapLoader(PositionLoader):
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
             balance: distribution of the rows of a step, or of several steps, to the boxes by cost, see Balance; None:
-                rows are assigned in turn. A step has the same rows on any number of boxes. A balance over several steps
-                needs the same global batch after a resume, so give `global_batch_size`.
+                rows are assigned round robin. A step has the same rows on any number of boxes. A balance over several
+                steps needs the same global batch after a resume, so give `global_batch_size`.
             collate_fn: function from a list of samples to a batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
@@ -203,7 +203,9 @@ class MapLoader(PositionLoader):
 def _check_fetching(threads: int, processes: int, reseed: bool | None) -> None:
     check_threads(threads, reseed)
     if processes < 0:
-        raise InvalidArgumentError(f"fetch_processes must be at least 0, got {processes}")
+        raise InvalidArgumentError(
+            f"fetch_processes must be at least 0, got {processes}. Pass 0 to read without processes"
+        )
     if threads and processes:
         raise InvalidArgumentError(
             f"one of fetch_threads and fetch_processes must be 0, got {threads} and {processes}. Pass at most one of "

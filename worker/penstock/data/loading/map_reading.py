@@ -1,8 +1,8 @@
-"""Reading of samples by number, for MapLoader and StreamingLoader, with seeded random generators, and with notes on
-errors of user code.
+"""Reading of samples by number, for MapLoader and StreamingLoader. To an error of user code a note is added that names
+the sample.
 
-Random augmentation draws from the process's generators. The generators are seeded before each sample from the loader's
-seed and the sample's position in the order (keyed_random.py), and set back to their earlier state after the batch.
+Random augmentation draws from the process's random generators. They are seeded before each sample from the loader's
+seed and the sample's position in the order (keyed_random.py). After the batch their earlier states are restored.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["MapReader"]
 
 
 class MapReader:
-    """Reader of samples and maker of batches, as the plans of batches (BatchPlan) say. It holds only the dataset and
-    settings, so it can be sent to another process."""
+    """Reader that makes batches from a dataset. A BatchPlan says which samples a batch has. The reader contains only
+    the dataset and settings, so it can be sent to another process."""
 
     def __init__(
         self,
@@ -54,9 +54,12 @@ class MapReader:
             seed: seed for `reseed` and `reseed_collate`.
             reseed: True to seed the random generators before each sample is read.
             reseed_collate: True to seed the random generators before a batch is collated; None: as `reseed`.
-            many: function that reads all samples of a batch in one call, and names the failing sample in its errors.
-            counter: counter of the samples; batches then come as CountedBatch. None: samples are not counted.
-            by_column: True if `collate` is torch's own, so that a batch may be made without samples.
+            many: function from an array of sample numbers to the samples, whose errors name the sample that failed;
+                None: samples are read from `dataset`.
+            counter: counter of the samples; each batch is then returned as a CountedBatch. None: samples are not
+                counted.
+            by_column: True if `collate` does what torch's default_collate does, so that a batch may be made from whole
+                columns of the dataset instead of samples.
         """
         self.dataset, self.collate = dataset, collate
         self.name, self._length = name, epoch_size
@@ -65,7 +68,7 @@ class MapReader:
         self._collate_key = derive_seed(seed, "collate") if reseed_collate else None
         self._many, self._counter = many, counter
         self._by_column = by_column and not self.reseeds and counter is None and columns_match_samples(dataset)
-        """True if batches are made from columns: the dataset returns columns, and no code but torch's needs the
+        """True if batches are made from whole columns: the dataset can return them, and no user code needs single
         samples."""
 
     @property
@@ -83,17 +86,20 @@ class MapReader:
             restore_rng(before)
 
     def columns_ahead(self) -> ColumnsAhead:
-        """Return what reads the columns of an epoch's batches, several at a time."""
+        """Return a reader of the columns of an epoch's batches, which reads the columns of several batches at a
+        time."""
         return ColumnsAhead(self.dataset)
 
     def read(
         self, plan: BatchPlan, ahead: ColumnsAhead | None = None, plans: Sequence[BatchPlan] = ()
     ) -> list[Any] | Columns:
-        """Return what `collated` makes the batch of a plan of: its columns where that suffices, otherwise its samples.
+        """Read the data of a plan's batch, from which `collated` makes the batch. Return whole columns if the batch can
+        be made from them, otherwise a list of samples.
 
         Args:
-            ahead: reader of the columns of the epoch's batches; None: read this batch alone.
-            plans: plans of the epoch's next batches, see `ColumnsAhead.take`.
+            plan: plan of the batch.
+            ahead: reader that also reads the columns of the next batches; None: read the columns of this batch alone.
+            plans: plans of the next batches for `ahead`, see `ColumnsAhead.take`.
         """
         if self._by_column and not plan.empty and collates_as_torch():
             columns: Columns | None = self.dataset.get_columns(plan.ids) if ahead is None else ahead.take(plan, plans)
@@ -102,8 +108,8 @@ class MapReader:
         return self.samples(plan)
 
     def batch(self, plan: BatchPlan, ahead: ColumnsAhead | None = None, plans: Sequence[BatchPlan] = ()) -> Any:
-        """Return the collated batch of a plan. With `reseed_collate`, the random generators are seeded for the collate
-        function from the position of the batch's first row. `ahead`, `plans`: as in `read`."""
+        """Read and collate the batch of a plan, and return it. With `reseed_collate`, the random generators are seeded
+        for the collate function from the position of the batch's first row. `ahead`, `plans`: as in `read`."""
         if not self.reseeds:
             return self._collated(plan, self.read(plan, ahead, plans))
         before = capture_rng()
@@ -113,8 +119,8 @@ class MapReader:
             restore_rng(before)
 
     def collated(self, plan: BatchPlan, found: list[Any] | Columns) -> Any:
-        """Return the collated batch of a plan. `found`: what `read` returned for this plan. The random generators are
-        seeded as in `batch`."""
+        """Collate the batch of a plan, and return it. `found`: what `read` returned for this plan. The random
+        generators are seeded as in `batch`."""
         if self._collate_key is None:
             return self._collated(plan, found)
         before = capture_rng()
@@ -148,7 +154,7 @@ class MapReader:
         if len(found) != len(numbers) or not all(isinstance(name, str) for name in set(found)):
             raise DatasetError(
                 f"{self.name}: the method sources_of must return a text for each of {len(numbers)} samples, got "
-                f"{found!r:.100}"
+                f"{found!r:.100}. Correct the method"
             )
         return [cut_name(str(name)) for name in found]
 
@@ -175,7 +181,9 @@ class MapReader:
         try:
             found = self.dataset.__getitems__(numbers)
             if isinstance(found, Mapping):  # iterating over the dict would yield its keys as samples
-                raise DatasetError(f"{self.name}: __getitems__ must return a list of samples, got a dict")
+                raise DatasetError(
+                    f"{self.name}: __getitems__ must return a list of samples, got a dict. Correct the method"
+                )
             found = list(found)
         except Exception as error:
             first = ", ".join(self._sample_position(plan, row) for row in range(min(3, len(numbers))))
@@ -184,7 +192,7 @@ class MapReader:
         if len(found) != len(numbers):
             raise DatasetError(
                 f"{self.name}: __getitems__ must return one sample for each of the {len(numbers)} numbers, got "
-                f"{len(found)}"
+                f"{len(found)}. Correct the method"
             )
         return found
 
@@ -196,8 +204,8 @@ class MapReader:
             raise
 
     def _annotate(self, error: Exception, what: str) -> None:
-        """Add a note to an error of user code that says which sample was read. Raise DatasetError instead of a
-        StopIteration, which would end the epoch silently."""
+        """Add a note to `error`, which user code raised: "raised by NAME for `what`", in which `what` names the sample.
+        If it is a StopIteration, which would silently end the epoch, raise DatasetError instead."""
         if isinstance(error, StopIteration):
             raise stop_iteration_error(f"{self.name} for {what}") from error
         error.add_note(f"raised by {self.name} for {what}")

@@ -1,8 +1,8 @@
-"""Datasets that certainly draw no random numbers, so that no generator has to be set for their samples.
+"""Test for datasets that certainly draw no random numbers, so that random generators need not be seeded for them.
 
-Setting the generators takes most of the time of a cheap sample. Whether code draws cannot be found out by watching it,
-because it may draw for one sample in a million. So a dataset counts only if all of its code is known: containers of
-Python, numpy and torch, and torch's own datasets over these. A subclass has code of its own, and does not count.
+To seed the generators takes longer than to read a cheap sample. It cannot be found out by trying whether code draws
+numbers, because it may draw for one sample in a million. So only datasets without user code pass the test: containers
+of Python, numpy and torch, and torch's own datasets over these. A subclass of one of them is user code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONTAINERS = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor)
 
 
 def draws_nothing(dataset: Any) -> bool:
-    """Return True if no code of a user runs when samples of a dataset are read."""
+    """Return True if no user code runs when samples of a dataset are read."""
     kind = type(dataset)
     if kind in CONTAINERS:
         return True

@@ -1,9 +1,9 @@
-"""Base class of loaders whose order is a function from position to sample, for any kind of storage.
+"""Base class of loaders that can compute which sample is at a position of the order, for any kind of storage.
 
-The order (ordering/sharded_order.py, unsharded_order.py) maps positions to samples, ordering/epoch_plan.py defines the
-batches of an epoch, and WorkerBatches selects the batches that this process makes. So a position is a few integers, and
-a state with these integers can be resumed on any topology (numbers of boxes and workers; a box is one data-parallel
-rank). Subclasses define how the samples of a batch are read.
+The order (ordering/sharded_order.py, unsharded_order.py) maps positions to samples. The epoch plan
+(ordering/epoch_plan.py) divides an epoch into batches, and WorkerBatches selects the batches that this process makes.
+So a position is a few integers, and a state with these integers can be resumed on any topology (numbers of boxes and
+workers; a box is one data-parallel rank). Subclasses define how the samples of a batch are read.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ __all__ = ["Fetcher", "PositionLoader", "balanced_order", "check_settings"]
 
 
 COUNTED_AT_ONCE = 1 << 16
-"""Largest number of skipped samples whose sources are looked up in one call of the dataset."""
+"""Largest number of skipped samples for which the dataset is asked for their sources in one call."""
 
 
 class Fetcher(Protocol):
-    """Source of a worker's batches that makes them before they are needed."""
+    """Interface of an object that makes a worker's batches before they are needed."""
 
     def take(self, done: int) -> Any:
-        """Return the worker's batch with the number `done`, counted from 0, in this epoch. The batch must exist. `done`
-        grows by one at each call, or stays the same after an error."""
+        """Return batch number `done`, from 0, of the batches that the worker makes in this epoch. The batch must exist.
+        The caller increases `done` by one at each call, but repeats it after an error."""
 
     def close(self) -> None:
         """Stop making batches. The next call of `take` starts again."""
@@ -84,16 +84,17 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """Store the settings, and go to the beginning of epoch 0.
 
         Args:
-            name: name of the data in messages.
+            name: name of the data, for messages.
             order: order of the samples.
-            described: all settings that decide the order. load_state_dict refuses a state with other settings.
-            identity: the box and the worker that this process is.
+            described: all settings that decide the order, by name. load_state_dict refuses a state with other settings.
+            identity: number of this process's box, and of this process among the workers.
             batch: number of rows of all boxes' batches together.
             tail: treatment of an incomplete last batch, as in MapLoader.
-            skip: ranges of sample numbers to leave out, as in MapLoader.
-            keys: name of the field for restore keys; None: batches have none.
+            skip: ranges of samples to leave out, as in MapLoader.
+            keys: name of the field for restore keys; None: batches have no restore keys.
             counts: counts of the samples. If the loader counts, its reader and fetchers return a CountedBatch.
-            balance: assignment of rows to boxes by cost, see Balanced; None: rows are assigned to the boxes in turn.
+            balance: assignment of rows to boxes by cost, see Balanced; None: rows are assigned to the boxes round
+                robin.
         """
         super().__init__()
         self._name, self._order, self._described, self._identity, self._batch = name, order, described, identity, batch
@@ -104,21 +105,21 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         if counts.tally is not None:
             self.advance_state = None  # type: ignore[method-assign, assignment]  # counting needs the samples, so batches cannot be skipped unread
         self._last: tuple[EpochRemainder, int] | None = None
-        """Batch that was returned last, as (the EpochRemainder that it is in, number of the batch there); None before
-        the first."""
+        """Batch that was returned last, as a pair (EpochRemainder with the batch, number of the batch in it); None
+        before the first batch."""
         self._epoch = self._start = self._done = self._first = 0
         self._partitioned_for = self._topology()
-        """Topology (numbers of boxes and workers) in which processes have shared the batches since `_done` was 0."""
+        """Topology (numbers of boxes and workers) for which `_done` counts this worker's batches."""
         self._at_position = True
         """True if the next iteration begins at the present position; False if at the next epoch's beginning."""
         self._epoch_is_set = False
-        """True if `set_epoch` was called since the last iteration began. The next iteration then has that epoch, even
-        if the epoch has no batch left."""
+        """True if `set_epoch` was called since the last iteration began. The next iteration is then over that epoch,
+        even if the epoch has no batch left."""
         self._counted = 0, 0
-        """Position, as (epoch, number of the sample in it), from which `state_after` counts batches."""
+        """Position from which `state_after` counts batches: (epoch, number of samples before it in the epoch)."""
         self._epochs_begun = 0
-        """Number of times that an iteration began, or that `load_state_dict` or `set_epoch` changed the position. An
-        iterator ends if this number has changed since the iterator was made."""
+        """Number that grows when an iteration begins, and when `load_state_dict` or `set_epoch` changes the position.
+        An iterator ends if it has changed since the iterator was made."""
         if EpochPlan(len(order), tail).remainder(0, 0, batch, identity.boxes).batches == 0:
             raise DatasetError(
                 f"{name}: a global batch must have at most {len(order)} rows, the samples of an epoch, with "
@@ -137,17 +138,18 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
 
     @abstractmethod
     def _read_samples(self, plan: BatchPlan) -> list[Any]:
-        """Return the samples that the plan of a batch names."""
+        """Return the samples of a batch. `plan`: says which samples these are."""
 
     _reader: MapReader
-    """Reader of samples and maker of batches, which a subclass sets."""
+    """Reader that makes the batches; a subclass sets it."""
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Prepare to prefetch data for the next batches. `own_batches`: this worker's batches of the epoch; `plans`:
-        plans of the batches that are needed first."""
+        """Prepare to prefetch data for the next batches. Called from time to time; the default does nothing.
+        `own_batches`: this worker's batches of the epoch; `plans`: plans of the next of them."""
 
     def _approach(self, plan: BatchPlan) -> None:
-        """Prefetch the data that will be needed soon. Called before each batch, with the plan of that batch."""
+        """Prefetch the data that will be needed soon. Called before each batch, with its plan; the default does
+        nothing."""
 
     def _fetcher(self, own_batches: WorkerBatches) -> Fetcher | None:
         """Return the Fetcher for a new epoch; None if each batch is made only when it is needed. `own_batches`: this
@@ -157,8 +159,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
     # ---- cost
 
     def imbalance(self, steps: int = 100) -> Imbalance:
-        """Return how unequal the costs of the boxes are in the first steps of the present epoch, with and without
-        balance. No sample is read. Raise InvalidArgumentError for a loader without `balance`."""
+        """Return how unequal the costs of the boxes are, without balance and with it, as a mean over the first `steps`
+        steps of the present epoch. No sample is read. Raise InvalidArgumentError for a loader without `balance`."""
         if self._balance is None:
             raise InvalidArgumentError(
                 f"{self._name}: imbalance() needs the costs of samples. Pass balance=Balance(cost, report=True) to the "
@@ -200,7 +202,7 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         epoch was loaded, at that state's position. If that position is the epoch's end, the iteration has no batch."""
         epoch = whole("epoch", epoch)
         if epoch < 0:
-            raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}")
+            raise InvalidArgumentError(f"epoch must be at least 0, got {epoch}. Count epochs from 0")
         if not self._at_position or epoch != self._epoch:
             self._move_to(epoch, self._epochs.begin(epoch, self._batch, (self._epoch, self._start)))
         self._epoch_is_set = True
@@ -220,8 +222,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return {**state_dict, "done": progress_of(state_dict).done + batches}
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Set `advance_state` to None in a class that overrides `state_dict` but not `advance_state`, because the two
-        must agree."""
+        """Set `advance_state` to None in a subclass that overrides `state_dict` but not `advance_state`, because the
+        inherited function does not know the subclass's states. None means that states cannot be advanced."""
         super().__init_subclass__(**keywords)
         if "state_dict" in vars(cls) and "advance_state" not in vars(cls):
             cls.advance_state = None  # type: ignore[assignment]
@@ -231,8 +233,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         worker, fits any topology. Any other state fits only the numbers of boxes and workers with which it was saved.
 
         Raises:
-            StateMismatchError: the state belongs to another order; or to one of several workers of another topology; or
-                `skip` leaves out more samples before the position than when the state was saved.
+            StateMismatchError: the state belongs to another order of samples; or it is the state of one of several
+                workers of another topology; or `skip` leaves out more samples before the position than when the state
+                was saved.
             StateCorruptError, StateVersionError: the state cannot be read.
         """
         progress, topology = progress_of(state_dict), self._topology()
@@ -281,12 +284,13 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return {**part, **self._counts_part(aggregated)}
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """Return the state after `batches` batches of this rank in the present epoch, or in the epoch that just ended.
-        The state fits any topology. Use this method with torch's DataLoader, whose worker processes make and count the
+        """Return the state after `batches` more batches of this rank. They are counted from the position at which the
+        latest iteration began; or from the position that `load_state_dict` or `set_epoch` set, if that was later. The
+        state fits any topology. Use this method with torch's DataLoader, whose worker processes make and count the
         batches in copies of this loader."""
         batches = whole("batches", batches)
         if batches < 0:
-            raise InvalidArgumentError(f"batches must be at least 0, got {batches}")
+            raise InvalidArgumentError(f"batches must be at least 0, got {batches}. Pass the number of batches done")
         epoch, start = self._remainder(*self._counted).position_after(batches)
         return state_of(OrderProgress(epoch, start, 0, self._topology()), self._described, self._epochs.skip)
 
@@ -332,8 +336,8 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return self._key_field
 
     def last_samples(self) -> list[range]:
-        """Return the sample numbers of the last returned global batch, in the form of `skip`; an empty list before the
-        first batch."""
+        """Return the samples of the global batch that was returned last, as ranges that `skip` accepts; an empty list
+        before the first batch."""
         if self._last is None:
             return []
         remainder, number = self._last
@@ -341,12 +345,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return [range(first + begin, end + begin) for first, end in remainder.kept_ranges(number)]
 
     def _sources_of(self, numbers: Ints) -> Sequence[str] | None:
-        """Return the source of each of the samples with these numbers; None if sources are unknown."""
+        """Return the name of the source of each sample with these numbers; None if the sources are unknown."""
         return None
 
     def _skipped(self, remainder: EpochRemainder, number: int) -> dict[str, int]:
-        """Return, as source -> number of samples, what `skip` leaves out between the end of batch `number` - 1 and the
-        end of batch `number`. Return an empty dict on boxes other than 0, because only box 0 counts these samples."""
+        """Return the number of samples, by source, that `skip` leaves out from the end of batch `number` - 1 to the end
+        of batch `number`. On boxes other than 0 return an empty dict, so that these samples are counted once."""
         if not self._epochs.skip or self._identity.box:
             return {}
         found: Counter[str] = Counter()
@@ -368,9 +372,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._counted = self._remainder(self._epoch, self._start).position_after(done)
 
     def _repartition(self) -> None:
-        """Adapt this loader's position to the processes that share the batches now. A worker process of a torch
-        DataLoader gets a copy of a loader that was made, and perhaps got a state, in the parent process, where fewer
-        processes share the batches."""
+        """Adapt this loader's position to the number of processes that share the batches now. In a worker process of a
+        torch DataLoader the loader is a copy of the parent process's, which perhaps loaded a state there. For the
+        parent process, it alone makes the batches."""
         topology = self._topology()
         if not self._done or self._partitioned_for == topology:
             # the topology stays fixed: with persistent_workers=True each copy counts its own epochs
@@ -409,7 +413,7 @@ class _Epoch:
         self._fetcher = loader._fetcher(own_batches)
         self._ahead = loader._reader.columns_ahead()
         self._ready: list[BatchPlan] = []
-        """Plans of the next batches, in reverse order."""
+        """Plans of the next batches, the next one last."""
 
     def __iter__(self) -> _Epoch:
         return self
@@ -450,8 +454,8 @@ class _Epoch:
         self._move_on()
 
     def _count(self, counted: dict[Group, Row]) -> None:
-        """Count a batch that is handed to the training loop or skipped, and the samples that `skip` leaves out before
-        its end."""
+        """Add the counts of a batch that is returned or skipped, and of the samples that `skip` leaves out since the
+        batch before. `counted`: row of counts of each group in the batch."""
         loader, remainder, imbalance = self._loader, self._worker_batches.remainder, self._ready[-1].imbalance
         if imbalance is not None and counted:
             note_imbalance(counted, imbalance)
@@ -489,8 +493,15 @@ class _Epoch:
 def balanced_order(
     balance: Balance | None, order: SampleOrder, dataset: Any, length: int, batch: int, described: dict[str, Any]
 ) -> Balanced | None:
-    """Return the object that assigns a loader's rows to boxes by cost, or None without `balance`. Add it to
-    `described`, the settings that decide the loader's order.
+    """Return the object that assigns a loader's rows to boxes by cost; None without `balance`.
+
+    Args:
+        balance: user's argument.
+        order: order of the samples without balance.
+        dataset: dataset, for costs that it contains.
+        length: number of samples in the dataset.
+        batch: number of rows of all boxes' batches together.
+        described: settings that decide the loader's order. The balance is added, if it changes which step has a row.
 
     Raises InvalidArgumentError or DatasetError for invalid costs or steps.
     """
@@ -499,8 +510,9 @@ def balanced_order(
     found = Balanced(balance, order, dataset, length, batch)
     if found.described and ORDER_FILE in described:
         raise InvalidArgumentError(
-            f"over_steps must be 1 with order_file, got {balance.over_steps}, because rows that were delivered before "
-            "would be assigned again. Pass Balance(cost, over_steps=1) until a state lies in a later epoch"
+            f"over_steps must be 1 with order_file, got {balance.over_steps}, because rows that the other library has "
+            "delivered in this epoch would be assigned to later steps again. Pass Balance(cost, over_steps=1) until "
+            "the run's state lies in a later epoch"
         )
     if found.described:
         described["balance"] = found.described
@@ -511,4 +523,4 @@ def check_settings(tail: str, **numbers: int | None) -> None:
     one_of("tail", tail, get_args(Tail))
     for name, value in numbers.items():
         if value is not None and value < 1:
-            raise InvalidArgumentError(f"{name} must be at least 1, got {value}")
+            raise InvalidArgumentError(f"{name} must be at least 1, got {value}. Pass a larger number")

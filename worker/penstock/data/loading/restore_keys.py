@@ -14,18 +14,21 @@ from penstock.proto.errors import InvalidArgumentError, StateMismatchError
 __all__ = ["PositionKeys", "checked_name", "with_keys"]
 
 KIND = "p"
-"""First letter of a restore key that consists of an epoch and a position."""
+"""First letter of the restore keys of MapLoader and StreamingLoader, which consist of an epoch, a position and a
+digest."""
 
 
 def checked_name(keys: str | None) -> str | None:
     if keys is not None and (not isinstance(keys, str) or not keys):
-        raise InvalidArgumentError(f"keys must be the name of a field to add to each batch, got {keys!r}")
+        raise InvalidArgumentError(
+            f"keys must be the name of a field to add to each batch, got {keys!r}. Pass a name, such as 'keys'"
+        )
     return keys
 
 
 def with_keys(batch: Any, name: str, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the batch, as a dict, with the restore keys of its rows in the field `name`. A batch that is not a dict
-    becomes the field `batch`."""
+    """Return a batch as a dict with the restore keys of its rows, `keys`, in the field `name`. A batch that is not a
+    dict is put into the field "batch"."""
     if not isinstance(batch, dict):
         return {"batch": batch, name: list(keys)}
     if name in batch:
@@ -37,7 +40,8 @@ def with_keys(batch: Any, name: str, keys: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PositionKeys:
-    """Restore keys of a loader whose order is a function from epoch and position to sample."""
+    """Maker and parser of the restore keys of a loader that can compute which sample is at a position of an epoch:
+    MapLoader and StreamingLoader."""
 
     length: int
     """Number of samples in an epoch."""
@@ -54,15 +58,15 @@ class PositionKeys:
         return f"{KIND}:{epoch}:{position}:{self.order}"
 
     def position_of(self, key: str) -> tuple[int, int]:
-        """Return the (epoch, position) that a restore key names. Raises InvalidArgumentError for an invalid key, and
-        StateMismatchError for a key of other data or settings."""
+        """Return the pair (epoch, position) that a restore key contains. Raises InvalidArgumentError for an invalid
+        key, and StateMismatchError for a key from a loader with other data or settings."""
         kind, _, rest = key.partition(":") if isinstance(key, str) else ("", "", "")
         numbers, _, order = rest.rpartition(":")
         epoch, _, position = numbers.partition(":")
         if kind != KIND or not all(part.isascii() and part.isdecimal() for part in (epoch, position)):
             raise InvalidArgumentError(
-                f"a restore key must be a text from the field of a batch that keys= names, got {key!r}. Give it as it "
-                "is in the batch"
+                f"a restore key must be a text from the batch's field that the loader's argument keys= names, got "
+                f"{key!r}. Pass the unchanged text"
             )
         if order != self.order:
             raise StateMismatchError(

@@ -1,5 +1,5 @@
-"""Loader of batches from a StreamingDataset. Its order does not depend on the numbers of boxes and workers, and its
-position can be saved and resumed on other numbers."""
+"""Loader of batches from a StreamingDataset. Its order does not depend on the numbers of boxes and workers, and a saved
+position can be resumed on other numbers of them."""
 
 from __future__ import annotations
 
@@ -45,23 +45,24 @@ from penstock.worker.batch.building import collate
 __all__ = ["StreamingLoader"]
 
 BLOCK = 1 << 18
-"""Default number of samples that are shuffled with each other."""
+"""Default of shuffle_block: number of samples that are shuffled with each other."""
 SHUFFLE_MEMORY = 64 << 20
-"""Default number of bytes of decoded row groups that are shuffled with each other. Three such sets of row groups, the
-previous, the present and the next one, fit into the default decoded_limit."""
+"""Default of shuffle_memory, in bytes: size of a set of decoded row groups whose samples are shuffled with each other.
+Three sets (the previous, the present and the next one) fit into the default decoded_limit of 256 MiB."""
 DECODED_AHEAD = 1 << 12
 """Number of upcoming samples whose row groups are decoded before they are needed, if samples are not shuffled."""
 DECODED_RUNS = 64
-"""Largest number of runs of consecutive positions that are examined to find the row groups to decode next."""
+"""Largest number of ranges of upcoming positions that are examined to find the row groups to decode next."""
 PREFETCH_S = 60.0
-"""Default of prefetch_seconds, in seconds: longer than the usual stalls of a remote."""
+"""Default of prefetch_seconds, in seconds: longer than the usual pauses of a remote storage."""
 FIRST_BATCHES = 2
 """Number of a worker's upcoming batches whose shards are fetched while the rate of reading is unknown."""
 EXAMINED_POSITIONS = 1 << 14
 """Largest number of upcoming positions that are examined to find the shards to prefetch."""
 EXAMINED_OF_UNIT = 64
-"""Positions that are examined for each shard or row group of the dataset, if that is fewer: more of them would cost a
-small dataset half of the time of its shuffled order, and find no other shards."""
+"""Largest number of upcoming positions that are examined for each shard or row group of the dataset. It is a lower
+limit than EXAMINED_POSITIONS for a small dataset. There, more positions would find no other shards, but take half of
+the time of reading the dataset shuffled."""
 
 
 class StreamingLoader(PositionLoader):
@@ -116,42 +117,45 @@ class StreamingLoader(PositionLoader):
             shuffle_block: approximate number of samples that are shuffled with each other. A block consists of whole
                 shards whose sizes add up to about this number, and all shards of a block are needed at the same time.
                 None: all samples are shuffled with each other.
-            shuffle_memory: approximate number of bytes, or a text such as "1gb", of the decoded row groups whose
-                samples are shuffled with each other, over all partitions together. Only files with several row groups
-                (Parquet) use it: the row groups of a block of files are shuffled, and samples only among some
-                neighbouring row groups, which must be in memory at the same time (see decoded_limit of
-                StreamingDataset). None: all samples of a block are shuffled with each other.
-            partitions: number of parts that the data are divided into. Rows are drawn from the parts in turn. If
+            shuffle_memory: approximate size of the decoded row groups whose samples are shuffled with each other, for
+                all partitions together, in bytes, or a text such as "1gb". It is used only for files with several row
+                groups (Parquet). The row groups of a shuffle block are shuffled first. Then samples are shuffled only
+                within sets of neighbouring row groups of about this size, because all row groups of a set must be in
+                memory at the same time (see decoded_limit of StreamingDataset). None: all samples of a block are
+                shuffled with each other.
+            partitions: number of parts into which the data are divided. Rows are taken from the parts round robin. If
                 `partitions` is a multiple of the number of boxes, each box reads only the shards of its own parts; so
                 give the largest number of boxes that you will use.
             interleave: way to mix streams. "shards": the shards of all streams are shuffled together. "samples": every
                 prefix of the order has each stream's share of samples. "batches": each global batch comes from one
                 stream.
-            epoch_size: number of samples in an epoch, or a text such as "100k"; each stream gets its proportion of
-                them. None: the number of samples in all streams.
+            epoch_size: number of samples in an epoch, or a text such as "100k", divided among the streams in
+                proportion to their sizes or settings. None: the number of samples in all streams.
             tail: treatment of an incomplete last batch: "emit" it, "pad" it with samples of the epoch's beginning,
                 "drop" it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With
                 "emit" a box may get a batch of no rows, if the rest of an epoch has fewer samples than boxes.
-            skip: ranges of sample numbers to leave out, counted over all epochs (epoch * samples of an epoch +
-                position). The other samples come in the same order as without `skip`. A resumed run may add ranges
-                after its position.
-            order_file: path, the same on each worker, of a file that `penstock import-state` wrote: the order of one
-                epoch that another library began. All other epochs have the loader's own order, so the file may be left
-                out once a state lies in a later epoch.
-            predownload: largest number of upcoming samples whose shards are fetched ahead of need; None: the size of
-                two shuffle blocks.
-            prefetch_seconds: seconds of reading, at the measured rate, whose shards are fetched ahead of need. Until a
-                rate is measured, the shards of the next two batches are fetched. None: 60, or without limit if
-                predownload is given; inf: without limit. `prefetch_bytes` of StreamingDataset limits the bytes, too.
-            fetch_threads: threads that read and decode samples ahead; 0: samples are read when they are needed. Threads
-                help where decoding releases the GIL for long: clips, large JPEG files with `images="array"`. A
-                subclass's `__getitem__` must be thread-safe, and `reseed` does not apply to it.
-            reseed: True: seed the global generators of python, numpy and torch from seed, epoch and position before
-                each sample is read, so that random augmentation depends on nothing else; also before the collate
-                function is called, from the position of the batch's first row. After a batch the generators get back
-                their earlier state. None: seed them only for user code: for samples if the dataset's class overrides
-                `__getitem__` or its `clips` may draw, for batches if `collate_fn` is given. No
-                other code draws random numbers.
+            skip: ranges of samples to leave out. A sample is named by epoch * number of samples in an epoch + its
+                position in the epoch's order. The other samples come in the same order as without `skip`. A resumed run
+                may add ranges after its position.
+            order_file: path of a file that `penstock import-state` wrote, the same on each worker. It contains the
+                order of one epoch that another library began, and that this loader finishes. All other epochs have the
+                loader's own order, so the file may be left out once a state lies in a later epoch.
+            predownload: largest number of upcoming samples whose shards are downloaded before they are needed; None:
+                the size of two shuffle blocks.
+            prefetch_seconds: seconds of reading, at the measured rate, for which shards are downloaded before they are
+                needed. Until a rate is measured, the shards of the next two batches are downloaded. None: 60, or
+                without limit if predownload is given; inf: without limit. `prefetch_bytes` of StreamingDataset is a
+                further limit.
+            fetch_threads: number of threads that read and decode samples ahead; 0: samples are read when they are
+                needed. Threads help where decoding releases the GIL for long: clips, large JPEG files with
+                `images="array"`. If the dataset is of a subclass with a `__getitem__` of its own, this method must be
+                thread-safe, and the random generators are not seeded for it.
+            reseed: True: seed the global generators of python, numpy and torch before each sample is read, from seed,
+                epoch and position, so that random augmentation depends on nothing else. They are also seeded before the
+                collate function is called, from the position of the batch's first row. After a batch their earlier
+                states are restored. False: leave the generators alone. None: seed them only for user code, because no
+                other code draws random numbers: for samples if the dataset's class overrides `__getitem__` or its
+                `clips` may draw, for batches if `collate_fn` is given.
             keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
                 read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
             counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
@@ -159,9 +163,9 @@ class StreamingLoader(PositionLoader):
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
             balance: distribution of the rows of a step, or of several steps, to the boxes by cost, see Balance; None:
-                rows are assigned in turn. A step has the same rows on any number of boxes. A balance over several steps
-                needs the same global batch after a resume, so give `global_batch_size`. With `partitions`, a box reads
-                other parts' shards too. Cannot be combined with interleave="batches".
+                rows are assigned round robin. A step has the same rows on any number of boxes. A balance over several
+                steps needs the same global batch after a resume, so give `global_batch_size`. With `partitions`, a box
+                reads other parts' shards too. Cannot be combined with interleave="batches".
             collate_fn: function from a list of samples to a batch.
 
         Raises InvalidArgumentError or DatasetError for invalid arguments.
@@ -254,15 +258,15 @@ class StreamingLoader(PositionLoader):
             described[ORDER_FILE] = file.described
         if balance is not None and interleave == "batches" and mixed:
             raise InvalidArgumentError(
-                "balance must be None with interleave='batches', because it assigns the rows of several batches. Use "
-                "another interleave"
+                "balance must be None with interleave='batches', because it may move rows to a batch of another "
+                "stream. Use another interleave"
             )
         balanced = balanced_order(balance, filed or order, dataset, int(order.starts[-1]), batch, described)
         self.dataset, self._shards, self._filed, self._reader = dataset, order, filed, reader
         self._threads = fetch_threads
         self._shuffle = shuffle
         self._decoded: Ints = np.zeros(0, np.int64)
-        """Numbers of the row groups that the previous call of `_decode_ahead` needed."""
+        """Numbers of the row groups that the previous call of `_decode_ahead` found to be needed."""
         self._decoded_ahead = partitions * inner if shuffle and inner else DECODED_AHEAD
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
         self._seconds = math.inf if predownload and prefetch_seconds is None else prefetch_s
@@ -271,11 +275,11 @@ class StreamingLoader(PositionLoader):
         self._examined = min(EXAMINED_POSITIONS, EXAMINED_OF_UNIT * sum(map(len, dataset.sizes)))
         """Largest number of upcoming positions that are examined to find the shards to prefetch."""
         self._turns = 1
-        """Number of workers that make the box's batches in turn."""
+        """Number of processes that share the batches of the box: of so many consecutive batches, this one makes one."""
         self._rate = ReadingRate()
         self._upcoming: UpcomingShards | None = None
         self._listed_for: EpochRemainder | None = None
-        """Remainder of the epoch (EpochRemainder) whose shards `_upcoming` lists."""
+        """Rest of an epoch (EpochRemainder) for which `_upcoming` was made."""
         super().__init__(
             dataset.name,
             balanced.order if balanced else filed or order,
@@ -296,32 +300,32 @@ class StreamingLoader(PositionLoader):
 
     @property
     def predownload(self) -> int:
-        """Largest number of upcoming samples whose shards are fetched ahead of need."""
+        """Largest number of upcoming samples whose shards are downloaded before they are needed."""
         return self._ahead
 
     # ---- versions of the data
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to the position of a state, see PositionLoader. If the dataset was opened without a `version`, first
-        switch to the version of the data with which the state was saved. With version="newest", and a state between two
-        epochs, switch to the newest version."""
+        """Go to the position of a state, see PositionLoader. If the dataset has versions, and was opened without
+        `version`, switch to the version with which the state was saved. With version="newest" do the same for a state
+        within an epoch; but for a state between two epochs, stay at the newest version."""
         super().load_state_dict(self._follow(state_dict, moves=True), strict)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """Return this worker's part of an aggregated state, after switching to the state's version as `load_state_dict`
+        """Return this worker's part of an aggregated state. The version of the data is switched as `load_state_dict`
         does."""
         return super().deaggregate_state_dict(self._follow(aggregated, moves=True), strict)
 
     def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
-        """Merge the states of all workers, after switching to the states' version of the data."""
+        """Merge the states of all workers into one. If the data have versions, switch to that of the states first."""
         for state in worker_states[:1]:
             self._follow(state, moves=False)
         return super().aggregate_state_dict(worker_states)
 
     def _follow(self, state: Any, *, moves: bool) -> Any:
-        """Switch to the version of the data with which a state was saved, and return the state. But with
-        version="newest", and a state between two epochs, stay at the newest version, and return a state at the
-        beginning of the next epoch. `moves`: False to switch to the state's version in any case."""
+        """Switch to the version of the data with which a state was saved, and return the state. There is one exception:
+        with version="newest" and a state between two epochs, keep the newest version, and return a state at the
+        beginning of the next epoch in this version. `moves`: False: without this exception."""
         own = self.dataset.versions
         order = state.get("order") if isinstance(state, Mapping) else None
         if not isinstance(order, Mapping) or not order or all(version is None for version in own):
@@ -343,8 +347,8 @@ class StreamingLoader(PositionLoader):
         return state
 
     def _begun(self, state: Mapping[str, Any], epoch: int) -> dict[str, Any]:
-        """Return a state at the beginning of epoch `epoch`, in this loader's order. `state`: the state at the end of
-        the previous epoch, in the order of other versions of the dataset."""
+        """Return a state at the beginning of epoch `epoch`, in this loader's order. `state`: state at the end of the
+        epoch before, which was saved with another version of the data."""
         topology = progress_of(state).topology
         begun = state_of(OrderProgress(epoch, 0, 0, topology), self._described)
         return {**begun, **{name: state[name] for name in ("workers", "others", COUNTS) if name in state}}
@@ -361,7 +365,8 @@ class StreamingLoader(PositionLoader):
         return ReadAhead(own_batches, partial(in_threads, reader=self._reader, threads=self._threads))
 
     def _prefetch(self, own_batches: WorkerBatches, plans: list[BatchPlan]) -> None:
-        """Decode the row groups of the next batches, and list the shards to fetch before they are needed."""
+        """Decode the row groups of the next batches in the background, and list the shards to download before they are
+        needed."""
         remainder, position = own_batches.remainder, int(plans[0].positions[0])
         self._turns = own_batches.turn.of
         if self.dataset.has_blocks:
@@ -371,7 +376,8 @@ class StreamingLoader(PositionLoader):
             self.dataset.keep_open(self._upcoming.shards)
 
     def _approach(self, plan: BatchPlan) -> None:
-        """Fetch the shards of the batches that will be needed within the next seconds."""
+        """Download, in the background, the shards of this batch and of those that will be needed within the next
+        `prefetch_seconds`."""
         assert self._upcoming is not None
         before = plan.epoch * len(self._order)
         position, last = int(plan.positions[0]), int(plan.positions[-1])
@@ -389,9 +395,9 @@ class StreamingLoader(PositionLoader):
             self._upcoming.gave(window, count - len(own))
 
     def _list(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> UpcomingShards:
-        """Return the list of what to fetch next: the units (row groups or shards, see `StreamingDataset.units_of`) that
-        this process needs for its next batches, and those that the box needs for later positions, including those of
-        the next epoch."""
+        """Return the list of units (row groups or shards, see `StreamingDataset.units_of`) to download next. They are
+        the units that this process needs for its next batches, and those that its box needs for later positions, of the
+        next epoch too."""
         position, ahead, length = int(plans[0].positions[0]), self._ahead, len(self._shards)
         shards = [self.dataset.units_of(np.concatenate([plan.ids for plan in plans]))]
         needed_at = [np.concatenate([plan.positions for plan in plans])]
@@ -403,9 +409,16 @@ class StreamingLoader(PositionLoader):
         return UpcomingShards(np.concatenate(shards), np.concatenate(needed_at), position, ahead)
 
     def _add_needs(self, shards: list[Ints], needed_at: list[Ints], epoch: int, positions: Ints, shift: int) -> None:
-        """Append to `shards` the units (row groups or shards) that these positions of an epoch need, and to `needed_at`
-        the positions plus `shift`. If the positions are many, only some are examined; then the other shards of the same
-        shuffle blocks count as needed after a quarter of the positions."""
+        """Append to `shards` the units (row groups or shards) that positions of an epoch need, and to `needed_at` the
+        position at which each is needed.
+
+        Args:
+            shards, needed_at: lists to which arrays are appended.
+            epoch: number of the epoch.
+            positions: positions in the epoch. If they have gaps, because only some were examined, the other units of
+                the same shuffle blocks are appended too. They count as needed after a quarter of the positions.
+            shift: number that is added to each position, to count from the beginning of an earlier epoch.
+        """
         if not len(positions):
             return
         filed = self._filed is not None and self._filed.covers(epoch)
@@ -421,8 +434,8 @@ class StreamingLoader(PositionLoader):
             needed_at.append(np.full(len(others), first + span // 4 + shift))
 
     def _decode_ahead(self, remainder: EpochRemainder, plans: list[BatchPlan]) -> None:
-        """Decode the row groups that the next batches need, then those that the following positions of the order
-        need."""
+        """Decode, in the background, the row groups that the next batches need, and then those of the positions after
+        them."""
         order, begin = self._shards, int(plans[-1].positions[-1]) + 1
         needed = [order.shards_of(np.concatenate([plan.ids for plan in plans]))]
         if begin < len(order) and not (self._filed and self._filed.covers(remainder.epoch)):
@@ -442,12 +455,12 @@ class StreamingLoader(PositionLoader):
 
     @property
     def _box(self) -> int | None:
-        """Number of this process's box if the position of a row decides which box gets it; None if costs decide."""
+        """Number of this process's box, if a row's position decides which box gets the row; None if costs decide."""
         return self._identity.box if self._balance is None or not self._balance.assigns else None
 
     def _near(self, remainder: EpochRemainder, position: int, count: int) -> Ints:
-        """Return those of the next `count` positions, from `position` on, whose rows this box gets. If they are many,
-        return only some runs of them, evenly spread; each run touches all partitions."""
+        """Return the positions, among the next `count` from `position` on, whose rows this box gets. If they are many,
+        return only some ranges of them, at equal distances. Each range has positions of all partitions."""
         run = max(self._shards.partitions, self._identity.boxes)
         return remainder.near(self._box, position, count, run=run, runs=max(1, self._examined // run))
 
@@ -463,8 +476,8 @@ def _reader(
     threads: int,
     counter: SampleCounter | None,
 ) -> MapReader:
-    """Return a reader of the dataset's samples, for epochs of `length` samples. Random generators are seeded only for
-    user code, because no other code draws random numbers."""
+    """Return a reader of the dataset's samples, for epochs of `length` samples. With reseed=None, random generators are
+    seeded only for user code, because no other code draws random numbers."""
     return MapReader(
         dataset,
         type(dataset).__qualname__,
@@ -480,8 +493,9 @@ def _reader(
 
 
 def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, partitions: int) -> int | None:
-    """Return how many samples of a partition are shuffled with each other in files with several row groups; None: all
-    samples of a shuffle block. The number depends only on the data and on settings that are part of a state."""
+    """Return the number of samples of a partition that are shuffled with each other in files with several row groups,
+    so that their row groups have about `shuffle_memory` bytes; None: all samples of a shuffle block. The number must be
+    the same after a resume, so it depends only on the data and on settings that are part of a state."""
     sample_bytes = mean_sample_bytes(layouts)
     if shuffle_memory is None or not sample_bytes:
         return None
@@ -489,8 +503,8 @@ def _inner_block(layouts: Sequence[OrderLayout], shuffle_memory: int | None, par
 
 
 def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_memory: int | None) -> None:
-    """Warn if the row groups whose samples are shuffled with each other exceed decoded_limit, because a row group would
-    be read and decoded again for almost every sample."""
+    """Warn if the row groups whose samples are shuffled with each other are larger than decoded_limit. A row group
+    would then be dropped before it is needed again, so that almost every sample would decode one."""
     block = min(len(dataset), shuffle_block or len(dataset)) * dataset.sample_bytes
     needed = int(min(block, shuffle_memory or block))
     limit = max(MEMORY.limit, dataset.decoded_limit or 0)
@@ -504,11 +518,12 @@ def _check_memory(dataset: StreamingDataset, shuffle_block: int | None, shuffle_
 
 
 def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: list[range]) -> None:
-    """Raise InvalidArgumentError if with interleave="batches" a global batch could have samples of two streams."""
+    """Raise InvalidArgumentError for settings with which a global batch could have samples of two streams. Called for
+    interleave="batches", which promises one stream."""
     if batch % partitions:
         raise InvalidArgumentError(
             f"with interleave='batches' the global batch must be a multiple of partitions={partitions} rows, got "
-            f"{batch}"
+            f"{batch}. Change the batch size or partitions"
         )
     if tail == "carry":
         raise InvalidArgumentError(
@@ -519,5 +534,5 @@ def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: l
         if number % length % batch:
             raise InvalidArgumentError(
                 f"skip must begin and end at whole batches of {batch} samples with interleave='batches', counted from "
-                f"the beginning of each epoch of {length} samples, got sample {number}"
+                f"the beginning of each epoch of {length} samples, got sample {number}. Round the ranges"
             )

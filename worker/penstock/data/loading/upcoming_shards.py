@@ -1,8 +1,9 @@
-"""Selection of the shards that a loader prefetches: those that it needs within the next seconds of reading.
+"""Selection of the shards that a loader downloads before it needs them: those that it will need within a number of
+seconds.
 
-The order gives the first position that needs each shard. The rate at which the loop passes positions is measured, so a
-number of seconds becomes a number of positions. Until a rate is measured, only the shards of the next batches are
-fetched: a loop that takes a single batch fetches hardly more than it reads.
+The order says at which position each shard is first needed. The rate at which the loop passes positions is measured,
+and the number of seconds times this rate is a number of positions. Until a rate is measured, only the shards of the
+next batches are downloaded, so that a loop that takes a single batch downloads hardly more than it reads.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ MEASURE_S = 0.25
 """Shortest time in seconds over which a rate is measured."""
 MARKS = 64
 """Largest number of marks that are kept. A mark is the time and the position at which the loop asked for a batch. The
-rate is the mean since the oldest mark: a second, or 64 batches ago."""
+rate is the mean since the oldest mark: over the last 64 batches, or about the last second if it had more batches."""
 FEW_MARKS = 16
-"""Number of newest marks (requests for batches) whose mean rate is used instead, if it is higher than the mean rate of
-all marks: so after a pause of the loop, for example for compilation."""
+"""Number of marks for a second rate, the mean since the 16th newest mark. It is used if it is higher, which is the case
+after a pause of the loop, for example for compilation."""
 MARK_PAUSE_S = 1.0 / MARKS
 """Shortest time in seconds between two marks (times and positions at which the loop asked for a batch)."""
 
@@ -39,13 +40,14 @@ class ReadingRate:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._marks: deque[tuple[float, int]] = deque(maxlen=MARKS)
-        """(time in seconds, position) of the last requests for batches."""
+        """Marks: pairs (time in seconds, position) at which the loop asked for a batch, the newest one last."""
         self._last = -math.inf, 0
         self._per_s: float | None = None
 
     def passed(self, position: int) -> float | None:
         """Record that the loop asks for a batch that begins at `position`, counted over all epochs. Return the rate in
-        positions per second; None while it is unknown. A position before the last one begins a new measurement."""
+        positions per second; None while it is unknown. If the position is before that of the last call, the loop has
+        gone back, and the measurement begins again."""
         now = self._clock()
         if position < self._last[1]:
             self._marks.clear()
@@ -59,7 +61,7 @@ class ReadingRate:
 
 
 class Window(NamedTuple):
-    """Part of a list of upcoming shards, from index `begin` to before `end`, that is given to the prefetch."""
+    """Part of a list of upcoming shards, from index `begin` to `end`, exclusive, that is to be downloaded now."""
 
     begin: int
     end: int
@@ -68,8 +70,9 @@ class Window(NamedTuple):
 
 
 class UpcomingShards:
-    """List of the shards that the loop will need, in the order of the positions that need them first. It remembers the
-    window (part of the list) that was given to the prefetch. Positions are counted over all epochs."""
+    """List of the shards that the loop will need, sorted by the positions at which they are first needed. It remembers
+    the part of the list (window) for which the download was requested last. Positions are counted from the beginning of
+    an epoch, and go on in the next one."""
 
     def __init__(self, shards: Ints, needed_at: Ints, begin: int, listed: int) -> None:
         """Sort the shards by the first position that needs each.
@@ -78,7 +81,7 @@ class UpcomingShards:
             shards: numbers of the shards; a shard may occur several times.
             needed_at: position at which each entry is needed; shape (len(shards),).
             begin: position of the present batch.
-            listed: number of positions that the list covers.
+            listed: number of positions, from `begin` on, whose shards are in the list.
         """
         order = np.argsort(needed_at, kind="stable")
         _, first = np.unique(shards[order], return_index=True)
@@ -88,17 +91,22 @@ class UpcomingShards:
         self._begin, self._listed = begin, listed
         self._given = Window(0, 0, 0)
         self._complete = False
-        """True if the limit on prefetched bytes had room for the whole last window."""
+        """True if the whole last window is being downloaded; False if the limit on bytes left out its end."""
         self._is_given = False
 
     def is_old(self, position: int) -> bool:
-        """Return True if a new list is due, because a quarter of the positions of this list have passed."""
+        """Return True if a new list must be made, because the loop has passed a quarter of the positions of this
+        one."""
         return position - self._begin >= self._listed // 4
 
     def window(self, position: int, last: int, ahead: int) -> Window | None:
-        """Return the part of the list to prefetch when the loop is at `position`. Return None while most of the last
-        window is still ahead, so that not every batch makes a new window. `last`: last position of the present batch;
-        `ahead`: number of positions whose shards are fetched."""
+        """Return the part of the list to download when the loop is at `position`. Return None as long as the last
+        window is still good enough, so that downloads are not requested anew for every batch.
+
+        Args:
+            position, last: first and last position of the present batch.
+            ahead: number of positions, from `position` on, whose shards are to be downloaded.
+        """
         begin = bisect_left(self._needed_at, position)
         needed = bisect_left(self._needed_at, last + 1, begin)
         end = max(needed, bisect_left(self._needed_at, position + ahead, begin))
@@ -109,8 +117,8 @@ class UpcomingShards:
         return Window(begin, end, needed - begin)
 
     def gave(self, window: Window, count: int) -> None:
-        """Record the window that was given to the prefetch, and how many of its shards the limit on prefetched bytes
-        had room for."""
+        """Record that the download of a window was requested. `count`: number of its shards, from the first on, that
+        the limit on bytes allowed."""
         self._given = window._replace(end=window.begin + count)
         self._complete = self._given.end == window.end
         self._is_given = True

@@ -1,9 +1,9 @@
 """Identity of this process in a job: its box (data-parallel rank), and its number among the workers that make the box's
 batches.
 
-Inside an input_fn the identity comes from the assignment. Elsewhere it comes from torchrun's variables; without these
-the process is the only one. If such a process uses a torch DataLoader, the DataLoader's worker processes share its
-batches.
+Inside an input_fn the identity comes from the assignment. Elsewhere it comes from torchrun's environment variables RANK
+and WORLD_SIZE; without these the process is the only one of its job. If a process uses a torch DataLoader, the worker
+processes of the DataLoader share the process's batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["WorkerIdentity", "global_batch"]
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Which process this is in its job: its box (data-parallel rank), and its number among the workers."""
+    """Place of this process in its job: its box (data-parallel rank), and its slot and number among the workers."""
 
     box: int
     boxes: int
@@ -41,8 +41,8 @@ class WorkerIdentity:
 
     @staticmethod
     def now(rank: tuple[int, int] | None = None) -> WorkerIdentity:
-        """Return the identity of the calling process. `rank`: (this rank, number of data-parallel ranks), which
-        replaces the worker's box or torchrun's variables.
+        """Return the identity of the calling process. `rank`: pair (this rank, number of data-parallel ranks), used as
+        box and number of boxes; None: these come from the worker's assignment, or from torchrun's variables.
 
         Raises InvalidArgumentError for an invalid rank.
         """
@@ -63,9 +63,9 @@ class WorkerIdentity:
         )
 
     def turn(self, first: int = 0) -> WorkerTurn:
-        """Return which batches of its box this process makes: its turn among all processes that make them one after the
-        other. A slot's batches are shared among the worker processes of a torch DataLoader, if it has any. `first`:
-        slot that makes the first batch."""
+        """Return which batches of its box this process makes. The slots of the box make one batch each, one after the
+        other. If a slot reads by a torch DataLoader, the DataLoader's worker processes make the slot's batches one
+        after the other. `first`: slot that makes the first batch."""
         info = torch.utils.data.get_worker_info()
         number = (self.slot - first) % self.workers
         # in a runner, get_worker_info() describes the runner itself, without a dataset
@@ -75,24 +75,30 @@ class WorkerIdentity:
         return WorkerTurn(number + self.workers * info.id, self.workers * info.num_workers)
 
     def prefetch_group(self) -> str:
-        """Return a name of the processes that make the batches of this box, and so need the same shards: those that
-        this process's parent started, or the process alone."""
+        """Return a name for the group of processes on this machine that make batches of the same box, and so need the
+        same shards: all that this process's parent started. A process that neither Penstock nor a torch DataLoader
+        started is a group of its own."""
         info = torch.utils.data.get_worker_info()
         alone = self.standalone and (info is None or info.dataset is None)
         return f"{host_process_id(None if alone else os.getppid())}-{self.box}"
 
     def alone(self, turn: WorkerTurn) -> bool:
-        """Return True if this process, with the turn `turn`, makes all batches of its box, so that it alone counts the
-        epochs."""
+        """Return True if this process makes all batches of its box and is not a worker of Penstock, so that its loader
+        may go to the next epoch by itself. `turn`: what `turn` returned for this process."""
         return self.standalone and turn.of == 1
 
 
 def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: int, *, unbatched: bool = False) -> int:
-    """Return the number of rows in one step's batches of all boxes together. Raises InvalidArgumentError unless exactly
-    one of `batch_size` and `global_batch_size` is given, and each box gets a row.
+    """Return the size of the global batch: the number of rows in one step on all boxes together. Raises
+    InvalidArgumentError unless exactly one of `batch_size` and `global_batch_size` is given, and each box gets at least
+    one row.
 
-    unbatched: True if the samples are batches, of which each box gets one a step: the number of boxes is returned, and
-        neither of the two sizes may be given.
+    Args:
+        batch_size: number of rows in a box's batch; None: not given.
+        global_batch_size: number of rows on all boxes together; None: not given.
+        boxes: number of boxes.
+        unbatched: True if the source's samples are batches, of which each box gets one at each step. The result is then
+            the number of boxes, and neither of the two sizes may be given.
     """
     if unbatched and batch_size is None and global_batch_size is None:
         return boxes
@@ -116,7 +122,8 @@ def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: i
 
 
 def _torchrun_rank() -> tuple[int, int]:
-    """Return (rank, number of ranks) of a distributed job, from torchrun's variables; (0, 1) without them."""
+    """Return the pair (rank, number of ranks) from torchrun's environment variables RANK and WORLD_SIZE; (0, 1) without
+    them. Raises InvalidArgumentError unless they are whole numbers."""
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and ranks.isdecimal()):
         raise InvalidArgumentError(
@@ -130,8 +137,12 @@ def _checked(pair: tuple[int, int]) -> tuple[int, int]:
     try:
         rank, ranks = pair
     except (TypeError, ValueError):
-        raise InvalidArgumentError(f"rank must be a pair (this rank, number of ranks), got {pair!r}") from None
+        raise InvalidArgumentError(
+            f"rank must be a pair (this rank, number of ranks), got {pair!r}. Pass such a pair, such as (0, 8)"
+        ) from None
     rank, ranks = whole("rank", rank), whole("ranks", ranks)
     if not 0 <= rank < ranks:
-        raise InvalidArgumentError(f"rank must be at least 0 and below the {ranks} ranks, got {rank}")
+        raise InvalidArgumentError(
+            f"rank must be at least 0 and below the {ranks} ranks, got {rank}. Count ranks from 0"
+        )
     return rank, ranks

@@ -1,1 +1,2 @@
-"""Sources in logical shards that are read sequentially, and the layers on top of them."""
+"""`ShardLoader` with its sources, whose data are cut into a fixed number of logical shards, and the layers that
+convert, mix and pack samples."""

@@ -1,8 +1,9 @@
-"""Changes of a mixture's weights from a saved position on: whether two descriptions of a source agree before it.
+"""Resuming a run with other weights of its mixtures: check that they differ only after the saved position.
 
-A state records the order of samples, and a loader with another order refuses it. But two orders that differ only from
-the state's position on give the same samples up to it. So a run may be resumed with other weights, or with more
-sources, from any position, as long as the weights change only after it.
+A state contains a description of its source, which decides the order of samples. A loader refuses a state whose
+description differs from its own. But weights that differ only after the state's position give the same samples before
+it. So a run may be resumed with a Schedule that has other weights later, or with more sources that have weight 0 until
+then. The function below removes such differences from the state's description before the descriptions are compared.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ __all__ = ["with_later_weights"]
 
 
 def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
-    """Return a source's description `was`, in which each mixture has its weights from `now`, if both descriptions give
-    the same samples of the mixture before a position. All other differences stay.
+    """Return the description `was`, with the weights from `now` for each mixture that yields the same samples before
+    the saved position by both descriptions. All other differences between `was` and `now` stay.
 
     Descriptions in a damaged state raise KeyError, TypeError or AttributeError.
 
     Args:
-        was, now: descriptions of two sources, as `described()` returns them.
-        position: first position that was not reached, for a mixture that yields the loader's samples itself.
-        inner: first position that was not reached, for a mixture inside another one.
+        was: description of the source in the state, as `described()` returned it.
+        now: description of the source of the loader that resumes.
+        position: number of samples before the saved position, for a mixture whose samples the loader takes directly or
+            through Mapped layers.
+        inner: upper bound of the number of samples before the saved position, for a mixture inside another mixture.
     """
     if not isinstance(was, Mapping) or not isinstance(now, Mapping) or was.get("kind") != now.get("kind"):
         return was
     if was["kind"] == "Mapped" and was.get("skip_failures") == 0:
-        if was.get("random") and depth_of(was) != depth_of(now):  # what the function draws depends on the depth
+        if was.get("random") and depth_of(was) != depth_of(now):  # the function's random numbers depend on the depth
             return was
         return {**was, "source": with_later_weights(was.get("source"), now.get("source"), position, inner)}
     if was["kind"] != "Mixture":
@@ -47,8 +50,9 @@ def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
 
 
 def _pairs(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], list[Any] | None]:
-    """Return the descriptions of the sources that both mixtures have, in pairs; and of the sources that only `now` has.
-    The second value is None if `now` lacks a source of `was`."""
+    """Compare the lists of sources of two descriptions of a mixture. Return a pair (description in `was`, description
+    in `now`) for each source in both, and a list of the descriptions of sources that only `now` has. The list is None
+    if `now` has fewer sources than `was`."""
     first, second = was["sources"], now["sources"]
     if len(first) > len(second):
         return [], None
@@ -56,8 +60,8 @@ def _pairs(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[tuple[A
 
 
 def _before(described: Mapping[str, Any], position: int, count: int) -> list[Any]:
-    """Return the segments (parts of the mixture's order with their weights) that begin before a position, with weights
-    for `count` sources. A source that a segment does not list has weight 0."""
+    """Return the segments of a mixture's description (ranges of positions, each with its weights) that begin before
+    `position`. Their lists of weights are extended to `count` sources, with weight 0 for added ones."""
     segments = described.get("schedule") or [{"start": 0, "parts": described.get("parts") or []}]
     return [
         {

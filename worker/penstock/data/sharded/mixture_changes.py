@@ -1,9 +1,9 @@
-"""Changes of a mixture's weights that an operator ordered in mid-run (`penstock mix`).
+"""Changes of a mixture's weights that an operator orders by `penstock mix` while a run trains.
 
-The user's code does not know such a change, so it belongs to the run: the coordinator gives it to each loader of the
-run, and each later state lists it. A loader applies a change to the mixture that its code made, as if the code had a
-Schedule with these weights from the change's position on. So what holds for a Schedule holds for a change: the rows are
-a function of the position, on any topology.
+Such a change is not in the user's code. The coordinator sends it to each loader of the run, and each later state lists
+it. A loader applies it to the mixture that the user's code made, as if this code had a Schedule with the new weights
+from the change's position on. So the promise of a Schedule holds here too: which sample is at a position does not
+depend on the topology.
 """
 
 from __future__ import annotations
@@ -43,33 +43,37 @@ __all__ = [
 ]
 
 LoadSource = Callable[[str], Any]
-"""Function that calls the function with a name ("module:function") and returns its result, a source."""
+"""Function that makes a source that `penstock mix --add` added. Its argument is the name of the user's function
+("module:function") that returns the source."""
 CHANGES = "mixture_changes"
-"""Name of the entry of a state that lists the changes of weights."""
+"""Name of the entry of a ShardLoader's state that lists the changes of weights."""
 NUMBER_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
 class MixtureChange:
-    """Change of the weights of a loader's uppermost mixture that an operator ordered."""
+    """Change of weights that an operator ordered by `penstock mix`, for a loader's uppermost mixture."""
 
     key: str
-    """Text that identifies the change: the random key of the order of `penstock mix`."""
+    """Random text that identifies the change, chosen by the command `penstock mix`."""
     position: int
-    """Number of samples that the mixture gives in the epoch before the change."""
+    """Position in the epoch at which the new weights begin: number of samples that the mixture gives before, in all
+    shards."""
     parts: Mapping[str, int]
-    """Weight of each source after the change, by name, as whole numbers. A source that is left out has weight 0."""
+    """Weight of each source after the change as a whole number, by the source's name. A source that is left out has
+    weight 0."""
     added: Mapping[str, str] = field(default_factory=dict)
-    """Name ("module:function") of the function that returns each added source, by the source's name."""
+    """Dict from the name of each added source to the name ("module:function") of the function that returns it."""
     required: bool = False
-    """True if the change was made since the job was started last: a state from behind the change must list it."""
+    """True if the change was ordered in the run's present attempt. Batches after it were made with the new weights, so
+    a state of a later position is refused unless it lists the change."""
     epoch: int = 0
-    """Number of the first epoch that has the change, from its position on. Batches of earlier epochs were made without
-    it."""
+    """Number of the first epoch to which the change applies, there from `position` on. Earlier epochs keep the old
+    weights."""
 
     @property
     def begins(self) -> tuple[int, int]:
-        """Epoch and position from which on the new weights apply."""
+        """Pair (epoch, position in it) at which the new weights begin."""
         return self.epoch, self.position
 
     def drops(self, earlier: MixtureChange) -> bool:
@@ -78,7 +82,7 @@ class MixtureChange:
         return self.epoch <= earlier.epoch and self.position <= earlier.position
 
     def plain(self) -> dict[str, Any]:
-        """Return the change as an entry of a state."""
+        """Return the change as a dict, as states list it."""
         return {
             "key": self.key,
             "epoch": self.epoch,
@@ -89,7 +93,7 @@ class MixtureChange:
 
     @classmethod
     def parsed(cls, entry: Mapping[str, Any]) -> MixtureChange:
-        """Return the change in an entry of a state. Raises StateCorruptError for a damaged entry."""
+        """Return the change that a state lists as the dict `entry`. Raises StateCorruptError if it is damaged."""
         try:
             change = cls(
                 entry["key"],
@@ -113,7 +117,8 @@ class MixtureChange:
 
 
 def listed(state: Mapping[str, Any]) -> list[MixtureChange]:
-    """Return the changes that a state lists, in the order in which they were made."""
+    """Return the changes that a ShardLoader's state lists, in the order in which they were ordered. Raises
+    StateCorruptError if the list is damaged."""
     entries = state.get(CHANGES, ())
     if not isinstance(entries, list | tuple):
         raise StateCorruptError(
@@ -124,13 +129,18 @@ def listed(state: Mapping[str, Any]) -> list[MixtureChange]:
 
 
 def in_epoch(changes: Iterable[MixtureChange], epoch: int) -> list[MixtureChange]:
-    """Return the changes that apply in an epoch."""
+    """Return the changes that apply in an epoch: those whose first epoch is this one or an earlier one."""
     return [change for change in changes if change.epoch <= epoch]
 
 
 def still_to_come(changes: Sequence[MixtureChange], reached: tuple[int, int]) -> list[MixtureChange]:
-    """Return the changes that begin at or after `reached` (see `merged`), without those that a later order makes
-    void."""
+    """Return the changes whose weights are still to begin. A change is left out if a later one drops it, because its
+    weights never apply.
+
+    Args:
+        changes: changes in the order in which they were ordered.
+        reached: pair (epoch, first position in it that no worker has reached).
+    """
     return [
         change
         for number, change in enumerate(changes)
@@ -141,34 +151,36 @@ def still_to_come(changes: Sequence[MixtureChange], reached: tuple[int, int]) ->
 def merged(
     saved: Sequence[MixtureChange], assigned: Sequence[MixtureChange], reached: tuple[int, int]
 ) -> list[MixtureChange]:
-    """Return the changes that apply after a loader has loaded a state, in the order in which they were made: those that
-    the state lists, and later ones of the run. If the run lists a change before the state's position that the state
-    does not list, the state comes from a time before the change was ordered in that part of the data, so the change
-    does not apply.
+    """Return the changes that apply after a loader has loaded a state, in the order in which they were ordered. They
+    are the changes that the state lists, and those of the run that begin at the state's position or later.
+
+    A change of the run that begins before the state's position, and is not in the state, does not apply: the state
+    comes from an attempt that passed this position before the change was ordered.
 
     Args:
         saved: changes that the state lists.
-        assigned: changes that the coordinator gave for the run.
-        reached: epoch of the state, and the first position in it that no worker has reached.
+        assigned: changes that the coordinator sent for the run.
+        reached: pair (epoch of the state, first position in it that no worker has reached).
 
-    Raises ReplayMismatchError if the state lies behind a change that was made since the job was started last, and does
-    not list it: batches made from this state would differ from the delivered ones.
+    Raises ReplayMismatchError if such a change was ordered in the present attempt (`required`): batches made from this
+    state would differ from the delivered ones.
     """
     listed_keys, own_keys = {change.key for change in saved}, {change.key for change in assigned}
     for change in assigned:
         if change.required and change.begins < reached and change.key not in listed_keys:
             raise ReplayMismatchError(
-                f"the state lies beyond position {change.position} of epoch {change.epoch}, from which on the weights "
-                "of the mixture were changed by `penstock mix`, but was made with the weights from before. Load "
-                "another state"
+                f"the state must have the weights that `penstock mix` gave the mixture from position {change.position} "
+                f"of epoch {change.epoch} on, because the state lies beyond this position, but it was made with the "
+                "earlier weights. Load another state"
             )
     before_the_run = [change for change in saved if change.key not in own_keys]
     return [*before_the_run, *(one for one in assigned if one.key in listed_keys or one.begins >= reached)]
 
 
 def refuse_to_import(name: str) -> Any:
-    """Raise StateMismatchError instead of calling the function of an added source. Used in a process that has no list
-    of the modules that it may import."""
+    """Raise StateMismatchError for the name of a function that makes an added source. A loader outside of a run uses
+    this
+    as its LoadSource: a name in a state must not make it import any module."""
     raise StateMismatchError(
         f"the state has a source of {name!r}, which `penstock mix --add` added. Load the state in a run of an "
         "Appliance, or add the source to the Mixture in the code"
@@ -176,23 +188,24 @@ def refuse_to_import(name: str) -> Any:
 
 
 def mixture_of(source: ShardedSource) -> Mixture:
-    """Return the mixture whose weights can change: the uppermost source, or the mixture below layers that yield one
-    sample for each sample. Raises InvalidArgumentError if there is no such mixture."""
+    """Return the mixture whose weights `penstock mix` changes. It is the uppermost source, or the source below Mapped
+    layers that yield one sample for each sample of the mixture. Raises InvalidArgumentError if there is none, or if it
+    is not endless."""
     inner: Any = source
     while isinstance(inner, Mapped) and inner.one_to_one:
         inner = inner.source
     if not isinstance(inner, Mixture) or not inner.endless:
         where = f"below {type(inner).__name__}" if hasattr(inner, "source") else "in this loader"
         raise InvalidArgumentError(
-            "the uppermost source must be a Mixture(stop='never') whose positions the loader knows, also below "
-            f"Mapped, got {type(source).__name__}. The weights {where} cannot change in mid-run"
+            "the uppermost source must be a Mixture(stop='never'), or Mapped layers without skip_failures over one, "
+            f"got {type(source).__name__}. The weights {where} cannot change during a run"
         )
     return inner
 
 
 def changed(source: ShardedSource, changes: Iterable[MixtureChange], load: LoadSource) -> ShardedSource:
-    """Return a source in which the changes apply to the uppermost mixture. `load`: function that makes an added source.
-    Raises InvalidArgumentError if the changes do not fit the mixture."""
+    """Return a copy of `source` whose uppermost mixture has the changes of weights. `load`: function that makes an
+    added source. Raises InvalidArgumentError if the changes do not fit the mixture."""
     changes = list(changes)
     if not changes:
         return source
@@ -210,15 +223,16 @@ def _around(source: Any, mixture: Mixture) -> ShardedSource:
 
 
 def shares_at(mixture: Mixture, position: int) -> dict[str, float]:
-    """Return the share of the weights that each source has at a position, by the source's name; they sum up to 1."""
+    """Return each source's weight at a position as a share of all weights, by the source's name. The shares sum up to
+    1."""
     return dict(zip(mixture.names, mixture.wanted(position), strict=True))
 
 
 def stages_of(
     code: ShardedSource, changes: Sequence[MixtureChange], load: LoadSource, order: Mapping[str, Any]
 ) -> list[KeyStage]:
-    """Return the stages of an epoch's order: its parts between the changes of weights (see KeyStage). Restore keys
-    depend on them.
+    """Return the stages of an epoch: one for the samples before the first change of weights, and one from each change
+    to the next (see KeyStage). The restore key of a sample depends on its stage.
 
     Args:
         code: source as the user's code makes it, without the changes.
@@ -237,7 +251,8 @@ def stages_of(
 
 
 def try_sources(source: ShardedSource, names: Iterable[str], seed: int) -> list[HeldSample]:
-    """Return one sample of each named source of the mixture, after the layers above the mixture have processed it."""
+    """Return the first sample of each named source of the mixture, processed by the layers above the mixture. A source
+    that `penstock mix` is to add is tried in this way before the change is accepted."""
     mixture, found = mixture_of(source), []
     for name in names:
         cursor = _around(source, mixture.changed_from(0, {name: 1}, {})).open(0, 0, seed)
@@ -255,7 +270,7 @@ def new_position(begin: int, steps: int, batch: int) -> int:
     position = begin + steps * batch
     if position >= NUMBER_LIMIT:
         raise InvalidArgumentError(
-            f"--from-step must lie before sample {NUMBER_LIMIT}, got sample {position}. Pass a smaller step"
+            f"--from-step must name a step before sample {NUMBER_LIMIT}, got sample {position}. Pass a smaller step"
         )
     return position
 
@@ -263,17 +278,17 @@ def new_position(begin: int, steps: int, batch: int) -> int:
 def new_parts(
     mixture: Mixture, position: int, weights: Mapping[str, Any], added: Iterable[str], retired: Sequence[str]
 ) -> dict[str, int]:
-    """Return the weight of each source, by name, as whole numbers, for a command `penstock mix`.
+    """Return the weight of each source after a command `penstock mix`, as a whole number, by the source's name.
 
     Args:
         mixture: the mixture before the change.
         position: position at which the change begins.
-        weights: new weights by name; empty: all sources but the retired ones keep theirs.
-        added: names of added sources.
-        retired: names of sources that get weight 0.
+        weights: new weights by name (--weights); empty: all sources that are not retired keep their weights.
+        added: names of added sources (--add).
+        retired: names of sources that get weight 0 (--retire).
 
-    Raises InvalidArgumentError for invalid weights, unknown sources, and a source that is left out although it has a
-    weight.
+    Raises InvalidArgumentError for invalid weights and unknown sources, and if a source that has a weight now is
+    neither in `weights` nor in `retired`.
     """
     names = [*mixture.names, *(name for name in added if name not in mixture.names)]
     before = dict(zip(mixture.names, mixture.parts_at(position), strict=True))

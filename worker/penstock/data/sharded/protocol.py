@@ -10,12 +10,13 @@ sources:
 
 Every source makes these promises, and tests/datasets/sharded checks them for each:
 
-- `open(shard, epoch, seed)` yields the same samples each time, in any process, whatever else is open.
+- `open(shard, epoch, seed)` yields the same samples each time, in any process, no matter what else is open.
 - `open(shard, epoch, seed, saved)` with a position saved after n samples yields the samples from n on. A saved
   position is a value of penstock.proto.state.codec without references to mutable objects. A position can be saved
   before the first sample, between two samples, and after the last; saving it changes nothing, and takes microseconds.
-  For a source with restore keys the saved position after n samples must always be the same, however the cursor got
-  there, because restore keys contain saved positions, and batches contain restore keys.
+  For a source with restore keys the saved position after n samples must always be the same, no matter where the cursor
+  was opened. A restore key (shard_keys.py) is a text in a batch by which a sample can be read again. It contains a
+  saved position, and a batch must be the same each time it is made.
 - `skip(n)` leaves the cursor where n times `next` would have left it, without making samples where possible.
 - A layer never loses samples that it took from its source: while samples are in its buffer, the layer's saved
   position contains the source's saved position from which to read these samples again.
@@ -48,18 +49,19 @@ samples, which is the order in which batches contain them."""
 
 
 class Origin(NamedTuple):
-    """Source that a sample comes from, for counts of samples by source. A cursor may have an attribute `origin`: the
-    origin of the sample that `next` returned last."""
+    """Source of a Mixture that a sample comes from, for counts of samples by source. A cursor may have an attribute
+    `origin`: the origin of the sample that `next` returned last."""
 
     source: str = ""
     """Name of the sample's source in a Mixture; "outer/inner" for nested Mixtures; "" without a Mixture."""
     skipped: Mapping[str, int] = {}
-    """Number of samples, by source, that layers left out between the shard's previous sample and this one."""
+    """Number of samples, by source, that layers left out between the previous sample of the shard and this one."""
     parts: tuple[tuple[str, int], ...] = ()
     """Pairs (source, number of tokens) of the documents in a packed line; empty for any other sample."""
 
     def within(self, name: str) -> Origin:
-        """Return this origin with `name`, the name of a source of an outer Mixture, before its own source's name."""
+        """Return this origin with "`name`/" before the names of its sources. `name`: name that an outer Mixture has for
+        the source that contains these."""
         if not (self.source or self.skipped or self.parts):
             return Origin(name)
 
@@ -70,33 +72,35 @@ class Origin(NamedTuple):
         return Origin(inner(self.source), skipped, tuple((inner(source), size) for source, size in self.parts))
 
     def after(self, left_out: Mapping[str, int]) -> Origin:
-        """Return this origin with `left_out`, numbers of samples by source, added to the samples that were left out
-        before."""
+        """Return this origin with `left_out` added to its counts of left-out samples. `left_out`: number of samples
+        that a layer left out just before this one, by source."""
         return self._replace(skipped=summed(self.skipped, left_out)) if left_out else self
 
     def leaving_out(self, left_out: Mapping[str, int]) -> dict[str, int]:
-        """Return the numbers of samples, by source, that are left out if this origin's sample is left out, too:
-        `left_out`, plus the samples left out before this sample, plus this sample."""
+        """Return the number of left-out samples, by source, after a layer has left out this origin's sample, too: the
+        sum of `left_out`, of this origin's own counts, and of 1 for the sample. `left_out`: number of samples that the
+        layer left out just before this one, by source."""
         return summed(left_out, summed(self.skipped, {self.source: 1}))
 
 
 NOWHERE = Origin()
+"""Origin of a sample that comes from no Mixture, and before which no sample was left out."""
 
 
 def cursor_origin(cursor: Any) -> Origin:
-    """Return the origin of the sample that a cursor returned last; NOWHERE if the cursor has no origins."""
+    """Return the origin of the sample that a cursor returned last; NOWHERE if the cursor has no attribute `origin`."""
     found = getattr(cursor, "origin", NOWHERE)
     return found if isinstance(found, Origin) else NOWHERE
 
 
 def is_traced(cursor: Any) -> bool:
-    """Return True if the samples of a cursor may have different origins. A layer that reorders samples must then keep
-    the origin of each."""
+    """Return True if a cursor is traced: its samples may have different origins. A layer that changes the order of
+    samples must then keep the origin of each."""
     return getattr(cursor, "traced", False) is True
 
 
 def summed(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-    """Return, for each name in one of two dicts of counts, the sum of its counts."""
+    """Return the sum of two dicts of counts, name by name. A name that is missing in one of them counts 0 there."""
     return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
 
 
@@ -107,8 +111,8 @@ class Cursor(Iterator[Any], Protocol):
         """Skip `count` samples, or all remaining ones if there are fewer. Return the number of skipped samples."""
 
     def saved_position(self) -> SavedPosition:
-        """Return the cursor's position in the form in which states contain it. `ShardedSource.open` with this value
-        continues at the next sample."""
+        """Return the cursor's position as a value that states can contain. A cursor that `ShardedSource.open` returns
+        for this value continues with the next sample."""
 
     def close(self) -> None:
         """Close the files that the cursor has open. May be called twice."""

@@ -1,12 +1,13 @@
-"""Runs of consecutive samples, which cursors hand out in one call.
+"""Runs of samples: several consecutive samples of a shard that a cursor returns in one call. (A training run is not
+meant in this module.)
 
-A call for each sample through each layer takes several microseconds. So a cursor may have a method `take(count)` that
-returns a run: up to `count` samples, with a function that gives the saved position before each of them. A layer that
+A call for each sample through each layer takes several microseconds. So a cursor may have a method `take(count)`. It
+returns a `Run`: up to `count` samples, with a function that gives the saved position before each of them. A layer that
 takes more samples than it uses at once, such as Packed, needs these positions for its own saved position.
 
-A cursor can only have `take` if the positions between its samples are known after the samples were read. A stream of
-user code has to be asked before each sample, so its cursor has `__next__` alone, and the function `take` makes runs of
-one sample of it. A cursor that has `take` gets its `__next__` from RunCursor.
+Not every cursor can have `take`. The state of an iterable from user code must be taken before its next sample is read,
+so its cursor has only `__next__`. The function `take` below accepts all cursors, and returns runs of one sample for
+such a cursor. A cursor with `take` gets its `__next__` from RunCursor.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ def _no_position(number: int) -> SavedPosition:
 
 
 class Run(NamedTuple):
-    """Consecutive samples of a shard."""
+    """Several consecutive samples of a shard, as `take` returns them. They are numbered from 0."""
 
     samples: Iterable[Any] = ()
-    """Samples, to be iterated once, before the cursor is used again. User code may run for each of them; if that
-    fails, the samples before are valid, and the cursor must be closed."""
+    """Samples, to be iterated once, before the cursor is used again. Each may be made by user code when the iteration
+    reaches it. If that fails, the samples before it are valid, and the cursor must be closed."""
     size: int = 0
     """Number of samples; 0 only at the end of the shard."""
     position: Callable[[int], SavedPosition] = _no_position
-    """Function from n to the saved position before sample n, for 0 < n < size. The positions before the first sample
-    and after the last one are those of the cursor before and after the call of `take`."""
+    """Function from n to the saved position before sample n, for 0 < n < size. For the positions before the first and
+    after the last sample, call the cursor's `saved_position` before and after `take`."""
     origins: Sequence[Origin] = ()
-    """Origin of each sample; empty if all are NOWHERE."""
+    """Origin of each sample; empty if no sample has one."""
     continues: Sequence[bool] = ()
-    """For each sample True if it is a piece of a Chunked that continues the document of the piece before; empty if none
-    does."""
+    """For each sample, True if it is a piece of a Chunked that continues the piece before it; empty if none is."""
     tokens: tuple[Ints, Sequence[int]] | None = None
-    """Samples once more, if they are pieces of a Chunked: an int64 array with all of them one after the other, and
-    their sizes. None for other samples."""
+    """Tokens of all samples, if they are pieces of a Chunked, for layers that need no separate tensors: an int64 array
+    with the tokens one after the other, and the number of tokens of each piece. None for other samples."""
 
 
 class RunCursor:
-    """Base class of cursors that have `take`. Not an abstract class, because isinstance() of one takes longer."""
+    """Base class of cursors that have `take`. It is not an `abc.ABC`, because isinstance() is slower for such
+    classes."""
 
     origin: Origin = NOWHERE
     """Origin of the sample that `next` returned last."""
@@ -68,7 +69,8 @@ class RunCursor:
 
 
 def take(cursor: Cursor, count: int) -> Run:
-    """Return the next samples of any cursor, as RunCursor.take does."""
+    """Return the next samples of any cursor as a run, of at most `count` samples. For a cursor without `take` the run
+    has only one."""
     if isinstance(cursor, RunCursor):
         return cursor.take(count)
     for sample in cursor:
@@ -78,8 +80,9 @@ def take(cursor: Cursor, count: int) -> Run:
 
 
 def take_with_positions(cursor: Cursor, count: int) -> Run:
-    """Return the next samples of any cursor as a run of more than one. For a cursor without `take` a position is saved
-    before each sample, so this is for callers that need all positions."""
+    """Return the next samples of any cursor as a run, of at most `count` samples. From a cursor without `take`, the
+    samples are read one by one, and the saved position is taken before each. That is slow, so use this function only if
+    all positions are needed."""
     if isinstance(cursor, RunCursor):
         return cursor.take(count)
     positions: list[SavedPosition] = []
@@ -105,7 +108,7 @@ def take_with_positions(cursor: Cursor, count: int) -> Run:
 
 
 def _then(samples: Sequence[Any], error: Exception | None) -> Iterator[Any]:
-    """Yield samples, and raise the error of the sample after them, if there is one."""
+    """Yield samples, and then raise `error`, which the sample after them raised; None: no error."""
     yield from samples
     if error is not None:
         raise error

@@ -1,11 +1,13 @@
-"""Cursors that read the shards of one epoch on demand, and the state of each cursor, which goes into saved states.
+"""Cursors that read the shards of one epoch, and the cursor states that a loader's state contains.
 
-A cursor state consists of the index of a sample and the cursor's saved position before that sample. A cursor state may
-lie before the position of the whole state, because a resume skips the samples between the two, but must not lie beyond
-it. This has two consequences. Positions of cursors are saved only when a state is saved, and only of shards that were
-read since the last save. When samples of later batches are read ahead, the cursor state from before is kept.
+The cursor state of a shard is a pair: the index of a sample, and the cursor's saved position before this sample. It may
+be older than the loader's state that contains it, because a resume skips the samples between the two. It must not be
+newer. Therefore:
 
-Samples are kept until their batch was yielded: if reading or collating fails, the same batch can be made again.
+- Cursor states are taken only when a loader's state is saved, and only of shards that were read since the last save.
+- Before samples of later batches are read ahead from a shard, its cursor state is taken and kept.
+
+Samples are kept until their batch was yielded. If reading or collating fails, the same batch can be made again.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ __all__ = ["CursorStates", "HeldSample", "ShardReaders"]
 
 @dataclass
 class CursorStates:
-    """Cursor states of shards (for each shard the index of a sample, and a saved position before it), stored in two
-    dicts: a thousand states take 20 us to build, and 200 us as separate objects."""
+    """Cursor states of several shards: for each shard the index of a sample, and the cursor's saved position before it.
+    They are stored in two dicts, because a thousand states then take 20 us to build, and 200 us as separate objects."""
 
     indices: dict[int, int] = field(default_factory=dict)
     saved: dict[int, SavedPosition] = field(default_factory=dict)
@@ -56,15 +58,16 @@ class CursorStates:
 
 
 class HeldSample(NamedTuple):
-    """Sample that was read for a batch, and is kept until the batch was yielded."""
+    """Sample that was read for a batch, and is kept until the batch has been yielded."""
 
     sample: Any
     key: str | None = None
     """Restore key of the sample; None without restore keys."""
     origins: Sequence[Origin] = ()
-    """Origins of the run of samples with which it was read; empty if all are NOWHERE."""
+    """Origins of all samples that one call of the cursor's `take` read, this sample among them; empty if they have
+    none."""
     number: int = 0
-    """Number of the sample in this run."""
+    """Index of this sample among the samples of that call."""
 
     @property
     def origin(self) -> Origin:
@@ -87,58 +90,59 @@ class ShardReaders:
         """
         Args:
             source: source whose shards are read.
-            epoch, seed: arguments for `source.open`.
-            states: cursor states at which the shards are opened.
-            position_of: function from a shard to the function that gives its samples' positions; None: the shards are
-                read round robin.
-            key: function from (shard, index, saved position before the sample) to the restore key that `get` returns
-                with the sample; None: samples get no keys.
+            epoch, seed: arguments with which `source.open` is called.
+            states: cursor states at which the shards are opened. A shard without one is opened at its beginning.
+            position_of: function from a shard's number to the argument `position_of` with which `source.open` is
+                called;
+                None: None, which means that the shards are read round robin.
+            key: function from (shard, index, saved position before the sample) to the sample's restore key, which `get`
+                returns with the sample; None: samples have no keys.
         """
         self._source, self._epoch, self._seed, self._position_of, self._key = source, epoch, seed, position_of, key
         self._cursors: dict[int, Cursor] = {}
         self._at: dict[int, int] = {}
-        """Index of the next sample that each shard's cursor returns, by shard."""
+        """Index of the sample that each shard's cursor returns next, by the shard's number."""
         self._latest = -1
         """Number of the shard that was read last; -1 if no shard was read yet."""
         self._states = states.copy()
         self._touched: set[int] = set()
         """Numbers of the shards that were read since their cursor states in `_states` were saved."""
         self._ahead: dict[int, tuple[int, SavedPosition]] = {}
-        """Cursor states to save for shards from which samples of later batches have been read: their states before that
-        reading."""
+        """Cursor states of the shards from which samples of later batches were read ahead, taken before that. `states`
+        returns them, because the present ones are newer than the position."""
         self._held: dict[tuple[int, int], HeldSample] = {}
         self._second: dict[int, tuple[Cursor, int]] = {}
-        """(cursor, index of its next sample) of each shard that a second cursor reads again from the epoch's beginning,
-        to pad a batch."""
+        """Second cursor of a shard and the index of its next sample, by the shard's number. It reads samples of the
+        epoch's beginning again, to pad the last batch."""
 
     def get(self, shard: int, index: int, *, again: bool = False, following: int = 0) -> HeldSample:
-        """Return a sample with its restore key and origin.
+        """Return sample `index` of a shard, with its restore key and origin.
 
         Args:
-            again: True if the sample is a repetition in this epoch.
-            following: number of the shard's next samples that will be asked for after this one.
+            again: True if the sample pads a batch, so that it was in this epoch before.
+            following: number of directly following samples of the shard that will be asked for, too. They may be read
+                in the same call.
 
         Raises DatasetError if the shard ends before the sample.
         """
         if not (self._find_again(shard, index) if again else self.find(shard, index, following)):
             raise DatasetError(
-                f"shard {shard} of {self._source.num_shards} must have sample {index} in epoch {self._epoch}, but "
-                "ended before: "
+                f"shard {shard} of {self._source.num_shards} must have sample {index} in epoch {self._epoch}, because "
                 + ("the source is endless" if self._source.endless else "lengths() of the source reported more samples")
-                + ". Use the data with which the run began, which may have changed"
+                + ", but ended before. Use the data with which the run began; they may have changed"
             )
         return self._held[shard, index]
 
     def find(self, shard: int, index: int, following: int = 0) -> bool:
-        """Read a sample, perhaps with some of the `following` ones, and keep them for `get`; return False if the shard
-        ends before the sample."""
+        """Read sample `index` of a shard, and keep it for `get`. Up to `following` of the samples after it may be read
+        and kept, too. Return False if the shard ends before the sample."""
         if (shard, index) in self._held:
             return True
         reached = self.reach(shard, index)
         if reached > index:
             raise StateCorruptError(
-                f"the state is damaged: the saved position of shard {shard} must be at most its next sample, {index}, "
-                f"got {reached}. Load an older state"
+                f"the state is damaged: the saved position of shard {shard} must not lie beyond its next sample, "
+                f"number {index}, got number {reached}. Load an older state"
             )
         return reached == index and self._read(shard, index, self._cursors[shard], 1 + following)
 
@@ -157,19 +161,20 @@ class ShardReaders:
         return at
 
     def look_ahead(self, shard: int) -> None:
-        """Keep a shard's present cursor state for `states`. Call this method before samples of later batches are read
-        from the shard."""
+        """Keep a shard's present cursor state, which `states` then returns for the shard. Call this method before
+        samples of later batches are read from the shard."""
         if shard not in self._ahead:
             cursor = self._open(shard)
             self._ahead[shard] = self._at[shard], cursor.saved_position()
 
     def begin(self) -> None:
-        """Begin the next batch: drop the cursor states that `look_ahead` kept, because they are older now."""
+        """Begin the next batch: drop the cursor states that `look_ahead` kept for the batch before, so that `states`
+        returns newer ones."""
         self._touched.update(self._ahead)
         self._ahead.clear()
 
     def done(self) -> None:
-        """Drop the samples of the batch that was yielded."""
+        """Drop the samples of the batch that was yielded. Samples that were read ahead for later batches are kept."""
         for cursor, _ in self._second.values():
             cursor.close()
         self._second.clear()
@@ -177,8 +182,8 @@ class ShardReaders:
         self._held = {at: found for at, found in self._held.items() if at[0] in ahead and at[1] >= ahead[at[0]][0]}
 
     def states(self, *, up_to_date: bool) -> CursorStates:
-        """Return the cursor states of all shards. With `up_to_date` they are saved now, after the last yielded batch;
-        otherwise some may be older."""
+        """Return the cursor states of all shards that were read. `up_to_date`: True: take the present states of the
+        cursors, which is possible only between two batches; False: return the states that were taken last."""
         if up_to_date:
             for shard in self._touched:
                 if shard in self._ahead:
@@ -228,7 +233,8 @@ class ShardReaders:
         return size > 0
 
     def _hold(self, shard: int, index: int, cursor: Cursor, count: int) -> int:
-        """Take a run of samples, and keep it for `get`. Returns the number of samples."""
+        """Read up to `count` samples from a cursor whose next sample is `index`, and keep them for `get`. Return the
+        number of samples that were read."""
         key = self._key
         before = cursor.saved_position() if key is not None else None
         if count == 1:
@@ -246,8 +252,8 @@ class ShardReaders:
         return run.size
 
     def _drop(self, shard: int) -> None:
-        """Close the cursor of a shard after an error, because it may not be at the right sample. The shard is opened
-        again from its last cursor state."""
+        """Close the cursor of a shard after an error, because the cursor may not be at the right sample. The next read
+        opens the shard at the cursor state that was taken last."""
         self._cursors.pop(shard).close()
 
     def _find_again(self, shard: int, index: int) -> bool:

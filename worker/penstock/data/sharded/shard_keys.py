@@ -1,10 +1,10 @@
-"""Restore keys: texts with the place of a sample, and with the saved position from which to read it again.
+"""Restore keys of a ShardLoader. A restore key is a text in a batch, by which one sample can be read again:
 
     epoch.shard.index.order.more
 
-`order` is a digest of everything that decides the order. `more` is an encoded state (penstock.proto.state.codec) in
-base64. The state contains the cursor's saved position before the sample, unless that is large, and for an endless
-source the block, which determines the sample's position.
+`order` is a digest of everything that decides the order of samples. `more` is a dict, encoded by
+penstock.proto.state.codec and base64. It contains the cursor's saved position before the sample, unless this is large,
+and for an endless source the block size, from which the sample's position is computed.
 
 A key is part of its batch. A batch that is made again, for example by another worker after the first one died, must be
 identical to the bit. So a key depends only on the sample's position, and not on when a stream's state was taken.
@@ -29,53 +29,56 @@ from penstock.proto.state.codec import decode_state, encode_state
 __all__ = ["KeyStage", "SampleKey", "as_made_before", "digest_of"]
 
 LARGEST = 4096
-"""Largest size in bytes of an encoded saved position in a key. A key leaves a larger one out; the sample is then found
-by skipping from the shard's beginning."""
+"""Largest size of an encoded saved position in a key, in bytes. A larger one is left out of the key, and the sample is
+found by skipping all samples before it in the shard."""
 
 
 @dataclass(frozen=True)
 class KeyStage:
-    """Stage of an order: the part between two changes of a mixture's weights that were ordered in mid-run.
+    """Stage of an epoch: the samples from one change of the mixture's weights by `penstock mix` to the next change.
 
-    A key must not depend on changes that come after its sample, because the sample may have been delivered before they
-    were ordered.
+    The key of a sample depends on its stage, and not on changes after the sample: the sample may have been delivered
+    before such a change was ordered, and its key must stay the same.
     """
 
     position: int
     """Position of the stage's first sample in the stream."""
     source: ShardedSource
-    """Source with the changes of weights up to the stage's beginning."""
+    """Source with those changes of weights that begin before the stage or with it."""
     order: str
-    """Digest of the order with the changes of weights up to the stage's beginning."""
+    """Digest of the order with those changes of weights that begin before the stage or with it."""
     sources: int
     """Number of sources that the mixture has in this stage."""
-    pieces: bool
-    """True if the mixture's saved positions in this stage contain a piece (mixture_order.Piece), because its weights
-    change."""
+    phases: bool
+    """True if the mixture's saved positions in this stage contain a phase (see mixture_order.Phase), because its
+    weights change with the position."""
 
 
 def as_made_before(saved: SavedPosition, stage: KeyStage) -> SavedPosition:
-    """Return a saved position as a loader would make it that knows only the changes up to this stage."""
+    """Return `saved`, a saved position of the source with all changes of weights, in the form that it would have
+    without the changes after `stage`."""
     if not isinstance(saved, Mapping):
         return saved
     if "sources" not in saved:
         return {**saved, "source": as_made_before(saved["source"], stage)} if "source" in saved else saved
-    found = {name: value for name, value in saved.items() if name != "piece" or stage.pieces}
+    found = {name: value for name, value in saved.items() if name != "piece" or stage.phases}
     return {name: value[: stage.sources] if name in ("sources", "given") else value for name, value in found.items()}
 
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Content of a restore key: the place of a sample, and where to begin to read it again."""
+    """Content of a restore key: the sample's place (epoch, shard, index in the shard), and from where to read to get
+    there."""
 
     epoch: int
     shard: int
     index: int
     order: str
     at: int
-    """Index of the sample at which reading begins: the key's own sample if the key has a saved position, otherwise
-    0."""
+    """Index of the sample at which the cursor is opened: `index` if the key contains a saved position, otherwise 0. The
+    samples from there to `index` are skipped."""
     saved: SavedPosition | None
+    """Saved position at which the cursor is opened; None: the shard's beginning."""
     block: int | None
     """Block size of an endless source's order; None for a finite source."""
 
@@ -111,6 +114,7 @@ class SampleKey:
 
 
 def digest_of(order: Mapping[str, Any]) -> str:
-    """Return a digest of a loader's order: of everything that decides which sample stands at an index of a shard."""
+    """Return a digest of `order`, a description of a loader's order. What does not decide which sample is at an index
+    of a shard (`tail`) is left out."""
     decisive = {name: value for name, value in order.items() if name != "tail"}
     return xxhash.xxh3_64_hexdigest(json.dumps(decisive, sort_keys=True).encode())

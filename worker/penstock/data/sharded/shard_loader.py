@@ -131,8 +131,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
             counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
             balance: distribution of the rows of a step to the boxes by cost, see Balance; None: rows are assigned in
-                turn. For LogicalShards of pieces with lengths, and Mapped or Repeated on it. A cost is that of a
-                record, by its number over all pieces. A box reads shards of other boxes' partitions too.
+                turn. For LogicalShards of pieces with lengths, and Mapped or Repeated on it. Costs are given for each
+                record, in the order of the pieces. A box then reads shards of other boxes' partitions too.
             rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
@@ -150,8 +150,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._code = source
         """Source as the user's code made it, without the changes of its mixture's weights that an operator ordered."""
         self._changes: list[MixtureChange] = []
-        """Changes of weights that an operator ordered (mixture_changes.py). `_present`: those of the present epoch.
-        `_history`: those that states list. `_assigned`: those that the coordinator gave."""
+        """Changes of weights that an operator ordered (mixture_changes.py). `_present`: those that apply in the present
+        epoch. `_history`: those that saved states will list. `_assigned`: those that the coordinator sent."""
         self._present: list[MixtureChange] = []
         self._history: list[MixtureChange] = []
         self._assigned: list[MixtureChange] = []
@@ -196,7 +196,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._at_position = True
         """True if the next iteration begins at `_begun`; False if it begins the epoch after that of `_begun`."""
         self._share: WorkerShare | None = None
-        """Batches of this worker in the epoch in progress. An iterator over an older share has ended."""
+        """Batches that this worker makes in the epoch in progress; None between epochs. Earlier iterators end."""
         lengths = None if source.endless else source.lengths(0)
         self._counts.set_shares(wanted_shares(source))
         counts = self._counts.tally is not None  # counting needs the samples between two states
@@ -261,7 +261,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         on, without balance and with it. No sample is read. Raises InvalidArgumentError for a loader without
         `balance`."""
         if self._balance is None:
-            raise InvalidArgumentError("imbalance() needs costs. Pass balance=Balance(cost, report=True)")
+            raise InvalidArgumentError("imbalance() needs costs of records. Pass balance=Balance(cost, report=True)")
         whole = self._fixed_order.repartitioned(self._begun, self._topology(), first=0)
         return self._plan.imbalance(whole, at_least_one("steps", steps))
 
@@ -293,12 +293,11 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     @staticmethod
     def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return a worker's state after `batches` more of its batches in the same epoch. The cursor states in it stay
-        unchanged: a resume skips the samples between them and the new position. No user code runs.
+        """Return the state that a worker has when it has made `batches` more batches in the same epoch. No user code
+        runs. The saved positions in the state stay the same: a resume skips the samples from there.
 
-        The attribute is None if the source is finite with unknown lengths, because the position cannot be computed; and
-        if the source draws from the process's random generators, because the state would have to contain the
-        generators' states.
+        The attribute is None if that is impossible: with `counts` or `balance`, if the lengths of a finite source are
+        unknown, and if the source draws from the process's random generators, whose states would be needed.
         """
         return {**state_dict, "done": OrderProgress.parsed(state_dict).done + batches}
 
@@ -307,8 +306,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         any topology. Any other state fits only the numbers of boxes and workers with which it was saved.
 
         Raises:
-            StateMismatchError: the state belongs to another order (strict=False: a warning, if the orders are similar),
-                or to one of several workers of another topology.
+            StateMismatchError: the state belongs to another order of samples (strict=False: only a warning, if the
+                number of shards and `partitions` are the same), or to one of several workers of another topology.
             StateCorruptError, StateVersionError: the state cannot be read.
         """
         self._check_order(state_dict, strict=strict)
@@ -341,7 +340,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._check_order(aggregated, strict=strict)
         if "others" not in aggregated:
             raise StateMismatchError(
-                "the state must come from aggregate_state_dict, got the state of one worker. Aggregate all states"
+                "the state must come from aggregate_state_dict, got the state of one worker. Pass the states of "
+                "all workers to aggregate_state_dict first"
             )
         return {**self._part(aggregated).state(self._order), **self._counts_part(aggregated), **self._listed()}
 
@@ -356,19 +356,21 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return self._fixed_order.with_later_weights(state, self._order, self._identity.turn)
 
     def _stages(self, epoch: int) -> Sequence[KeyStage]:
-        """Return the stages of an epoch's order: its parts between changes of weights (see KeyStage)."""
+        """Return the stages of an epoch: its parts from one change of weights by an operator to the next."""
         changes = in_epoch(self._changes, epoch)
         if changes == self._present:
             return self._plan.stages
         return stages_of(self._code, changes, self._load_source, self._order)
 
-    # ---- weights that an operator changes in mid-run
+    # ---- weights that an operator changes during a run (penstock mix)
 
     def change_mixture(self, changes: Sequence[Mapping[str, Any]], load: LoadSource) -> None:
-        """Apply changes of the uppermost mixture's weights that an operator ordered. Called before a state is loaded.
+        """Apply changes of the uppermost mixture's weights that an operator ordered. Call this before a state is
+        loaded.
 
-        changes: entries of a state, in the order in which they were made. load: calls the function with a name
-        ("module:function") and returns its result, a source. Raises InvalidArgumentError if the changes do not fit.
+        changes: dicts as `MixtureChange.plain` returns them, in the order in which they were ordered. load: function
+        from a name ("module:function") to the source that this function of the user returns. Raises
+        InvalidArgumentError if the changes do not fit the mixture.
         """
         self._assigned, self._load_source = [MixtureChange.parsed(change) for change in changes], cache(load)
         self._history = self._assigned
@@ -383,13 +385,13 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         added: Mapping[str, str],
         retired: Sequence[str],
     ) -> tuple[str, tuple[int, int], dict[str, int], dict[str, float], dict[str, float]]:
-        """Try a change of the mixture's weights. Return the digest of the order with the change, the (epoch, position)
-        at which it begins, the weights of all sources from there on as whole numbers, and the sources' shares before
-        and after it. The loader itself changes, and must not be used afterwards.
+        """Try a change of the mixture's weights that an operator orders. Do not use the loader afterwards. Return the
+        digest of the order with the change; the (epoch, position) at which it begins; and, by the sources' names, their
+        new weights as whole numbers, their shares before the change, and their shares after it.
 
-        steps: number of global batches before the change, from the state, or from the beginning of its epoch. epochs:
-        number of epochs that the run has begun since the state. state: aggregated state from which the run began; None:
-        it began at the data's beginning. weights, added, retired: see `new_parts`.
+        steps: number of global batches from `state` to the change; if `epochs` is not 0, from its epoch's beginning.
+        epochs: number of epochs that the run has begun since `state`. state: aggregated state from which the run began;
+        None: it began at the data's beginning. weights, added, retired: see `new_parts`.
 
         Raises InvalidArgumentError or StateMismatchError for an impossible change.
         """
@@ -420,16 +422,16 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             seeded(partial(self._collate, [held.sample for held in samples]), self._seed, 0)
 
     def _use(self, changes: list[MixtureChange], epoch: int) -> None:
-        """Set the changes of weights to apply, and go to the beginning of an epoch, unless this epoch's changes are
-        applied now."""
+        """Set the changes of weights. If those that apply in `epoch` are others than those that apply now, make the
+        source with them, and go to its first position."""
         self._changes, present = changes, in_epoch(changes, epoch)
         if present != self._present:
             source, self._present = changed(self._code, present, self._load_source), present
             self._read(source)
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Apply the changes that a state lists, and later ones of the run. If the user's code itself has the weights of
-        the changes before the state, apply only the later ones."""
+        """Apply the changes that a state lists, and those of the run that begin later. If the user's code already has
+        the weights of all changes before the state's position (in a Schedule), apply only the later ones."""
         reached = self._fixed_order.reached(state, self._identity.turn) if self.source.endless else (0, 0)
         changes = self._history = merged(listed(state), self._assigned, reached)
         later = still_to_come(changes, reached)
@@ -472,7 +474,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle: the position, without open shards. The copy's next iteration begins the
-        epoch after it."""
+        epoch after that of the position."""
         if self._share is None:
             return self.__dict__.copy()
         return {**self.__dict__, "_begun": self._share.position(), "_share": None}
@@ -495,9 +497,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._move_to(ShardedPosition(OrderProgress(epoch, 0, 0, self._topology()), endless_order=endless_order))
 
     def _begin(self) -> WorkerShare:
-        """Open this worker's batches of the epoch at the loader's position, and return them. The position is adapted to
-        the topology first: a worker process of a torch DataLoader has a copy of a loader that was made, and perhaps
-        loaded, in the parent process."""
+        """Return the batches that this worker makes from the loader's position on. If the topology is another one than
+        that of the position, adapt the position first: a worker process of a torch DataLoader has a copy of a loader
+        that was made in the parent process, before it was known that several processes share the batches."""
         progress, topology = self._begun.progress, self._topology()
         if progress.topology != topology:
             if progress.done and progress.topology.workers > 1:
@@ -511,7 +513,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return self._share
 
     def _want(self) -> None:
-        """Tell the counts which shares the mixtures want at the present position, if these change with it."""
+        """Set the shares of the sources at the present position, for comparison with the counts, if they change."""
         latest = self._share.latest() if self._wants_change and self._share is not None else None
         if latest is not None:
             shard, saved = latest
@@ -521,7 +523,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             )
 
     def _make(self, samples: list[HeldSample]) -> tuple[Any, dict[Group, Row]]:
-        """Return the batch of these samples, and how many samples of each source and key it has."""
+        """Return the batch of these samples, and its number of samples by source and key (empty without `counts`)."""
         assert self._share is not None
         values = [held.sample for held in samples]
         counted = {} if self._counts.counter is None else counted_samples(self._counts.counter, samples)

@@ -1,11 +1,15 @@
-"""States of a worker in a sharded source's order; aggregation and deaggregation of all workers' states.
+"""States of a ShardLoader: of one worker, and the aggregated state of all workers.
 
-Besides the integers of ordering/order_states.py, a state has the cursor states of the worker's shards (for each shard
-the index of a sample, and a saved position before it: shard_cursors.py), and properties of the source that were found
-by reading: for a finite source with unknown lengths which shards have ended, for an endless one the block of its order
-(endless_order.py). The integers alone determine which samples were delivered; cursor states only save reading these
-samples again. So an aggregated state takes, for each shard, the furthest cursor state of any worker that does not lie
-beyond the aggregated position.
+A state contains:
+
+- the progress, a few integers (ordering/order_states.py), which determine which samples were delivered;
+- for a finite source with unknown lengths, the lengths of the shards whose ends were found by reading;
+- for an endless source, the block size of its order (endless_order.py);
+- cursor states: for each shard that the worker reads, the index of a sample and the cursor's saved position before this
+  sample (shard_cursors.py). They only save a resume from reading the samples before it again.
+
+A cursor state must not lie beyond the position of its state, because a cursor cannot go back. So an aggregated state
+takes, for each shard, the furthest cursor state of all workers that does not lie beyond the aggregated position.
 """
 
 from __future__ import annotations
@@ -47,12 +51,12 @@ NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 KIND = ("a ShardLoader", "shards")
 """Arguments of `check_format` for states of a ShardLoader: the loader's name for errors, and the name of an entry that
-only its states have."""
+no other loader's states have."""
 
 
 TurnOf = Callable[[int], WorkerTurn]
-"""Function that returns which of a box's batches one certain worker makes (its turn). The argument is the number of the
-worker that makes the box's first batch."""
+"""Function that returns which of its box's batches this worker makes. The argument is the number, in the box, of the
+worker that makes the first batch after the position from which progress is counted (`OrderProgress.first`)."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +64,19 @@ class ShardedPosition:
     """Position of one worker, or of all workers together, in the order of a source in logical shards."""
 
     progress: OrderProgress
-    """Number of batches made since a position `start`: in the epoch of a finite source, or in the stream of an endless
-    one."""
+    """Epoch, and number of batches made since a position `start`. Positions count the samples from the beginning of the
+    epoch, or for an endless source of the stream."""
     cursors: CursorStates = field(default_factory=CursorStates)
+    """Cursor states of the shards that were read."""
     ended: Mapping[int, int] = field(default_factory=dict)
     """Number of samples in each shard whose end was found by reading, by the shard's number."""
     endless_order: EndlessOrder | None = None
     """Order of the samples, if the source is endless; None for a finite source."""
 
     def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the position as a state. The cursor states are stored as lists, one for each field, because a thousand
-        of them then take 60 us to encode, and 740 us one by one."""
+        """Return the position as a state. `order`: description of the order, which becomes part of the state. The
+        cursor states are stored as three lists, because a thousand of them then take 60 us to encode, and 740 us as
+        separate dicts."""
         indices, saved = self.cursors.columns
         more: dict[str, Any] = {
             "shards": list(indices),
@@ -86,8 +92,8 @@ class ShardedPosition:
 
 @dataclass(frozen=True)
 class FixedOrder:
-    """Settings that decide the order and stay the same in a whole run. The methods convert between states and
-    positions."""
+    """Source and settings that decide the order of samples, and stay the same in a whole run. The methods convert
+    between states and positions."""
 
     source: ShardedSource
     partitions: int
@@ -97,8 +103,9 @@ class FixedOrder:
     global batch size with which the run begins."""
 
     def round_robin(self, epoch: int, ended: Mapping[int, int]) -> RoundRobin:
-        """Return the order of an epoch of a finite source, made from the lengths of shards that the source reports. If
-        it reports none, the order is made from `ended`: lengths found by reading, by shard."""
+        """Return the order of an epoch of a finite source. It is made from the lengths of shards that the source
+        reports, or if the source reports none, from `ended`: the lengths that were found by reading, by the shard's
+        number."""
         lengths = self.source.lengths(epoch)
         if lengths is not None and len(lengths) != self.source.num_shards:
             raise DatasetError(
@@ -188,13 +195,14 @@ class FixedOrder:
     def part(
         self, state: Mapping[str, Any], number: int, workers: int, topology: Topology
     ) -> tuple[ShardedPosition, bool]:
-        """Return the position at which one worker starts in a topology, from an aggregated state; and True if the
-        number of boxes or workers has changed. The caller then skips an epoch that has no batch left.
+        """Return the position at which one worker starts when a run resumes from an aggregated state; and True if the
+        number of boxes or workers has changed. The caller must then check whether the epoch has a batch left after this
+        position, and go to the next epoch if it has none.
 
         Args:
             state: the aggregated state.
             number: global_worker_id of the worker.
-            workers: number of all workers, `number` included.
+            workers: number of all workers of all boxes.
             topology: topology on which the run resumes.
         """
         whole = self.read(state)
@@ -209,7 +217,7 @@ class FixedOrder:
         return self.repartitioned(whole, topology, first=first), not same
 
     def repartitioned(self, whole: ShardedPosition, topology: Topology, *, first: int) -> ShardedPosition:
-        """Return the position from which the workers of a topology share the rest of the epoch.
+        """Return the position from which the workers of another topology share the rest of the epoch.
 
         Args:
             whole: position of all workers together.
@@ -224,9 +232,9 @@ class FixedOrder:
         return replace(whole, progress=OrderProgress(epoch, start, 0, topology, first), endless_order=endless_order)
 
     def with_later_weights(self, state: Mapping[str, Any], order: Mapping[str, Any], turn: TurnOf) -> Mapping[str, Any]:
-        """Return a state of an endless source in which mixtures have their weights from `order`, the order of the
-        loader that resumes, if both orders give the same samples before the state's position. Otherwise return the
-        state unchanged. `turn`: see `reached`."""
+        """Return a state of an endless source in the form in which it can be compared with `order`, the description of
+        the order of the loader that resumes. Weights of mixtures that differ only after the state's position are
+        replaced by those of `order`; all other differences stay. See later_weights.py. `turn`: see `reached`."""
         check_format(state, *KIND)
         was = state["order"]
         if not self.source.endless or was.get("source") == order["source"] or "shards" not in was:
@@ -243,9 +251,9 @@ class FixedOrder:
         return {**state, "order": {**was, "source": source}}
 
     def reached(self, state: Mapping[str, Any], turn: TurnOf) -> tuple[int, int]:
-        """Return the epoch of a state of an endless source, and the first position in it that no worker has reached.
-        `turn`: function that returns which of the box's batches a worker makes. It is needed for the state of a single
-        worker, which counts only this worker's batches."""
+        """Return the epoch of a state of an endless source, and the first position in this epoch that no worker has
+        reached. `turn`: function that returns which batches of its box a worker makes (see TurnOf). It is used for the
+        state of a single worker, which contains only the number of this worker's batches."""
         progress = self.read(state).progress
         if "others" not in state:
             return progress.epoch, _reached(progress, turn(progress.first))
@@ -256,8 +264,8 @@ class FixedOrder:
         return max(found)
 
     def _partition(self, position: ShardedPosition) -> Partition | None:
-        """Return the division into batches of the epoch in which a position lies; None for an endless source, and while
-        lengths of shards are unknown."""
+        """Return how the rest of a position's epoch is divided into batches; None for an endless source, and while the
+        length of a shard is unknown."""
         progress = position.progress
         if position.endless_order is not None:
             return None
@@ -267,16 +275,20 @@ class FixedOrder:
         return Partition(length, progress.start, progress.topology.batch, progress.topology.boxes, self.tail)
 
     def _position(self, position: ShardedPosition) -> int:
-        """Return the position, in the epoch or stream, after all batches that are done. Other workers can share the
-        rest from there."""
+        """Return the number of samples, from the beginning of the epoch or stream, before the first batch that is not
+        done. A resume on another topology continues there."""
         progress = position.progress
         if (partition := self._partition(position)) is not None:
             return partition.position(progress.done)
         return progress.start + progress.done * progress.topology.batch
 
     def _furthest(self, whole: ShardedPosition, positions: Sequence[ShardedPosition]) -> CursorStates:
-        """Return, for each shard, the furthest cursor state that a worker has and that does not lie beyond `whole`.
-        `positions`: positions of all workers."""
+        """Return, for each shard, the furthest cursor state among all workers that does not lie beyond `whole`.
+
+        Args:
+            whole: position of all workers together.
+            positions: position of each worker, with its cursor states.
+        """
         position = self._position(whole)
         if whole.endless_order is not None:
             counts: Ints = whole.endless_order.counts(position)
@@ -291,13 +303,18 @@ class FixedOrder:
 
 
 def _after(progress: OrderProgress, batches: int) -> int:
-    """Return the position, in samples, after `batches` global batches since the progress's `start`."""
+    """Return the position `batches` global batches after the progress's `start`."""
     return progress.start + batches * progress.topology.batch
 
 
 def _reached(progress: OrderProgress, turn: WorkerTurn) -> int:
-    """Return the position after the last batch that a worker has made. If `turn` is of another number of workers than
-    the progress, return an upper bound of this position."""
+    """Return the position after the last batch that a worker has made.
+
+    Args:
+        progress: progress of the worker, in the topology with which its state was saved.
+        turn: which batches of its box the worker makes. If it is for another number of workers than the progress, the
+            result is an upper bound of the position.
+    """
     workers, done = progress.topology.workers, progress.done
     if turn.of != workers:
         return _after(progress, done * workers)
@@ -317,14 +334,16 @@ def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_state(state: Any) -> None:
-    """Raise the errors that `FixedOrder.read` raises if `state` is not a state of a ShardLoader."""
+    """Raise StateMismatchError if `state` is not a state of a ShardLoader, StateVersionError if its format has another
+    version, StateCorruptError if it is damaged."""
     check_format(state, *KIND)
 
 
 def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
-    """Raise StateMismatchError if a state is a position in another order than `order`. Without `strict` only warn, if
-    the position also exists in this order because its shards and rows are arranged in the same way. If `state` is not a
-    state, raise the errors that `FixedOrder.read` raises."""
+    """Raise StateMismatchError if a state was saved with another order of samples than `order`, the description of the
+    loader's order. With strict=False only warn about differences that leave the position meaningful: the numbers of
+    shards and partitions must be equal, and both sources must be finite or both endless. Raises the errors of
+    `check_state`, too."""
     check_format(state, *KIND)
     found = differences(state["order"], order)
     if not found:
@@ -342,8 +361,8 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
 
 
 def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
-    """Return the differences between two JSON values, `was` and `now`, by dotted path. Each difference is a text "PATH
-    was X and is Y now"."""
+    """Return the differences between two JSON values, as a dict from the path in the values, such as "source.length",
+    to a text such as "source.length was 128 and is 64 now". `path`: path of the two values themselves."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         found: dict[str, str] = {}
         for name in {**was, **now}:
@@ -369,14 +388,15 @@ def _is_list(value: Any) -> bool:
 
 
 def described(source: ShardedSource) -> Any:
-    """Return the description of a source. Raises InvalidArgumentError unless the description is a JSON value, because
-    other values may differ between processes, or change when they are saved."""
+    """Return the description of a source (see ShardedSource.described). Raises InvalidArgumentError unless it is a JSON
+    value, because other values may differ between processes, or change when they are saved."""
     found = source.described()
     try:
         json.dumps(found, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
-            f"described() of {type(source).__name__} must return a JSON value, such as a dict of texts: {error}"
+            f"described() of {type(source).__name__} must return a JSON value: {error}. Return a dict of texts, "
+            "numbers and lists"
         ) from None
     return found
 

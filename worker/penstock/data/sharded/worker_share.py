@@ -1,5 +1,5 @@
-"""Batches that one worker makes in an epoch (its share): their samples in order, and the worker's position after each
-batch."""
+"""Batches that one worker makes in an epoch (the worker's share): the samples of each batch, and the worker's position
+after it."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ __all__ = ["SharePlan", "WorkerShare"]
 
 @dataclass(frozen=True)
 class SharePlan:
-    """Settings of a worker's share of the batches that are the same in all epochs."""
+    """Settings from which a worker's share (its batches of an epoch) is made. They are the same in all epochs."""
 
     fixed_order: FixedOrder
     seed: int
     box: int
     """Number of the box (data-parallel rank) among the boxes that share a global batch."""
     stages: Sequence[KeyStage]
-    """Stages of the order (see KeyStage), with the digests that restore keys contain. There is one stage, unless
-    weights of a mixture were changed in mid-run."""
+    """Stages of the present epoch (see KeyStage), with the digests that restore keys contain. There is one stage,
+    unless weights of a mixture were changed by `penstock mix`."""
     keys: bool
     """True if samples come with restore keys."""
     balance: RowBalance | None
-    """Assignment of rows to boxes by cost; None: rows are assigned in turn."""
+    """Assignment of rows to boxes by cost; None: rows are assigned to the boxes round robin."""
 
     def opening(self, epoch: int) -> tuple[int, int]:
-        """Return the epoch and the seed with which the source is opened for an epoch of the loader. An endless source
-        is always opened in epoch 0, with another seed for each of the loader's epochs."""
+        """Return the epoch and the seed with which the source is opened for epoch `epoch` of the loader. An endless
+        source is always opened in epoch 0, with another seed for each epoch of the loader."""
         if not self.fixed_order.source.endless:
             return epoch, self.seed
         return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
@@ -66,7 +66,7 @@ class SharePlan:
         )
 
     def stream(self, position: ShardedPosition, readers: ShardReaders) -> EpochStream:
-        """Return the samples of the rest of a finite source's epoch, from a position on."""
+        """Return the rest of a finite source's epoch, from a position on, divided into batches."""
         progress = position.progress
         return EpochStream(
             self.fixed_order.round_robin(progress.epoch, position.ended),
@@ -81,7 +81,8 @@ class SharePlan:
         )
 
     def endless_rows(self, position: ShardedPosition, number: int, first: int, every: int) -> Rows:
-        """Return rows of batch number `number` of an endless source: row `first` and each `every`-th one after it."""
+        """Return rows of batch number `number` of an endless source: row `first`, and then each `every`-th row after
+        it."""
         assert position.endless_order is not None
         batch = position.progress.topology.batch
         begin = position.progress.start + number * batch
@@ -90,11 +91,13 @@ class SharePlan:
 
     def all_rows(self, position: ShardedPosition, stream: EpochStream | None, number: int) -> Rows | None:
         """Return the rows of all boxes in batch number `number`, in the order of their positions; None after the last
-        batch. `stream`: that of a finite source with known lengths."""
+        batch. `stream`: rest of the epoch of a finite source, whose lengths must be known; None: the source is
+        endless."""
         return self.endless_rows(position, number, 0, 1) if stream is None else stream.all_rows(number)
 
     def imbalance(self, position: ShardedPosition, steps: int) -> Imbalance:
-        """Return how unequal the boxes' costs are in `steps` steps from a position on, without balance and with it."""
+        """Return the mean imbalance of the boxes' costs over `steps` steps from a position on, without balance and with
+        it (see Imbalance)."""
         assert self.balance is not None
         progress, readers, found = position.progress, self.readers(position), list[tuple[float, float]]()
         stream = None if position.endless_order is not None else self.stream(position, readers)
@@ -110,7 +113,7 @@ class SharePlan:
 
     def restored(self, key: str, stages_of: Callable[[int], Sequence[KeyStage]]) -> Any:
         """Read the sample with a restore key, see ShardLoader.restore_sample. `stages_of`: function that returns the
-        stages of an epoch's order."""
+        stages of an epoch (see KeyStage), by the epoch's number."""
         found, source = SampleKey.of(key), self.fixed_order.source
         stages = {stage.order: stage for stage in stages_of(found.epoch)}
         if found.order not in stages:
@@ -133,7 +136,7 @@ class SharePlan:
         except StopIteration:
             raise DatasetError(
                 f"shard {found.shard} of epoch {found.epoch} must have the sample {found.index} of the restore key, "
-                "but ends before. Use the data from which the key was made, which may have changed"
+                "but ends before. Use the data from which the key was made; they may have changed"
             ) from None
         finally:
             cursor.close()
@@ -161,7 +164,8 @@ class SharePlan:
 
 
 def following_rows(rows: Sequence[tuple[int, int, bool]]) -> list[int]:
-    """Return, for each row of (shard, index, again), the number of rows that continue it at once in the same shard."""
+    """Return, for each row, the number of rows after it that are the next samples of the same shard, without a gap:
+    these can be read in one call. A row is a tuple (shard, index, True if the row pads the batch)."""
     counts = [0] * len(rows)
     for at in range(len(rows) - 2, -1, -1):
         (shard, index, again), following = rows[at], rows[at + 1]
@@ -179,14 +183,15 @@ class WorkerShare:
         self._readers = plan.readers(begun)
         self._stream = None if begun.endless_order is not None else plan.stream(begun, self._readers)
         self._first: tuple[int, int] | None = None
-        """(shard, index in the shard) of this box's first row in the next batch; None if the box has no row in that
-        batch."""
+        """Pair (shard, index in the shard) of this box's first row in the batch that is being made; None if the box has
+        no row in this batch."""
         self.imbalance: float | None = None
-        """Imbalance of the batch that `next` returned or skipped last; None if the loader has no `balance`."""
+        """Cost of the most expensive box divided by the mean over all boxes, for the batch that `next` returned or
+        skipped last; None if the loader has no `balance`."""
         self.rows = 0
         """Number of this box's rows in the batch that `next` returned or skipped last."""
         self._between = True
-        """True if the position is between two batches; False while a batch is made, or if making it failed."""
+        """True if the position is between two batches; False while a batch is made, and after making it has failed."""
 
     def next(self, *, read: bool = True) -> list[HeldSample] | None:
         """Return the samples of the worker's next batch with their restore keys and origins; None after the last batch.
@@ -227,13 +232,13 @@ class WorkerShare:
         ]
 
     def template(self) -> Any:
-        """Return a sample of another box in the next batch. It shows the shapes of a batch without rows, which this box
-        gets if it has no row."""
+        """Return a sample of another box from the batch that is being made, in which this box has no row. It shows
+        which shapes the tensors of this box's batch without rows must have."""
         return self._readers.get(*self._first_of_all(), again=True).sample
 
     def first_row(self) -> tuple[int, int, int]:
-        """Return the (epoch, shard, index in the shard) of this box's first row in the next batch. If the box has no
-        row, return that of the sample that `template` returns."""
+        """Return (epoch, shard, index in the shard) of this box's first row in the batch that is being made. If the box
+        has no row, return them for the sample that `template` returns."""
         shard, index = self._first or self._first_of_all()
         return self._begun.progress.epoch, int(shard), int(index)
 
@@ -256,16 +261,17 @@ class WorkerShare:
         return ShardedPosition(progress, cursors, ended, self._begun.endless_order)
 
     def latest(self) -> tuple[int, SavedPosition] | None:
-        """Return the number of a shard that was read furthest, and the saved position of its cursor; None at the data's
-        beginning."""
+        """Return the number of the shard that was read last, and the saved position of its cursor, from which the
+        present weights of a mixture are looked up. If this share has read no shard yet, use the shard of the starting
+        position whose index is largest. None at the data's beginning."""
         states = self._begun.cursors
         furthest = max(states.indices, key=lambda shard: (states.indices[shard], shard), default=None)
         return self._readers.latest() or (None if furthest is None else (furthest, states.saved[furthest]))
 
     @property
     def begun_at_end(self) -> bool:
-        """True if the worker has made no batch in this share. If there is also no batch left, the epoch had already
-        ended where the share began."""
+        """True if the worker has made no batch in this share. If `next` returns None then, the epoch had already ended
+        at the position where the share began."""
         return self._done == self._begun.progress.done
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""Mixtures from the files with which jobs of other libraries describe theirs."""
+"""Mixtures made from the blend files of Megatron-core and Megatron Energon, so that a job can keep its files."""

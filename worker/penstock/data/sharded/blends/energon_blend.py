@@ -1,4 +1,5 @@
-"""Sources and datasets of the blends that Megatron Energon describes in a metadataset file (energon_plan.py)."""
+"""Sources and datasets made from a metadataset file, in which Megatron Energon lists folders and how to mix them.
+energon_plan.py parses the file."""
 
 from __future__ import annotations
 
@@ -39,29 +40,32 @@ def energon_blend(
     storage_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Mixture | LogicalShards:
-    """Return the source of a split of a metadataset file, for training.
+    """Return a source for training, made from one split of an Energon metadataset file.
 
         loader = ShardLoader(energon_blend("blend.yaml", shards=64), batch_size=32)
 
-    A `blend` becomes an endless Mixture with the same weights, of which each source is repeated by itself.
-    `blend_epochized`, `concat` and a single folder become one finite source: an epoch has each sample of a folder as
-    many times as its repetitions say. Index each folder first, by index_folder.
+    A split of the kind `blend` becomes an endless Mixture with the same weights: a folder that is read to its end is
+    begun again, independently of the others. `blend_epochized`, `concat` and a single folder become one finite source:
+    an epoch has each sample of a folder as many times as the folder's `repetitions` say. Index each folder first, by
+    index_folder.
 
     Args:
-        path: metadataset file, or its URL.
-        split: split of the file.
+        path: path or URL of the metadataset file.
+        split: name of the split to read, such as "train".
         shards, shuffle, shuffle_block: see LogicalShards.
-        local: folder below which each remote folder has its cache, by its name; None: the user's cache folder.
-        sample_loaders: for each folder whose dataset.yaml names a `sample_loader`, the function itself, by the
-            folder's name. It gets a dict of the members of a sample's archive, and returns a dict.
-        storage_options: keyword arguments for fsspec's filesystem.
-        options: other arguments of each StreamingDataset.
+        local: folder for the caches of remote folders, each in a subfolder with the remote folder's name; None: the
+            user's cache folder.
+        sample_loaders: dict from a folder's name to a function. It must have each folder whose dataset.yaml names a
+            `sample_loader`, because code in a data folder is never run. The function gets a sample as a dict of its
+            files in the archive, and returns a dict.
+        storage_options: keyword arguments for fsspec's filesystem, for remote folders.
+        options: other keyword arguments of StreamingDataset, for each folder.
 
-    If any folder has subflavors, each sample has them as `__subflavors__`.
+    If any folder has subflavors (values that Energon adds to each sample), each sample has the field `__subflavors__`.
 
     Raises:
         InvalidArgumentError: an argument is invalid.
-        DatasetError: a file or a folder cannot be read, or has what cannot be the same here; the error says why.
+        DatasetError: a file or a folder cannot be read, or the file has a setting that Penstock does not support.
         ShardUnavailableError: a remote folder, or its index, cannot be read.
     """
     plan = _plan(path, split, storage_options)
@@ -89,8 +93,8 @@ def energon_concat(
     storage_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> torch.utils.data.ConcatDataset[dict[str, Any]]:
-    """Return the samples of a split of a metadataset file, each once, one folder after the other, for validation.
-    Weights and repetitions do not count, as in Energon.
+    """Return a dataset for validation: all samples of a split of an Energon metadataset file, each once, one folder
+    after the other. Weights and repetitions are ignored, as in Energon.
 
         loader = MapLoader(energon_concat("blend.yaml", "val"), batch_size=32)
 
@@ -103,8 +107,8 @@ def energon_concat(
 
 
 class _Member(StreamingDataset):
-    """Dataset of one prepared folder of a blend. A function loads its samples, or subflavors (Energon's word for values
-    that are added to each sample) are added to them."""
+    """Dataset of one prepared folder of a blend, whose samples are passed through the user's sample loader, or get
+    subflavors (Energon's word for values that are added to each sample), or both."""
 
     def __init__(self, *args: Any, subflavors: Mapping[str, Any] | None, loader: SampleLoader | None, **options: Any):
         super().__init__(*args, **options)
@@ -144,8 +148,8 @@ def _opened(
     unknown = [name for name in loaders if name not in known]
     if unknown:
         raise InvalidArgumentError(
-            f"sample_loaders must be of {', '.join(sorted(known))}, got {', '.join(unknown)}. Name only folders of "
-            "this blend"
+            f"sample_loaders must name folders of the blend ({', '.join(sorted(known))}), got {', '.join(unknown)}. "
+            "Correct the names"
         )
     return [_dataset(plan, member, local, loaders.get(member.name), options) for member in plan.members]
 

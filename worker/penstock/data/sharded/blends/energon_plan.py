@@ -1,5 +1,5 @@
-"""Plan of a blend, from the metadataset files of Megatron Energon: which folders it reads, and with which shares. A
-metadataset file is a YAML file that lists folders of samples.
+"""Plan of a blend: which folders it reads, and how many samples of each. It is read from a metadataset file of Megatron
+Energon, a YAML file that lists folders of samples by split.
 
     splits:                                        splits:
       train:                                         train:
@@ -8,11 +8,13 @@ metadataset file is a YAML file that lists folders of samples.
                                                      val:
                                                        path: ./coco
 
-A split is a folder (`path`), or a list of them: `blend` and `datasets` give each a weight, `blend_epochized` the number
-of times that an epoch has each of its samples, `concat` neither. A path is relative to the file that names it. It leads
-to a folder that Energon prepared, or to another such file, whose members take its place: weights and repetitions are
-multiplied, and of subflavors (Energon's word for values that are added to each sample) with the same name the outer one
-counts.
+A split is one folder (`path`), or a list of folders. Lists called `blend` and `datasets` give each folder a weight. A
+`blend_epochized` gives each folder the number of times that an epoch has each of its samples. A `concat` gives neither.
+
+A path is relative to the file that contains it. It leads to a folder that Energon prepared, or to another metadataset
+file, whose folders are then inserted there. Their weights or repetitions are multiplied by those of the entry that
+names the file. Subflavors (Energon's word for values that are added to each sample) of the entry override subflavors
+with the same name in the inner file.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["BlendMember", "BlendPlan", "read_plan"]
 
 DEEPEST = 16
-"""Largest number of metadataset files that may name each other in a chain."""
+"""Largest number of links in a chain of metadataset files of which each names the next."""
 _KINDS: Mapping[str, Kind] = {
     "datasets": "blend",
     "blend": "blend",
@@ -42,10 +44,11 @@ _REFUSED = {
     "joiner": "samples of several folders cannot be joined. Write the joined samples to archives of their own",
     "subset": "a part of a folder cannot be chosen. List the archives of the part as a split in its split.yaml",
     "aux": "files beside the archives cannot be read. Write them into the archives",
-    "dataset_config": "the index of a folder is made from dataset.yaml. Rename the file",
-    "split_config": "the index of a folder is made from split.yaml. Rename the file",
+    "dataset_config": "index_folder reads dataset.yaml. Give your file this name, and index the folder again",
+    "split_config": "index_folder reads split.yaml. Give your file this name, and index the folder again",
 }
-"""Fields of a metadataset file that would change the samples, with the reason for which each is refused."""
+"""Fields of a metadataset file that Penstock refuses: from the name of each to the end of its error message, which says
+why."""
 _DEFAULTS = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
 
 Kind = Literal["blend", "blend_epochized", "concat"]
@@ -55,16 +58,16 @@ Read = Callable[[str], bytes]
 
 @dataclass(frozen=True)
 class BlendMember:
-    """Prepared folder that a blend reads, with the split to read of it."""
+    """Folder prepared by Energon that a blend reads: its path, the name of the split to read, and its share."""
 
     path: str
     """Path of the folder, or its URL."""
     split: str
     subflavors: Mapping[str, Any]
     weight: Fraction = Fraction(1)
-    """Share of the samples, in any unit; used in a blend."""
+    """Weight of the folder in a blend, relative to the other folders' weights; unused in other kinds."""
     repetitions: int = 1
-    """Number of times that an epoch has each sample of the folder; used in an epochized blend."""
+    """Number of times that an epoch has each sample of the folder; 1 unless the kind is "blend_epochized"."""
 
     @property
     def name(self) -> str:
@@ -74,7 +77,7 @@ class BlendMember:
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """Folders that a split of a metadataset file reads (its members)."""
+    """Folders (members) to read for one split of a metadataset file, and how to combine them."""
 
     kind: Kind
     """"blend": members have weights; "blend_epochized": they have repetitions; "concat": they have neither."""
@@ -84,11 +87,11 @@ class BlendPlan:
 
 
 def read_plan(path: str, split: str, read: Read) -> BlendPlan:
-    """Return the plan of a split of a metadataset file. Raises InvalidArgumentError for an unknown split; DatasetError
-    for a file that cannot be read, or that asks for something that Penstock cannot do in the same way."""
+    """Return the plan of split `split` of the metadataset file at `path`. Raises InvalidArgumentError for an unknown
+    split; DatasetError for a file that cannot be read, or that has a setting that Penstock does not support."""
     kind, members = _Reader(read).split(path, split, {}, 0)
     if not members:
-        raise DatasetError(f"{path}: the split {split!r} must have at least one dataset, got none. Name one")
+        raise DatasetError(f"{path}: the split {split!r} must have at least one folder, got none. Add one to the file")
     return BlendPlan(kind, tuple(members), any(member.subflavors for member in members))
 
 
@@ -97,13 +100,18 @@ class _Reader:
         self._read = read
 
     def split(self, path: str, split: str, outer: Mapping[str, Any], depth: int) -> tuple[Kind, list[BlendMember]]:
-        """Return the kind and the members of split `split` in the metadataset file at `path`. `outer`: subflavors that
-        a file which names this file gives to its members; `depth`: number of files that name each other up to this
-        file."""
+        """Return the kind and the members of split `split` in the metadataset file at `path`.
+
+        Args:
+            path: path or URL of the metadataset file.
+            split: name of the split.
+            outer: subflavors that override those in this file. They come from the files that lead to this one.
+            depth: number of files that lead to this one: 0 for the file that the user names.
+        """
         if depth > DEEPEST:
             raise DatasetError(
-                f"{path}: metadataset files may name one another in a chain of at most {DEEPEST}. Remove the cycle, or "
-                "nest fewer files"
+                f"{path}: metadataset files must not name each other in a chain of more than {DEEPEST}. Remove the "
+                "cycle, or nest fewer files"
             )
         splits = self._splits(path)
         if split not in splits:
@@ -112,7 +120,7 @@ class _Reader:
             )
         content = splits[split]
         if not isinstance(content, dict):
-            raise DatasetError(f"{path}: the split {split!r} must be a mapping, got {content!r:.200}. Correct it")
+            raise DatasetError(f"{path}: the split {split!r} must be a mapping, got {content!r:.200}. Correct the file")
         listed = [key for key in _KINDS if key in content]
         if "path" in content and not listed:
             return self._member(path, content, split, outer, depth)
@@ -132,12 +140,14 @@ class _Reader:
     def _joined(
         self, path: str, kind: Kind, entries: list[dict[str, Any]], split: str, outer: Mapping[str, Any], depth: int
     ) -> list[BlendMember]:
-        """Return the members of all entries of a list in a metadataset file, with the list's weights and repetitions
-        applied."""
+        """Return the members of all `entries`, the list of a split in the metadataset file at `path`. An entry that
+        names another file gives that file's members. The entries' weights or repetitions are multiplied into them."""
         weights = [_number(path, entry, "weight") for entry in entries]
         total = sum(weights)
         if kind == "blend" and not total:
-            raise DatasetError(f"{path}: at least one weight must be above 0, got {len(weights)} of 0. Correct one")
+            raise DatasetError(
+                f"{path}: at least one weight must be above 0, got {len(weights)} weights of 0. Correct the file"
+            )
         members: list[BlendMember] = []
         for entry, weight in zip(entries, weights, strict=True):
             inner, found = self._member(path, entry, split, outer, depth)
@@ -194,7 +204,7 @@ class _Reader:
         return {str(name): value for name, value in found.items()}
 
     def _refuse(self, path: str, entry: Mapping[str, Any]) -> None:
-        """Raise DatasetError if an entry has a field with which the samples or their order could not be as in
+        """Raise DatasetError if `entry` has a setting with which Penstock could not yield the same samples as
         Energon."""
         for field, why in _REFUSED.items():
             if entry.get(field) not in (None, _DEFAULTS.get(field)):
@@ -202,15 +212,15 @@ class _Reader:
         over = entry.get("shuffle_over_epochs_multiplier", 1)
         if type(over) is not int or over < 1:
             raise DatasetError(
-                f"{path}: shuffle_over_epochs_multiplier must be at least 1, got {over!r}, because an epoch has each "
-                "sample once, in an order that is shuffled for all members or for none. Leave it out, or give "
-                "energon_blend the argument shuffle=False"
+                f"{path}: shuffle_over_epochs_multiplier must be at least 1, got {over!r}. Sampling with replacement "
+                "(-1) is not supported, and shuffling cannot be turned off (null) for one folder alone. Leave the "
+                "field out; to turn shuffling off for all folders, pass shuffle=False to energon_blend"
             )
 
 
 def _beside(path: str, target: str) -> str:
-    """Return the path or URL that `target` stands for in the file `path`. A relative path begins at the file's
-    folder."""
+    """Return the path or URL that `target` means in the file at `path`. A relative target is relative to the folder of
+    the file."""
     if "://" in target or target.startswith("/"):
         return target
     scheme, mark, rest = path.rpartition("://")
@@ -228,8 +238,8 @@ def _repetitions(path: str, entry: Mapping[str, Any]) -> int:
     times = _number(path, entry, "repetitions")
     if times.denominator != 1 or not times:
         raise DatasetError(
-            f"{path}: repetitions must be a whole number of at least 1, got {entry['repetitions']}, because an epoch "
-            "would have another part of the folder each time. Use whole numbers; or a blend, with weights of "
-            "repetitions x samples"
+            f"{path}: repetitions must be a whole number of at least 1, got {entry['repetitions']}: with a fraction, "
+            "each epoch would have a different part of the folder. Use whole numbers; or `blend` instead of "
+            "`blend_epochized`, with the weight repetitions * number of samples for each folder"
         )
     return int(times)

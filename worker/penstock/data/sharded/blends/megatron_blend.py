@@ -1,8 +1,9 @@
-"""Mixture of Megatron-core's token files, from the blend of a Megatron job.
+"""Mixture of Megatron-core's token files, made from the blend of a Megatron job.
 
-Megatron takes a blend as a list of prefixes, or of alternating weights and prefixes (--data-path); as a file with such
-a list (--data-args-path); or as a JSON file with a list for each part (--per-split-data-args-path). --split divides the
-documents of each file into parts.
+A token file is a pair PREFIX.bin and PREFIX.idx, and Megatron names it by its prefix. Megatron takes a blend in three
+forms: as a list of prefixes, or of alternating weights and prefixes (--data-path); as a file with such a list
+(--data-args-path); or as a JSON file with a list for each of "train", "valid" and "test" (--per-split-data-args-path).
+These three are called parts here. --split divides the documents of each token file into the three parts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["MegatronPart", "megatron_blend"]
 MegatronPart = Literal["train", "valid", "test"]
 PARTS: tuple[MegatronPart, ...] = get_args(MegatronPart)
 MAX_BYTES = 64 << 20
-"""Largest size in bytes of a file with a blend."""
+"""Largest size of a blend file, in bytes."""
 
 
 def megatron_blend(
@@ -48,16 +49,17 @@ def megatron_blend(
         source = Packed(megatron_blend("blend.txt", shards=64, split="969,30,1"), length=4096)
 
     Args:
-        blend: list of prefixes, or of alternating weights and prefixes, as in Megatron's --data-path; or the path of a
-            file with such a list, or of a .json file with a list for each of "train", "valid" and "test". Without
-            weights, each file's weight is its number of tokens. Prefixes in a file are relative to the working
-            directory, as in Megatron.
+        blend: list of prefixes of token files (each a pair PREFIX.bin and PREFIX.idx), or of alternating weights and
+            prefixes, as in Megatron's --data-path; or the path of a file with such a list, or of a .json file with a
+            list for each of "train", "valid" and "test". Without weights, each token file's weight is its number of
+            tokens. Prefixes in a file are relative to the working directory, as in Megatron.
         shards: number of logical shards, see LogicalShards.
-        split: weights of the parts, such as "969,30,1": each part gets the same documents of each file as in Megatron.
-            None: a part has all documents.
+        split: weights of the parts "train", "valid" and "test", such as "969,30,1". Each part gets the same documents
+            as in Megatron. None: every part has all documents, for a .json file that lists different files for each.
         part: part to read: "train", "valid" or "test".
         shuffle, shuffle_block: see LogicalShards.
-        by, stop: see Mixture. Megatron's weights count tokens (samples of one length), as "tokens" does.
+        by, stop: see Mixture. The default "tokens" is Megatron's unit: it mixes samples of equal length, so its weights
+            are shares of tokens.
 
     Raises:
         InvalidArgumentError: an argument is invalid.
@@ -81,7 +83,8 @@ def megatron_blend(
 
 
 def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: MegatronPart) -> list[str]:
-    """Return the list of prefixes, or of alternating weights and prefixes, that a blend stands for."""
+    """Return the list in `blend`, or in the file with this path, for a part: prefixes, or alternating weights and
+    prefixes."""
     if not isinstance(blend, str | os.PathLike):
         return [str(each).strip() for each in blend]
     path = Path(blend)
@@ -104,8 +107,8 @@ def _given(blend: str | os.PathLike[str] | Sequence[str | float], part: Megatron
 
 
 def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
-    """Return the prefixes in a list, and their weights, or None if the list has no weights. As in Megatron, a list of
-    even length has weights if every other entry is a number."""
+    """Return the prefixes in a list, and their weights (None if the list has none). As in Megatron, a list has weights
+    if its length is even and its entries 0, 2, 4, ... are numbers."""
     if not given:
         raise InvalidArgumentError("blend must have at least one prefix, got none. Name the token files to mix")
     if len(given) % 2:
@@ -125,8 +128,8 @@ def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
 
 
 def _bounds(split: str, part: MegatronPart) -> tuple[float, float]:
-    """Return the beginning and the end of a part as fractions of the documents, computed as Megatron computes them.
-    `split`: weights of the parts, such as "969,30,1"."""
+    """Return where a part begins and ends in a token file, as fractions of the number of documents. They are rounded as
+    in Megatron. `split`: weights of the three parts, such as "969,30,1", for which "train" is (0.0, 0.969)."""
     weights = [float(text) for text in re.findall(r"[.0-9]+", split)] if re.fullmatch(r"[\s.,/0-9]+", split) else []
     weights += [0.0] * (len(PARTS) - len(weights))
     total = sum(weights)

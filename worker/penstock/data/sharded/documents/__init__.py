@@ -1,1 +1,1 @@
-"""Documents of tokens, and rows that are made of them."""
+"""Documents of tokens, and the rows of fixed length that Packed makes of them."""

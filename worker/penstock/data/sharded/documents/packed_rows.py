@@ -1,7 +1,10 @@
-"""Rows of packed documents: the tokens of a line, and what a model needs beside them.
+"""Rows of packed documents: a line of tokens, and what a model needs beside the tokens, such as labels.
 
-A line is a fixed number of tokens; a row is a line with its other fields, such as labels. A row is made of parts of
-documents. Each of its arrays is allocated once, and the parts are written into it.
+A line is a fixed number of tokens. A row is a line with its other fields. It is made of parts: each part is the tokens
+of a document from one index to another. Each array of a row is allocated once, and the parts are copied into it.
+
+A segment is what a model should see as one text: a document, or all consecutive pieces into which Chunked cut one
+document.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["Documents", "Part", "RowFields", "RowOrigins", "collate_packed"]
 
 _ROWS, _SEGMENTS = "_rows", "_segments"
-"""Endings of the names of two fields about attached items (such as images): number of each item's row in a batch, and
-number of each item's segment in its row."""
+"""Endings of the names of two fields that say where attached items (such as images) belong. For the column "images",
+"images_rows" is the number of each image's row in the batch, from 0, and "images_segments" the number of each image's
+segment in its row, from 1."""
 
 
 class Documents(NamedTuple):
-    """Document of tokens with its other columns; or several consecutive ones without other columns."""
+    """One document of tokens with its other columns; or several consecutive documents, whose tokens are concatenated,
+    without other columns. A token index below counts from 0 in `tokens`."""
 
     tokens: Ints
     """Array of integers of shape (tokens,): all documents one after the other."""
@@ -37,32 +42,33 @@ class Documents(NamedTuple):
     attached: Mapping[str, npt.NDArray[Any]] = {}
     """Arrays with any number of items for each document, such as images; shape (items, ...), by name."""
     continues: bool = False
-    """True if the first one is a piece that continues the document before it."""
+    """True if the first document is a piece of a Chunked that continues the piece before it."""
     where: str = ""
     """Name of the document, for errors."""
     origins: Sequence[Origin] = ()
-    """Origin of each document; empty if all are NOWHERE."""
+    """Origin of each document; empty if no document has one."""
     ends: Sequence[int] = ()
-    """Ends of the documents in `tokens`; empty if there is only one."""
+    """Token index behind the last token of each document; empty if there is only one document."""
     segment_ends: Sequence[int] = ()
-    """Those of `ends` after which no piece continues the document."""
+    """Token index behind the last token of each segment: `ends` without those at which the next piece of the same
+    document begins."""
 
     def inside(self, begin: int, end: int) -> Sequence[int]:
-        """Return the ends of segments between two tokens, without `begin` and `end` themselves."""
+        """Return the segment ends that are above `begin` and below `end`, two token indices."""
         ends = self.segment_ends
         return ends[bisect_right(ends, begin) : bisect_left(ends, end)]
 
     def continues_at(self, begin: int) -> bool:
-        """Return True if the document that begins at a token continues the one before."""
+        """Return True if a piece begins at token index `begin` that continues the piece before it."""
         return _has(self.ends, begin) and not _has(self.segment_ends, begin) if begin else self.continues
 
     def splits(self, end: int) -> bool:
-        """Return True if `end` lies in the middle of a document."""
+        """Return True if a part that ends at token index `end` cuts a document in two."""
         return end < len(self.tokens) and not _has(self.ends, end)
 
     def sizes(self, begin: int, end: int) -> Iterator[tuple[Origin, int, bool]]:
-        """Yield, for each document between two tokens: its origin, its number of tokens between them, and True if it
-        begins there."""
+        """Yield a tuple for each document that has tokens from index `begin` to `end`, exclusive: its origin, the
+        number of these tokens, and True if its first token is one of them."""
         if not self.origins:
             yield NOWHERE, end - begin, not begin
             return
@@ -74,7 +80,7 @@ class Documents(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Tokens of documents from `begin` to `end`, exclusive, in a row."""
+    """Part of a row: the tokens of `documents` from index `begin` to `end`, exclusive."""
 
     documents: Documents
     begin: int
@@ -83,23 +89,24 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class RowFields:
-    """Settings that say which fields a row has, and how they are made."""
+    """Settings of the rows that Packed makes: which fields a row has, and how they are computed. Packed documents them
+    as its arguments."""
 
     length: int
     """Number of tokens of a row."""
     pad: int | None = None
-    """Token that fills up a row."""
+    """Token that fills the end of a row that is not full; None: such a row is dropped, so all rows are full."""
     dtype: str = "int64"
     """Dtype of tokens and labels."""
     tokens: str = "tokens"
-    """Name of the field with the tokens, in samples and in rows."""
+    """Name of the field with the tokens, in samples that are dicts and in rows."""
     labels: bool = False
     positions: bool = False
     segments: bool = False
     cu_seqlens: bool = False
     loss_mask: bool | str = False
-    """True: the row has a mask of the tokens that have a label. Text: the mask is made from the column with this
-    name."""
+    """True: a row has the field `loss_mask`, a mask that is True for each token that has a label. Name of a column: the
+    mask is also False where the label's value in this column is 0. False: no mask."""
     ignore_index: int = -100
     payload: tuple[str, ...] = ()
     attached: tuple[str, ...] = ()
@@ -130,7 +137,7 @@ class RowFields:
 
     @property
     def names(self) -> list[str]:
-        """Names of the fields of a row, if a row is a dict."""
+        """Names of the fields of a row that is a dict, with the tokens first."""
         made = [name for name in ("labels", "positions", "segments", "cu_seqlens", "loss_mask") if getattr(self, name)]
         items = [name + ending for name in self.attached for ending in ("", _SEGMENTS)]
         return [self.tokens, *made, *self.payload, *items]
@@ -145,12 +152,12 @@ class RowFields:
 
     @cached_property
     def plain(self) -> bool:
-        """True if a row is only a tensor of tokens; False if it is a dict of fields."""
+        """True if a row is a tensor of tokens; False if it is a dict of fields."""
         return self == RowFields(self.length, self.pad, self.dtype)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns of a sample that have one value for each token."""
+        """Names of the columns, besides the tokens, that a sample must have with one value for each token."""
         named = isinstance(self.loss_mask, str) and self.loss_mask not in self.payload
         return (*self.payload, *([str(self.loss_mask)] if named else []))
 
@@ -168,7 +175,7 @@ class RowFields:
         """Return the tokens of a row: a tensor of shape (length,).
 
         Args:
-            parts: parts of documents whose tokens the row has.
+            parts: parts whose tokens are copied into the row, one after the other. The rest is filled with `pad`.
             first: token that is put before the parts' tokens, such as BOS; None: no token.
             last: token that is put after the parts' tokens, such as EOS; None: no token.
         """
@@ -187,7 +194,8 @@ class RowFields:
         return torch.from_numpy(line)
 
     def lines(self, parts: Sequence[Part], count: int) -> Sequence[torch.Tensor]:
-        """Return `count` rows of tokens, which are cut out of these parts; the last one is filled up with `pad`."""
+        """Return `count` rows of tokens, each of shape (length,): the tokens of all parts one after the other, cut
+        every `length` tokens. The last row is filled up with `pad`."""
         lines = np.empty((count, self.length), self.dtype)
         flat, at = lines.reshape(-1), 0
         for documents, begin, end in parts:
@@ -198,7 +206,7 @@ class RowFields:
         return torch.from_numpy(lines).unbind()
 
     def row(self, parts: Sequence[Part]) -> Any:
-        """Return a row of parts of documents: a tensor of tokens, or a dict of fields."""
+        """Return the row that consists of `parts`: a tensor of tokens if `plain`, or else a dict of fields."""
         tokens = self.line(parts)
         return tokens if self.plain else {self.tokens: tokens} | self._others(parts, tokens.numpy())
 
@@ -224,7 +232,17 @@ class RowFields:
     def _add_labels(
         self, made: dict[str, npt.NDArray[Any]], parts: Sequence[Part], ends: list[int], tokens: Ints
     ) -> None:
-        """Add the labels and the mask of the tokens that have one."""
+        """Add the fields `labels` and `loss_mask` to `made`, if the settings ask for them.
+
+        The label of a token is the next token of its document. The last token of a segment and padding have none. If a
+        document continues in the next row, its label is the first token there.
+
+        Args:
+            made: fields of the row, by name.
+            parts: parts of the row.
+            ends: index in the row behind the last token of each segment.
+            tokens: tokens of the row, of shape (length,).
+        """
         lasts, filled = np.array(ends) - 1, ends[-1]
         split = [(at, part.documents, part.end) for at, part in _last_tokens(parts) if part.documents.splits(part.end)]
         if self.labels:
@@ -264,13 +282,17 @@ class RowFields:
 
 
 def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Make a batch of packed rows, also of those whose arrays differ in length.
+    """Return a batch of packed rows. Unlike torch's default_collate, it accepts fields whose lengths differ between
+    rows: `cu_seqlens`, and attached items.
 
-    Fields of one shape are stacked: (rows, length, ...). `cu_seqlens` becomes that of all rows one after the other, an
-    int32 tensor that begins with 0 and ends with rows * length, as flash attention takes it for tokens of shape (rows
-    * length,); `max_seqlen`, an int64 tensor of no dims, is its longest sequence. Items that belong to documents, such
-    as images, are concatenated: (items of all rows, ...), with their segment in `NAME_segments` and the number of
-    their row in `NAME_rows`, both of shape (items,).
+    - Fields of equal shape are stacked: (rows, length, ...).
+    - `cu_seqlens` (where each sequence begins) is computed for all rows one after the other, as flash attention needs
+    it
+      for tokens of shape (rows * length,). It is an int32 tensor that begins with 0 and ends with rows * length.
+    - `max_seqlen` is added: the length of the longest sequence, an int64 tensor without dimensions.
+    - Attached items of documents, such as images, are concatenated: (items of all rows, ...). The field `NAME_segments`
+      has the number of each item's segment in its row, from 1, and `NAME_rows` the number of its row, from 0. Both have
+      the shape (items,).
 
         ShardLoader(Packed(source, length=2048, cu_seqlens=True), batch_size=8, collate_fn=collate_packed)
     """
@@ -298,12 +320,13 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
 
 
 class RowOrigins(Sequence[Origin]):
-    """Origins of rows, which are made when they are asked for."""
+    """Sequence of the origins of rows. Each origin is computed when it is read, because most jobs never read it."""
 
     def __init__(self, rows: Callable[[], Sequence[Sequence[Part]]], count: int) -> None:
         """
         Args:
-            rows: function that returns the parts of each row.
+            rows: function that returns a list of parts for each row.
+            count: number of rows.
         """
         self._rows, self._count = rows, count
 
@@ -325,8 +348,8 @@ def _has(ends: Sequence[int], end: int) -> bool:
 
 
 def _row_origin(parts: Sequence[Part]) -> Origin:
-    """Return the origin of a row: the parts' tokens in it by source, and what was left out before documents that begin
-    in it."""
+    """Return the origin of the row that consists of `parts`. It contains the number of the row's tokens from each
+    source, and the number of documents that layers left out just before a document that begins in the row."""
     if not any(documents.origins for documents, _, _ in parts):
         return Origin(parts=(("", sum(end - begin for _, begin, end in parts)),))
     skipped: dict[str, int] = {}
@@ -340,7 +363,8 @@ def _row_origin(parts: Sequence[Part]) -> Origin:
 
 
 def _segment_ends(parts: Sequence[Part]) -> list[int]:
-    """Return the end in the row of each segment. Pieces of one document are one segment."""
+    """Return, for each segment of the row that consists of `parts`, the index in the row behind the segment's last
+    token."""
     ends: list[int] = []
     at = 0
     for documents, begin, end in parts:
@@ -352,7 +376,7 @@ def _segment_ends(parts: Sequence[Part]) -> list[int]:
 
 
 def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:
-    """Return each part with the index in the row of the part's last token."""
+    """Return pairs (index in the row of a part's last token, the part)."""
     at, found = -1, []
     for part in parts:
         at += part.end - part.begin
@@ -361,7 +385,7 @@ def _last_tokens(parts: Sequence[Part]) -> list[tuple[int, Part]]:
 
 
 def _column(parts: Sequence[Part], name: str, length: int) -> npt.NDArray[Any]:
-    """Return a column of shape (length, ...): the parts' values, then zeros."""
+    """Return the column `name` of a row, of shape (length, ...): the values of all parts, then zeros for padding."""
     first = parts[0].documents.columns[name]
     column = np.zeros((length, *first.shape[1:]), first.dtype)
     at = 0
@@ -374,7 +398,8 @@ def _column(parts: Sequence[Part], name: str, length: int) -> npt.NDArray[Any]:
 
 
 def _items(parts: Sequence[Part], name: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-    """Return all items of a row, of shape (items, ...), and the segment of each, counted from 1."""
+    """Return all attached items of a row in the column `name`, of shape (items, ...), and the number of each item's
+    segment in the row, from 1."""
     found = [(number, part.documents, part.documents.attached[name]) for number, part in enumerate(parts, 1)]
     full = [each for each in found if len(each[2])] or found[:1]
     for _, document, values in full:

@@ -1,1 +1,2 @@
-"""Layers over a source in logical shards: mixtures, packing, shuffles, functions of samples."""
+"""Layers, which are sources made from other sources: they mix, pack, cut, shuffle, convert, filter or repeat
+samples."""

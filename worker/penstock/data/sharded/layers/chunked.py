@@ -1,4 +1,4 @@
-"""Documents of tokens cut into pieces, with BOS and EOS."""
+"""Layer that cuts documents of tokens into pieces, and adds BOS and EOS."""
 
 from __future__ import annotations
 
@@ -44,15 +44,14 @@ class Chunked(Layer):
         Args:
             source: source whose samples are documents: tensors or arrays of integers with one dimension, or lists of
                 integers.
-            length: largest number of tokens in a piece, including BOS and EOS; the last piece of a document has the
-                rest.
+            length: number of tokens in a piece, including BOS and EOS; the last piece of a document may have fewer.
             bos: token before each document; None: none.
             eos: token after each document; None: none.
             longest: largest number of tokens in a document, without BOS and EOS; a longer document raises DatasetError.
-            strip_tokens: token ids that are removed from both ends of each document first, such as separators that the
-                data already have.
-            min_length: smallest number of tokens in a document, without BOS and EOS, after `strip_tokens`; a shorter
-                document is left out.
+            strip_tokens: token ids that are removed from the beginning and the end of each document before anything
+                else, such as separators that the data already have.
+            min_length: smallest number of tokens in a document, without BOS, EOS and what `strip_tokens` removes; a
+                shorter document is left out. None: 1.
         """
         super().__init__(source)
         self._length = at_least_one("length", length)
@@ -98,11 +97,13 @@ class _ChunkedCursor(RunCursor):
         self._end = np.array([] if eos is None else [eos], np.int64)
         self._between = np.concatenate((self._end, self._begin))
         self._piece = piece
-        """Number of the next piece in its document."""
+        """Number of the next piece in its document, from 0."""
         self._long: Ints | None = None
-        """Document of several pieces that is being cut, with BOS and EOS."""
+        """Tokens of the document of which some pieces were returned and some not, with BOS and EOS; None: no such
+        document."""
         self._documents = self._cut = 0
-        """Number of documents that were cut whole, and of their pieces."""
+        """Number of documents that were cut in one call of `take`, and number of their pieces. Their ratio predicts how
+        many documents give the pieces that a call asks for."""
 
     traced = True
 
@@ -117,7 +118,7 @@ class _ChunkedCursor(RunCursor):
         tokens = self._separated(block, at, at + len(pieces))
         self._reader.passed(len(pieces))
         firsts = list(accumulate(pieces, initial=0))
-        """Number in the run of each document's first piece."""
+        """Number of each document's first piece, counted from 0 over all pieces of this call."""
         self._documents, self._cut = self._documents + len(pieces), self._cut + firsts[-1]
 
         def position(number: int) -> SavedPosition:
@@ -134,8 +135,14 @@ class _ChunkedCursor(RunCursor):
         return Run(_tensors(tokens, sizes), len(sizes), position, origins, continues, (tokens, sizes))
 
     def _whole(self, block: Block, at: int, count: int) -> list[int]:
-        """Return the number of pieces of each of the next documents that can be taken whole; an empty list if the first
-        cannot."""
+        """Return the number of pieces of each of the next documents whose pieces can all be returned by one call of
+        `take`. The list is empty if even the next document has too many pieces, or was begun by an earlier call.
+
+        Args:
+            block: documents that were read.
+            at: number of the next document in the block.
+            count: largest number of pieces to return.
+        """
         if self._piece:
             return []
         found, left = list[int](), count
@@ -151,7 +158,7 @@ class _ChunkedCursor(RunCursor):
         return found
 
     def _take_pieces(self, block: Block, at: int, count: int) -> Run:
-        """Return some of the pieces of a document."""
+        """Return up to `count` pieces of document `at` of a block: one with more pieces than a call asks for."""
         pieces, first, length = self._pieces(block.sizes[at]), self._piece, self._length
         self._reader.expect("pieces", pieces, first)
         if self._long is None:
@@ -189,7 +196,8 @@ class _ChunkedCursor(RunCursor):
         self._reader.close()
 
     def _pieces(self, size: int) -> int:
-        """Return the number of pieces of a document of `size` tokens, which is ready."""
+        """Return the number of pieces into which the reader's next document is cut. `size`: its number of tokens,
+        without BOS and EOS. Raises DatasetError if it is longer than `longest`."""
         if self._longest is not None and size > self._longest:
             raise DatasetError(
                 f"{self._reader.where()} must have at most longest={self._longest} tokens, got {size}. Allow more, or "
@@ -198,14 +206,16 @@ class _ChunkedCursor(RunCursor):
         return -(-(size + len(self._between)) // self._length)
 
     def _separated(self, block: Block, at: int, until: int) -> Ints:
-        """Return a writable copy of documents, with BOS and EOS for each."""
+        """Return the tokens of documents `at` to `until` (exclusive) of a block one after the other, each with its BOS
+        and EOS. The array is a writable copy."""
         arrays = [self._between] * (2 * (until - at) + 1)
         arrays[0], arrays[-1] = self._begin, self._end
         arrays[1::2] = block.arrays[at:until]
         return np.concatenate(arrays, dtype=np.int64)
 
     def _advance(self, count: int, pieces: int) -> None:
-        """Advance by `count` pieces within a document of `pieces` pieces."""
+        """Advance by `count` pieces in the current document, which has `pieces` pieces; after the last one, to the next
+        document."""
         self._piece += count
         if self._piece == pieces:
             self._reader.passed(1)
@@ -213,13 +223,15 @@ class _ChunkedCursor(RunCursor):
 
 
 def _origins_of(document: Origin, pieces: int) -> list[Origin]:
-    """Return the origin of each piece of a document. What was left out before it is counted with the first one."""
+    """Return the origin of each of a document's `pieces` pieces. Only the first piece's origin contains the number of
+    documents that were left out before this one, so that each is counted once."""
     later = document._replace(skipped={}) if document.skipped else document
     return [document, *([later] * (pieces - 1))]
 
 
 def _tensors(tokens: Ints, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Yield pieces as tensors. Each has memory of its own, so that none keeps the others alive."""
+    """Yield pieces as tensors. `tokens` has the tokens of all pieces one after the other, `sizes` the number of tokens
+    of each. A piece is a copy if there are several, so that a piece that is kept does not keep the others in memory."""
     at = 0
     for size in sizes:
         piece = tokens[at : at + size]
@@ -229,5 +241,5 @@ def _tensors(tokens: Ints, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
 
 def _tokens_of(name: str, values: Iterable[int]) -> frozenset[int]:
     if isinstance(values, int) or not isinstance(values, Iterable):
-        raise InvalidArgumentError(f"{name} must be a list of token ids, got {values!r}")
+        raise InvalidArgumentError(f"{name} must be a list of token ids, got {values!r}. Pass a list, such as [0]")
     return frozenset(number for value in values if (number := token_of(name, value)) is not None)

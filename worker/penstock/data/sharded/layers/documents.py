@@ -1,4 +1,5 @@
-"""Documents of tokens: parsed from a source's samples, and read in blocks with their positions."""
+"""Documents of tokens for the layers Chunked and Packed: parsed from a source's samples, and read several at once with
+the position of each."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ __all__ = ["Block", "DocumentParser", "DocumentReader", "located", "token_of"]
 
 
 MAX_TOKEN = (1 << 63) - 1
-"""Largest token id, because lines and pieces are int64."""
+"""Largest token id: the largest int64, which is the dtype of lines and pieces."""
 READ_AHEAD = 256
-"""Largest number of documents that are read in one call."""
+"""Largest number of documents that are read from the source in one call."""
 
 
 class DocumentParser:
-    """Parser of a source's samples into documents, for one shard of an epoch."""
+    """Converter from a source's samples to documents, with checks. One is made for each cursor."""
 
     def __init__(
         self,
@@ -47,10 +48,10 @@ class DocumentParser:
         Args:
             name: name of the layer, for errors.
             shard, epoch: number of the shard and of the epoch, for errors.
-            fields: settings of the columns that samples must have; None: samples are tokens alone.
-            strip: token ids to remove from both ends of each document.
-            longest: largest number of tokens, and True if a longer document is truncated, False if it is an error;
-                None: no limit.
+            fields: settings that say which columns samples must have; None: a sample has only tokens.
+            strip: token ids to remove from the beginning and the end of each document.
+            longest: pair (largest number of tokens in a document, True to truncate a longer one or False to raise
+                DatasetError); None: no limit.
         """
         self._name, self._shard, self._epoch = name, shard, epoch
         self._fields, self._strip, self._longest = fields, strip, longest
@@ -59,11 +60,12 @@ class DocumentParser:
         self.bare = not (self._columns or strip or longest or self._narrow)
 
     def where(self, index: int) -> str:
-        """Return words that name document number `index` of the shard in errors."""
+        """Return the name of document number `index` of the shard, for errors."""
         return f"{self._name}: document {index} of shard {self._shard} in epoch {self._epoch}"
 
     def tokens(self, sample: Any, index: int) -> Ints:
-        """Return the tokens of a sample without other columns. Raises DatasetError for one that is not a document."""
+        """Return the tokens of a sample, when no other columns are wanted. Raises DatasetError if the sample is not a
+        document. `index`: index of the sample in the shard, for errors."""
         if self.bare and (tokens := _usual(sample)) is not None:
             return tokens
         fields = self._fields
@@ -72,7 +74,8 @@ class DocumentParser:
         return self._cut(self._stripped(self._array(sample, index)), index)
 
     def document(self, sample: Any, index: int) -> Documents:
-        """Return the document of a sample. Raises DatasetError for one that is not a document."""
+        """Return a sample as a document, with the columns that the settings ask for. Raises DatasetError if the sample
+        is not a document, or lacks a column. `index`: index of the sample in the shard, for errors."""
         fields = self._fields
         if fields is None or fields.plain or not (self._columns or isinstance(sample, Mapping)):
             return Documents(self.tokens(sample, index))
@@ -98,7 +101,8 @@ class DocumentParser:
         return sorted(map(str, sample)) if isinstance(sample, Mapping) else []
 
     def _cut(self, tokens: Ints, index: int) -> Ints:
-        """Return a document's tokens. If it is too long and the setting says so, its end is cut off."""
+        """Return `tokens`, or only the first ones of a document that is too long, if such documents are truncated.
+        Raises DatasetError if they are not. `index`: index of the document in the shard, for errors."""
         if self._longest is None or len(tokens) <= self._longest[0]:
             return tokens
         most, truncate = self._longest
@@ -110,8 +114,8 @@ class DocumentParser:
         )
 
     def _column(self, values: Any, index: int, name: str, size: int | None = None) -> npt.NDArray[Any]:
-        """Return the column `name` of a document as an array. `size`: number of values that it must have; None: any
-        number."""
+        """Return `values`, the column `name` of a document, as an array. Raises DatasetError if they are not numbers,
+        or not `size` of them (None: any number)."""
         try:
             column = values.numpy(force=True) if isinstance(values, torch.Tensor) else np.asarray(values)
             if column.ndim and column.dtype.kind in "biufc":
@@ -160,8 +164,8 @@ class DocumentParser:
         )
 
     def _checked(self, array: npt.NDArray[Any], index: int) -> Ints:
-        """Return tokens as they are, checked to fit the dtype of the lines. Narrower integers are widened when they are
-        written into a line."""
+        """Return the tokens of a document. Raises DatasetError if one does not fit the dtype of the lines. Integers of
+        a smaller dtype are returned unchanged, and converted when they are written into a line."""
         if array.dtype == np.uint64:
             if array.max() > MAX_TOKEN:
                 raise DatasetError(f"{self.where(index)}: tokens must fit int64, got {array.max()}. Use smaller ids")
@@ -177,46 +181,49 @@ class DocumentParser:
 
 
 class _Taken(NamedTuple):
-    """Run of samples of which documents are made."""
+    """Where the samples are that were read from the source in one call. The call's samples are numbered from 0."""
 
     first: int
-    """Number of its first sample in the shard."""
+    """Index in the shard of the call's first sample."""
     before: SavedPosition
-    """Saved position of the source before it."""
+    """Saved position of the source before the call's first sample."""
     position: Callable[[int], SavedPosition]
+    """Function from the number of any other sample of the call to the source's saved position before this sample."""
 
     def at(self, number: int) -> tuple[int, SavedPosition]:
-        """Return the number in the shard of a sample of the run, and the source's saved position before it."""
+        """Return the index in the shard of sample `number` of the call, and the source's saved position before it."""
         return self.first + number, self.position(number) if number else self.before
 
 
 @dataclass
 class Block:
-    """Consecutive documents that were read in one call, with the positions from which they are read again."""
+    """Consecutive documents that were read from the source in one call, with the position from which each can be read
+    again. Documents that are too short have been left out. The documents of a block are numbered from 0."""
 
     taken: _Taken
     numbers: Sequence[int]
-    """Number in `taken` of each document."""
+    """For each document of the block, its number among the samples of the call."""
     begin: tuple[_Taken, int]
-    """Run and number in it of the first sample to read again for the first document: the first of the documents that
-    were left out just before it, because they are counted again; or else the document."""
+    """First sample to read again after a resume at the block's first document, as a call and the sample's number in it.
+    It is the first of the documents that were left out just before, so that they are counted again; or, if there are
+    none, the document itself."""
     sizes: Sequence[int]
     """Number of tokens of each document."""
     given: Documents | Sequence[Ints]
-    """All documents as one value, or the tokens of each."""
+    """Documents as they were read: as one value with the tokens of all, or as one array of tokens for each."""
     origins: Sequence[Origin] = ()
-    """Origin of each document; empty if all are NOWHERE."""
+    """Origin of each document; empty if no document has one."""
     continues: Sequence[bool] = ()
-    """For each document True if it is a piece that continues the one before; empty if none does."""
+    """For each document, True if it is a piece of a Chunked that continues the piece before it; empty if none is."""
 
     @cached_property
     def ends(self) -> Sequence[int]:
-        """End of each document in the tokens of all."""
+        """Index behind the last token of each document, in the tokens of all documents one after the other."""
         return list(accumulate(self.sizes))
 
     @cached_property
     def documents(self) -> Documents:
-        """All documents as one value."""
+        """All documents of the block as one value, with their tokens one after the other."""
         if isinstance(self.given, Documents):
             return self.given
         tokens = self.given[0] if len(self.given) == 1 else np.concatenate(self.given)
@@ -224,26 +231,34 @@ class Block:
 
     @cached_property
     def arrays(self) -> Sequence[Ints]:
-        """Tokens of each document."""
+        """Tokens of the block's documents, one array for each."""
         if isinstance(self.given, Documents):
             return [self.given.tokens[begin:end] for begin, end in pairwise([0, *self.ends])]
         return self.given
 
     def position(self, number: int) -> tuple[int, SavedPosition]:
-        """Return the number in the shard of the first sample to read again for a document, and the source's saved
-        position before it."""
+        """Return from where to read again after a resume at document `number` of the block: the index in the shard of
+        the first sample to read, and the source's saved position before this sample."""
         if number == 0:
             taken, at = self.begin
             return taken.at(at)
         return self.taken.at(self.numbers[number - 1] + 1)
 
     def start(self, number: int) -> int:
-        """Return the index of a document's first token in the tokens of all."""
+        """Return the index of the first token of document `number`, in the tokens of all documents one after the
+        other."""
         return self.ends[number - 1] if number else 0
 
 
 def joined(tokens: Ints, ends: Sequence[int], origins: Sequence[Origin], continues: Sequence[bool]) -> Documents:
-    """Return consecutive documents as one value; see Block."""
+    """Return consecutive documents as one value.
+
+    Args:
+        tokens: tokens of all documents one after the other.
+        ends: index in `tokens` behind the last token of each document.
+        origins: origin of each document; empty if no document has one.
+        continues: for each document, True if it is a piece that continues the one before; empty if none is.
+    """
     seams = ends
     if any(continues):
         seams = [end for end, goes_on in zip(ends, [*continues[1:], False], strict=True) if not goes_on]
@@ -251,10 +266,11 @@ def joined(tokens: Ints, ends: Sequence[int], origins: Sequence[Origin], continu
 
 
 class DocumentReader:
-    """Reader of a shard's documents, with the source's saved positions from which they can be read again.
+    """Reader of a shard's documents, which knows from which saved position of the source each can be read again.
 
-    Documents are read in runs, also a few more than are needed at once. An error in one of them is raised when it is
-    needed.
+    It reads several documents at once, and keeps those that are not needed yet. An error in such a document is raised
+    only when the document is needed. Documents with too few tokens are left out and counted. `ready` returns the next
+    documents, and `passed` is called when some of them have been used.
     """
 
     def __init__(
@@ -267,43 +283,45 @@ class DocumentReader:
             shard: number of the shard, for errors.
             index: index in the shard of the first document to read.
             parser: converts samples to documents.
-            least: smallest number of tokens; documents with fewer are left out.
+            least: smallest number of tokens of a document; documents with fewer are left out.
         """
         self._inner, self._parser, self._least = inner, parser, least
         self._limit = SearchLimit(layer.source, type(layer).__name__, shard)
         self._next = index
-        """Number in the shard of the source's next document."""
+        """Index in the shard of the first document that was not parsed yet."""
         self._taken: _Taken | None = None
+        """Latest call that read samples from the source; None before the first call."""
         self._size = 0
-        """Number of samples in `_taken`."""
+        """Number of samples that the latest call read."""
         self._blocks: deque[Block] = deque()
-        """Blocks with documents that were not passed."""
+        """Blocks with documents that were read and not all used."""
         self._at = 0
-        """Number of documents of the first block that were passed."""
+        """Number of documents of the first block that were used."""
         self._left_out: dict[str, int] = {}
-        """Number of documents that were left out after the last block, by source."""
+        """Number of documents that were left out after the documents of the last block, by source."""
         self._left_from: tuple[_Taken, int] | None = None
-        """Run of the first of these documents, and its number in the run."""
+        """First of the documents that `_left_out` counts, as a call and the document's number in it; None if no
+        document was left out there."""
         self._error: Exception | None = None
-        """Error in the document after the last block."""
+        """Error in the document that follows the last block, to be raised when this document is needed."""
 
     def ready(self, count: int) -> tuple[Block, int] | None:
-        """Return the block with the next document that has enough tokens, and the document's number in it; None if no
-        document is left. `count`: largest number of documents to read now, if none was read ahead."""
+        """Return the block that contains the next document, and the document's number in the block; None if no document
+        is left. `count`: largest number of documents to read from the source if all that were read have been used."""
         if not self._blocks:
             self._read(count)
         return (self._blocks[0], self._at) if self._blocks else None
 
     def passed(self, count: int) -> None:
-        """Pass documents of the block that is ready."""
+        """Mark the next `count` documents, which must be in the block that `ready` returns, as used."""
         self._at += count
         if self._at == len(self._blocks[0].sizes):
             self._blocks.popleft()
             self._at = 0
 
     def following(self) -> tuple[int, SavedPosition]:
-        """Return the position from which the next document is read: its number in the shard, and the source's saved
-        position before it."""
+        """Return from where to read again after a resume at the next document: the index in the shard of the first
+        sample to read, and the source's saved position before this sample."""
         if self._blocks:
             return self._blocks[0].position(self._at)
         if self._left_from is not None:
@@ -314,13 +332,18 @@ class DocumentReader:
         return self._next, self._inner.saved_position()
 
     def where(self) -> str:
-        """Return the name of the document that is ready, for errors."""
+        """Return the name of the next document, for errors."""
         block = self._blocks[0]
         return self._parser.where(block.taken.first + block.numbers[self._at])
 
     def expect(self, what: str, there: int, at: int) -> None:
-        """Raise DatasetError unless the document that is ready has an item with index `at`. `there`: number of its
-        items; `what`: word for the items in the error ("pieces" or "tokens")."""
+        """Raise DatasetError if the next document is shorter than a saved position requires.
+
+        Args:
+            what: unit of the numbers, for the error: "pieces" or "tokens".
+            there: number of pieces or tokens that the document has.
+            at: number of its pieces or tokens before the saved position.
+        """
         if at >= there:
             raise DatasetError(
                 f"{self.where()} must have more than the {at} {what} that the saved run read of it, got {there}. Use "
@@ -331,7 +354,8 @@ class DocumentReader:
         self._inner.close()
 
     def _read(self, count: int) -> None:
-        """Read documents until some have enough tokens, or none is left."""
+        """Read up to `count` samples from the source, and add blocks with their documents. Repeat this while all
+        documents have too few tokens, until the shard ends."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -352,7 +376,8 @@ class DocumentReader:
                 self._add_all(run, self._taken)
 
     def _add_each(self, run: Run, taken: _Taken) -> None:
-        """Add a block for each document of a run of samples with other columns."""
+        """Add the documents of a run of samples, each as a block of one, because documents with other columns than
+        tokens are not joined. `taken`: where the samples are."""
         try:
             for number, sample in enumerate(run.samples):
                 document = self._parser.document(sample, self._next)
@@ -369,7 +394,7 @@ class DocumentReader:
             self._defer(error)
 
     def _add_all(self, run: Run, taken: _Taken) -> None:
-        """Add the block of a run of samples without other columns."""
+        """Add the documents of a run of samples that have only tokens, as one block. `taken`: where the samples are."""
         arrays: list[Ints] = []
         parse = self._parser.tokens
         try:
@@ -397,9 +422,16 @@ class DocumentReader:
     def _sift(
         self, taken: _Taken, first: int, sizes: Sequence[int], origins: Sequence[Origin]
     ) -> tuple[list[int], tuple[_Taken, int], Sequence[Origin]] | None:
-        """Leave out documents with too few tokens. Returns the numbers in the run of the others, the place from which
-        the first of them is read again, and their origins with what was left out before them; None if none is left.
-        `first`: number of the first document in the run."""
+        """Leave out documents with too few tokens. Return None if no document is kept, or else three values: the number
+        of each kept document among the samples of the call, the first sample to read again for the first of them (see
+        Block.begin), and the origin of each with the number of documents that were left out before it.
+
+        Args:
+            taken: call that read the documents.
+            first: number of the first of these documents among the samples of the call.
+            sizes: number of tokens of each document.
+            origins: origin of each document; empty if no document has one.
+        """
         numbers: list[int] = []
         begin: tuple[_Taken, int] | None = None
         found: list[Origin] = []
@@ -417,21 +449,23 @@ class DocumentReader:
         return None if begin is None else (numbers, begin, found)
 
     def _defer(self, error: Exception) -> None:
-        """Keep an error until the documents before it were passed; raise it at once if there are none."""
+        """Keep an error until the documents before it have been used. If there are none, raise it now."""
         if not self._blocks:
             raise error
         self._error = error
 
 
 def located(document: Documents, origin: Origin, left_out: Mapping[str, int]) -> Documents:
-    """Return a document with its origin. `left_out`: number of documents that were left out before it, by source."""
+    """Return `document` with its origin. `left_out`: number of documents that were left out just before it, by source;
+    they are added to the origin."""
     if origin is NOWHERE and not left_out:
         return document
     return document._replace(origins=(origin.after(left_out),))
 
 
 def token_of(name: str, value: int | None) -> int | None:
-    """Return the token id that was given as argument `name`. Raises InvalidArgumentError unless it is an int64."""
+    """Return `value`, a token id or None, given by the user as argument `name`. Raises InvalidArgumentError unless it
+    fits int64."""
     number = whole(name, value)
     if number is not None and not -MAX_TOKEN - 1 <= number <= MAX_TOKEN:
         raise InvalidArgumentError(f"{name} must be a token id, an int64, got {number}. Pass an id of the tokenizer")
@@ -439,7 +473,8 @@ def token_of(name: str, value: int | None) -> int | None:
 
 
 def _usual(sample: Any) -> Ints | None:
-    """Return the tokens of a sample of a common kind that needs no check; None for all other samples."""
+    """Return the tokens of a sample if its type shows that it is valid: a CPU tensor of int64, or an array of integers
+    other than uint64, with one dimension. Return None for all other samples, which need checks."""
     if type(sample) is torch.Tensor and sample.dtype is torch.int64 and sample.device.type == "cpu":
         sample = sample.numpy()
     if type(sample) is np.ndarray and sample.ndim == 1 and sample.dtype.char in "bBhHiIlq":

@@ -1,9 +1,9 @@
-"""Common parts of layers: the shards of a layer's source, and the saved positions, keys and functions of positions that
-a layer passes to its source.
+"""Base class of layers, and helper functions that layers share. A layer is a source made from another source; layers
+one over the other, with the source below them, are a stack.
 
-A layer has no state except in its cursors, so a source and its layers may be opened many times in one process. If a
-layer uses randomness, its key also contains the layer's depth in the stack. Otherwise two layers of the same kind, one
-over the other, would undo or repeat each other's random choices.
+A layer has no state except in its cursors, so one process may open the same stack many times. The key of a layer's
+random choices also contains the layer's depth in the stack. Otherwise two layers of the same kind, one over the other,
+would undo or repeat each other's random choices.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorru
 __all__ = ["Layer", "SearchLimit", "checked", "depth_of", "entered", "is_keyed", "position_function", "title"]
 
 SEARCHED_SAMPLES = 1_000_000
-"""Largest number of samples of an endless source in a row for which a layer may yield nothing. A filter whose predicate
-is never true would read on forever. With a predicate that is true for one sample in 10,000, this limit is reached with
-probability e^-100."""
+"""Largest number of consecutive samples of an endless source that a layer may leave out; more are an error. Without a
+limit, a filter whose predicate is never true would read forever. A predicate that is true for one sample in 10,000
+reaches this limit with probability e^-100."""
 
 
 _LAYERS = ("Chunked", "Filtered", "Grouped", "Mapped", "Packed", "Repeated", "WindowShuffled")
@@ -30,12 +30,13 @@ NUMBER_LIMIT = 1 << 62
 
 
 class Layer:
-    """Base class of a source that is made from another source, and works within each of its shards."""
+    """Base class of layers. A layer is a source that is made from one other source: its shard s contains what it makes
+    of the samples of the other source's shard s."""
 
     def __init__(self, source: ShardedSource) -> None:
         self.source = checked(source, type(self).__name__)
         self.depth = depth_of(source.described()) + 1
-        """Number of sources in the stack, from the innermost source to this layer."""
+        """Number of sources in the stack, from the lowest source to this layer, which is counted too: at least 2."""
 
     def __repr__(self) -> str:
         settings = "".join(f", {name}={value!r}" for name, value in self.settings().items())
@@ -53,7 +54,8 @@ class Layer:
         return {"kind": type(self).__name__, **self.settings(), "source": self.source.described()}
 
     def settings(self) -> dict[str, Any]:
-        """Return the layer's settings that decide its samples, as JSON values."""
+        """Return the settings that decide which samples the layer yields, as JSON values, for its description in
+        states."""
         return {}
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
@@ -67,32 +69,34 @@ class Layer:
 
 
 class SearchLimit:
-    """Limit on the number of samples in a row that a layer may leave out. It applies to endless shards: one that
-    contains only such samples would be read forever."""
+    """Limit on the number of consecutive samples that a layer may leave out. It applies only if the source is endless:
+    a shard of which every sample is left out would be read forever."""
 
     def __init__(self, source: ShardedSource, what: str, shard: int) -> None:
         self._left = self._most = SEARCHED_SAMPLES if source.endless else None
         self._what, self._shard = what, shard
 
     def found(self) -> None:
+        """Begin to count from 0 again, because the layer yields a sample."""
         self._left = self._most
 
     def nothing(self, samples: int = 1) -> None:
-        """Count samples for which the layer yielded nothing. Raises DatasetError if there are too many in a row."""
+        """Count `samples` more samples that were left out. Raises DatasetError if more than SEARCHED_SAMPLES were left
+        out since the last call of `found`."""
         if self._left is None:
             return
         self._left -= samples
         if self._left < 0:
             raise DatasetError(
-                f"{self._what} left out {SEARCHED_SAMPLES:,} samples of shard {self._shard} in a row, and its source "
-                "never ends. Check its function and settings, or put Repeated on top of it and not below it, so that "
-                "an epoch without samples is an error at once"
+                f"{self._what} must keep at least one of {SEARCHED_SAMPLES:,} consecutive samples of shard "
+                f"{self._shard}, but left out all, and its source never ends. Check its function and settings. If a "
+                "Repeated is below it, put the Repeated above it: an epoch without samples is then an error at once"
             )
 
 
 def checked(source: ShardedSource, layer: str) -> ShardedSource:
-    """Return `source`. Raises InvalidArgumentError unless it is a source in logical shards. `layer`: name of the layer,
-    for the error."""
+    """Return `source`, the argument of a layer. Raises InvalidArgumentError unless it is a source in logical shards.
+    `layer`: name of the layer, for the error."""
     if not isinstance(source, ShardedSource):
         raise InvalidArgumentError(
             f"{layer} needs a source in logical shards, got {type(source).__name__}. Wrap it in LogicalShards or "
@@ -102,10 +106,10 @@ def checked(source: ShardedSource, layer: str) -> ShardedSource:
 
 
 def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[int], SavedPosition | None]:
-    """Return the integers called `names` in a layer's saved position, and the saved position of the layer's source in
-    it. If `saved` is None, which means the shard's beginning, return zeros and None.
+    """Return what a layer's saved position contains: the integers called `names`, and the saved position of the layer's
+    source. For the shard's beginning (`saved` is None) return zeros and None.
 
-    Raises StateCorruptError for an invalid saved position.
+    Raises StateCorruptError for an invalid saved position. `layer`: name of the layer, for the error.
     """
     if saved is None:
         return [0] * len(names), None
@@ -125,9 +129,10 @@ def entered(saved: SavedPosition | None, layer: str, *names: str) -> tuple[list[
 
 
 def is_keyed(described: Any) -> bool:
-    """Return True if no source in a stack draws from the process's random generators. Functions, pieces and streams get
-    generators of their own; sources of other libraries may use the process's. `described`: what `described()` of the
-    stack's uppermost source returns."""
+    """Return True if all samples of a stack are independent of the process's random generators (those of `random`,
+    numpy and torch). A loader can then compute a later state without making the batches before it. The result is False
+    if user code in the stack does not get generators of its own, or if Penstock does not know a source. `described`:
+    what `described()` of the stack's uppermost source returns."""
     kind = described.get("kind") if isinstance(described, Mapping) else None
     if kind in ("LogicalShards", "Savable"):
         return described["capture_rng"] is True
@@ -139,15 +144,16 @@ def is_keyed(described: Any) -> bool:
 
 
 def position_function(position_of: PositionOf | None, shard: int, shards: int) -> PositionOf:
-    """Return `position_of`. If it is None, return the function for a shard that is read round robin with the others:
-    sample i of shard s of S is at position i * S + s."""
+    """Return the function from the index of a sample in shard `shard` to its position among the samples of all shards.
+    It is `position_of`; or, if this is None, the function for `shards` shards that are read round robin, in which
+    sample i of shard s is at position i * shards + s."""
     return position_of or (lambda index: index * shards + shard)
 
 
 def title(function: Callable[..., Any], name: str | None) -> str:
-    """Return the name of a function in states: `name`, or else the function's own name. The name cannot show whether
-    the function is unchanged. The module's name is left out, because a main script has another module name in the
-    process that runs it."""
+    """Return the name by which states describe a user's function: `name`, or if it is None the function's qualified
+    name. The module's name is left out, because the functions of a script are in different modules (`__main__` or
+    not), depending on the process that runs them. A changed function with an unchanged name is not noticed."""
     if name is not None:
         return name
     while isinstance(function, partial):

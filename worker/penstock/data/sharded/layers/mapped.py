@@ -1,12 +1,12 @@
 """Layers that call a function for each sample: to convert it, or to decide whether to leave it out.
 
 A `Mapped` yields one sample for each sample of its source: the lengths are equal, and skipping samples does not call
-the function. `Filtered`, and a `Mapped` with `skip_failures`, may leave samples out, so they have to read every sample
-in order to skip. So there are two kinds of cursors, and the first one, which skips without reading, is used where
-possible.
+the function. `Filtered`, and a `Mapped` with `skip_failures`, may leave samples out. To skip samples they have to read
+every sample and call the function, because only the function says which samples count. So there is a cursor for each of
+these cases: `_EachCursor` and `_SomeCursor`.
 
 Randomness is keyed by the sample's position in its source. So the same sample of the same epoch gets the same
-generator, whichever worker makes the sample, and whichever samples it made before.
+generator, no matter which worker makes the sample, and which samples this worker made before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ __all__ = ["Filtered", "Mapped", "SkipSample"]
 
 _Function = Callable[..., Any]
 _Taken = Callable[[Any, int], tuple[bool, Any]]
-"""Function (sample, its index in the source's shard) that returns (True if the sample stays, the converted sample)."""
+"""Function from a sample and its index in the source's shard to a pair (True if the sample stays, the converted
+sample)."""
 
 
 class SkipSample(Exception):
@@ -91,9 +92,9 @@ class Mapped(_PerSample):
             source: source whose samples are converted.
             fn: function from a sample to a sample. Its exceptions are raised unchanged, with a note that names the
                 sample.
-            random: True: call fn(sample, generator), with a numpy Generator that depends on the seed, the epoch, and
-                the sample's shard and index. A function that draws random numbers in another way gives other samples
-                after a resume.
+            random: True: call fn(sample, generator), with a numpy Generator that depends only on the seed, the epoch,
+                and the sample's shard and index. False: call fn(sample). A function that draws random numbers from any
+                other generator gives other samples after a resume.
             name: name of the function in a saved state; None: its qualified name. Change it when the function changes.
             skip_failures: largest number of samples in a row for which fn may raise an exception. Such a sample is left
                 out with a warning. fn may also raise SkipSample to leave a sample out without a warning. If this is
@@ -174,8 +175,8 @@ class Filtered(_PerSample):
 
 
 class _Call:
-    """Wrapper of the user's function: it passes a random generator, and adds a note that names the sample to
-    exceptions."""
+    """Wrapper of the user's function. It passes a random generator, if the layer has `random=True`. To an exception it
+    adds a note that names the sample."""
 
     def __init__(self, function: _Function, key: int | None, where: str) -> None:
         self._function, self._key, self.where = function, key, where
@@ -218,7 +219,8 @@ class _Tolerant:
 
 
 class _EachCursor(RunCursor):
-    """Cursor that yields one sample for each sample of the source. Skipping samples does not call the function."""
+    """Cursor of a layer that yields one sample for each sample of its source. It skips samples without calling the
+    user's function."""
 
     def __init__(self, inner: Cursor, call: _Call, index: int) -> None:
         self._inner, self._call, self._index = inner, call, index
@@ -267,12 +269,13 @@ class _EachCursor(RunCursor):
 
 
 class _SomeCursor:
-    """Cursor that yields only the samples that the user's function keeps. It reads every sample, also to skip."""
+    """Cursor of a layer that yields only the samples that the user's function keeps. It calls the function for every
+    sample, even for those that it skips."""
 
     def __init__(self, inner: Cursor, taken: _Taken, index: int, limit: SearchLimit) -> None:
         self._inner, self._taken, self._limit = inner, taken, limit
         self._left_out: dict[str, int] = {}
-        """Number of samples, by source, that were left out before the sample that was yielded last."""
+        """Number of samples, by source, that were left out just before the sample that was yielded last."""
         self._index = index
         """Index in the shard of the source's next sample."""
 

@@ -1,11 +1,14 @@
-"""Mixture of several sources. Every prefix of the order has each source's share of samples.
+"""Mixture of several sources by weight. In every prefix of its order, each source has its share of the samples.
 
-Which source a sample comes from is a function of the sample's position among those of all shards (mixture_shares.py;
-for weights that change, mixture_order.py). So there is no counter that a change of topology could reset. How many
-samples a source has given in a shard is part of that source's saved position. If the weights are shares of
-tokens, they depend on the documents' lengths, so each shard counts the tokens (mixture_by_tokens.py).
+Which source a sample comes from is a function of the sample's position among the samples of all shards. The function
+for constant weights is in mixture_shares.py, for weights that change in mixture_order.py. So there is no counter that a
+change of topology could reset. In each shard, the number of samples that a source has given is part of that source's
+saved position.
 
-Two sources may read the same data. Each gets a seed of its own; otherwise both would give the same samples in the same
+If the weights are shares of tokens, the order also depends on the lengths of documents, so each shard counts the tokens
+of each source (mixture_by_tokens.py).
+
+Each source gets its own seed. Otherwise two sources that read the same data would give the same samples in the same
 order.
 """
 
@@ -36,10 +39,10 @@ Stop = Literal["never", "first", "last"]
 By = Literal["samples", "tokens"]
 
 AT_ONCE = 1 << 14
-"""Largest number of samples that are skipped in one call, which limits the memory of the call."""
+"""Largest number of samples that are skipped at once, which limits the memory for their sources' numbers."""
 FEW = 16
-"""Largest number of samples that are skipped one by one, at 1 us each. A call that skips with arrays takes 40 us for
-any number."""
+"""Largest number of samples that are skipped one by one, which takes about 1 us each. More are skipped at once, by
+computing with arrays, which takes 40 us for any number."""
 
 
 class Mixture:
@@ -53,8 +56,8 @@ class Mixture:
     not to the mixture, and make one mixture with products of weights instead of nested mixtures. If a mixture is the
     source of Packed, use `by="tokens"`; otherwise sources of long documents get more of the lines than their share.
 
-    Weights that change in the course of a run are a Schedule, with ramps. Then the shares hold from each of its
-    positions on, and in a ramp to within 9/4 samples of the straight line.
+    Pass a Schedule for weights that change in the course of a run. The deviation is then counted from the latest change
+    of weights, and is below 9/4 samples within a Ramp.
     """
 
     def __init__(
@@ -69,14 +72,16 @@ class Mixture:
         """
         Args:
             sources: sources with the same number of shards: a list, or a dict from names to sources.
-            weights: one weight for each source, at least 0, in any unit; a source of weight 0 is never read. With
-                names, a dict from names to weights, where a name that is left out has weight 0. A Schedule gives
-                weights by position, and needs stop="never". Weights are converted to whole numbers (parts) in the same
-                ratio: exactly as in their decimal text (0.1 is a tenth) if that makes at most 65,536 parts in all, and
-                otherwise rounded to that many. A saved state contains the parts.
-            stop: what happens when a source has no more samples in a shard. "never": finite sources are repeated, each
-                by itself. "first": the shard of the mixture ends at that source's next turn. "last": the other sources
-                get its turns in this shard, by their weights, until all have ended.
+            weights: list with one weight for each source, at least 0. Only their ratio matters: [7, 3] and [0.7, 0.3]
+                are the same. A source of weight 0 is never read. If the sources have names, also a dict from names to
+                weights, where a name that is left out has weight 0. A Schedule gives weights by position, and needs
+                stop="never". Weights are converted to whole numbers (parts) in the same ratio. The conversion is exact
+                (0.1 is a tenth) if the parts sum up to at most 65,536; otherwise they are rounded so that they sum up
+                to 65,536. A saved state contains the parts.
+            stop: what happens when a source has no more samples in a shard. "never": finite sources are repeated,
+                independently of each other. "first": the shard of the mixture ends where its next sample would come
+                from that source. "last": the samples come from the other sources, by their weights, until all have
+                ended in this shard.
             by: unit of the weights. "samples": shares of samples. "tokens": shares of tokens; the sources' samples must
                 be documents (tensors, arrays or lists of integers with one dimension), which are yielded whole. In
                 every prefix of a shard, each source's number of tokens then deviates from its share by at most the
@@ -110,13 +115,13 @@ class Mixture:
             other = next(number for number, count in enumerate(shards) if count != shards[0])
             raise InvalidArgumentError(
                 f"the sources of a Mixture must have the same number of shards: sources[0] has {shards[0]}, "
-                f"sources[{other}] has {shards[other]}. Make all with the same shards="
+                f"sources[{other}] has {shards[other]}. Pass the same number as `shards` to all of them"
             )
         endless = [number for number, source in enumerate(sources) if source.endless]
         if endless and stop != "never":
             raise InvalidArgumentError(
-                f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends. Use stop='never', or "
-                "leave out Repeated below, and put the Mixture into Repeated(...)"
+                f"stop={stop!r} needs finite sources, but sources[{endless[0]}] never ends. Use stop='never'; or, if "
+                "the source is a Repeated, leave out this Repeated and put the whole Mixture into Repeated(...)"
             )
         self._stop, self._by = stop, by
         self.names = _checked_names(names, len(sources))
@@ -157,9 +162,9 @@ class Mixture:
         return {"parts": list(self._parts)}
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
-        """Return the number of samples in each shard of the mixture: the sum of all sources' lengths, if all sources
-        are read to their end. Return None otherwise. With stop="first" the end of a shard depends on the positions of
-        its samples, so the numbers are unknown, too."""
+        """Return the number of samples in each shard of the mixture: with stop="last" the sum over all sources. Return
+        None if the numbers are unknown: with stop="never" shards do not end, with stop="first" the end of a shard
+        depends on the order of its samples, and a source may not know its own lengths."""
         if self._stop != "last":
             return None
         total = np.zeros(self.num_shards, np.int64)
@@ -195,23 +200,24 @@ class Mixture:
         return _Cursor(members, order, self._parts, ended, self._stop, index, positions, self.names)
 
     def wanted(self, position: int = 0) -> list[float]:
-        """Return the share of samples (or of tokens, as `by` says) that each source should have at a position.
-        `position`: number of samples that the mixture has given before."""
+        """Return the share that each source's weight has in the sum of all weights at a position: 0.7 and 0.3 for
+        weights 7 and 3. `position`: number of samples that the mixture has given before, in all shards."""
         return order_of(self._segments).shares(position)
 
     def parts_at(self, position: int) -> tuple[int, ...]:
-        """Return the weight of each source at a position, as whole numbers; within a ramp, the weights at the ramp's
-        end."""
+        """Return the weight of each source at a position, as a whole number; within a ramp, its weight at the ramp's
+        end. `position`: number of samples that the mixture has given before, in all shards."""
         return [segment for segment in self._segments if segment.start <= position][-1].parts
 
     def changed_from(self, position: int, parts: Mapping[str, int], added: Mapping[str, ShardedSource]) -> Mixture:
-        """Return a mixture with other weights from a position on, and with more sources, which have weight 0 before it.
-        Later changes of the weights, and the rest of a ramp, are dropped.
+        """Return a copy of this mixture that has other weights from `position` on, and may have more sources. Before
+        `position`, its order is the same. Changes of weights that the mixture has after `position` are dropped, and so
+        is the rest of a ramp.
 
         Args:
-            position: number of samples that the mixture gives before the new weights apply.
-            parts: new weight of each source, by name, as whole numbers.
-            added: the added sources, by name.
+            position: number of samples that the mixture gives, in all shards, before the new weights apply.
+            parts: new weight of each source as a whole number, by name; a name that is left out has weight 0.
+            added: sources that the mixture did not have, by name. Their weight before `position` is 0.
 
         Raises InvalidArgumentError for unknown names, and for an added source with another number of shards.
         """
@@ -220,14 +226,15 @@ class Mixture:
         unknown = [name for name in parts if name not in found.names]
         if unknown or not any(parts.values()):
             raise InvalidArgumentError(
-                f"the changed weights must be of the sources of the Mixture ({', '.join(found.names)}), at least one "
-                f"above 0, got {dict(parts)}. Restore the sources that the run had when its weights were changed"
+                f"the changed weights must name sources of the Mixture ({', '.join(found.names)}), and at least one "
+                f"must be above 0, got {dict(parts)}. Give the Mixture in the code the sources that it had when its "
+                "weights were changed"
             )
         for name, source in added.items():
             if source.num_shards != self.num_shards:
                 raise InvalidArgumentError(
                     f"the added source {name!r} must have {self.num_shards} shards, as the others, got "
-                    f"{source.num_shards}. Make it with the same shards="
+                    f"{source.num_shards}. Make it with shards={self.num_shards}"
                 )
         found.sources = [*self.sources, *(one if one.endless else Repeated(one) for one in added.values())]
         more = (0,) * len(added)
@@ -260,7 +267,8 @@ def _checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
 
 
 class _Positions:
-    """Function that converts indexes of samples in one shard to their positions in the order of all shards' samples."""
+    """Converter from the index of a sample in one shard to the sample's position in the order of all shards'
+    samples."""
 
     def __init__(self, position_of: PositionOf | None, shard: int, shards: int) -> None:
         self._given, self._shard, self._shards = position_of, shard, shards
@@ -346,8 +354,8 @@ class _Cursor:
         return passed
 
     def _skip_each(self, order: Ints) -> int:
-        """Skip one sample of each source in `order`, which lists sources by number, in this order. Return the number of
-        samples skipped before the first source that had no sample left."""
+        """Skip the samples of which `order` lists the numbers of the sources. Return how many samples come before the
+        first one whose source has ended: all if no source has ended. The sources' cursors may have skipped more."""
         whole = len(order)
         for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):
             if turns and (passed := self._members.moving(number).skip(turns)) < turns:
@@ -362,7 +370,8 @@ class _Cursor:
         self._schedule = self._live_schedule()
 
     def _live_schedule(self) -> MixtureShares | SegmentedOrder | None:
-        """Return the order of those sources that have not ended; None if the mixture has ended."""
+        """Return the order of the samples from now on, with weight 0 for sources that have ended; None if the mixture
+        has ended in this shard."""
         if not self._ended:
             return self._order
         live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))

@@ -1,18 +1,20 @@
 """Order of a mixture whose weights are shares of tokens.
 
 Documents are yielded whole, so shares can be exact only to within one document. A source is eligible if its tokens do
-not exceed its share of all tokens so far. Of the eligible sources, the next is the one whose next document would finish
-first in a mixture that interleaves single tokens. This is worst-case fair weighted fair queueing (J. Bennett and H.
-Zhang, "WF2Q", INFOCOM 1996), whose deviation is at most the longest document, up or down, for any number of sources.
-(If the source that is furthest behind were chosen, it would fall behind more with each additional source.) A document's
-length must be known before the choice, so one document of each source is read ahead. The saved position lies before
-that document, so no document is lost.
+not exceed its share of all tokens so far. The next document comes from the eligible source whose next document would
+finish first in a mixture that interleaves single tokens. This is worst-case fair weighted fair queueing (J. Bennett and
+H. Zhang, "WF2Q", INFOCOM 1996), whose deviation is at most the longest document, up or down, for any number of sources.
+(The simpler rule, to choose the source that lacks most tokens, has a deviation that grows with the number of sources.)
+A document's length must be known before the choice, so one document of each source is read ahead. The saved position
+lies before that document, so no document is lost.
 
-All counts are integers, and each shard has its own. A shard moves between workers together with its counts.
+Each shard counts the tokens that each source has given. The counts are integers, and part of the shard's saved
+position.
 
-If the weights change with the position of documents, counts begin at zero with each segment of constant weights, and
-with each ramp. Within a ramp they continue from one step to the next: each count becomes what the source has given
-beyond its share, so that what it lacks at the end of one step is made up for in the next.
+If the weights change with the position, the order consists of phases with constant weights (mixture_order.py). The
+counts begin at 0 with each phase that is not a step of a ramp, and with the first step of a ramp. At each further step
+a source's count becomes its number of tokens beyond its share, or minus the number of tokens that it lacks, so that
+later steps make up for it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch
 
 from penstock.data.sharded.layers.layer import NUMBER_LIMIT
 from penstock.data.sharded.layers.mixture_members import MixtureMembers, ended_early
-from penstock.data.sharded.layers.mixture_order import Piece, SegmentedOrder
+from penstock.data.sharded.layers.mixture_order import Phase, SegmentedOrder
 from penstock.data.sharded.protocol import NOWHERE, Origin, PositionOf, SavedPosition, cursor_origin
 from penstock.proto.errors import DatasetError, StateCorruptError
 
@@ -33,26 +35,32 @@ __all__ = ["ByTokens", "TokenWeights"]
 
 
 class TokenWeights(NamedTuple):
-    """Weights by tokens of a mixture's sources, as one shard of the mixture sees them."""
+    """Weights of a mixture's sources by the index of a document in one shard."""
 
     order: SegmentedOrder
     position_of: PositionOf
     changes: bool
     """True if the mixture's weights change with the position."""
 
-    def piece(self, index: int) -> Piece:
-        """Return the piece of constant weights in which the shard's sample number `index` lies."""
-        return self.order.piece(self.position_of(index) if self.changes else 0)
+    def phase(self, index: int) -> Phase:
+        """Return the phase (range of positions with constant weights) of the shard's document number `index`."""
+        return self.order.phase(self.position_of(index) if self.changes else 0)
 
-    def last(self, index: int, saved: SavedPosition | None) -> Piece:
-        """Return the piece of constant weights in which the last document before sample number `index` lies. `saved`:
-        the mixture's saved position there. Before the first document, return the piece of the first document."""
-        return self.piece(index - 1 if saved is not None and index else index)
+    def last(self, index: int, saved: SavedPosition | None) -> Phase:
+        """Return the phase of the document before document number `index`, which is the document that a saved position
+        follows. At the shard's beginning (`saved` is None, or `index` 0) return the phase of document `index`."""
+        return self.phase(index - 1 if saved is not None and index else index)
 
 
-def _given_of(saved: SavedPosition | None, count: int, piece: Piece) -> list[int]:
-    """Return the number of tokens that each of `count` sources has given in a piece of constant weights, read from the
-    mixture's saved position in a shard. Raises StateCorruptError for an invalid saved position."""
+def _given_of(saved: SavedPosition | None, count: int, phase: Phase) -> list[int]:
+    """Return the number of tokens that each source has given in a phase, according to a mixture's saved position; zeros
+    if the position was saved in another phase. Raises StateCorruptError for an invalid saved position.
+
+    Args:
+        saved: saved position of the mixture in a shard; None: the shard's beginning.
+        count: number of sources. Those that were added after the position was saved have given 0 tokens.
+        phase: phase of the document before the saved position.
+    """
     if saved is None:
         return [0] * count
     given, begun = saved.get("given"), saved.get("piece", [0, 0])
@@ -63,9 +71,8 @@ def _given_of(saved: SavedPosition | None, count: int, piece: Piece) -> list[int
         and all(type(n) is int and least < n < NUMBER_LIMIT for n in given)
         and isinstance(begun, list)
     ):
-        # The counts are those of another piece if the Schedule was changed after the position was saved.
-        # Sources that were added since have given nothing.
-        kept = given if begun == [piece.segment, piece.start] else []
+        # The counts are those of another phase if the Schedule was changed after the position was saved.
+        kept = given if begun == [phase.segment, phase.start] else []
         return [*kept, *([0] * (count - len(kept)))]
     raise StateCorruptError(
         f"the saved position of a Mixture(by='tokens') of {count} sources is damaged: {saved!r:.200}. "
@@ -74,8 +81,13 @@ def _given_of(saved: SavedPosition | None, count: int, piece: Piece) -> list[int
 
 
 def _carried(given: Sequence[int], parts: Sequence[int]) -> list[int]:
-    """Return the number of tokens that each source has given beyond its share, rounded down; negative if it has given
-    less."""
+    """Return, for each source, by how many tokens it exceeds its share; negative if it has given less. Shares are
+    rounded down.
+
+    Args:
+        given: number of tokens that each source has given.
+        parts: weight of each source as a whole number.
+    """
     total, whole = sum(given), sum(parts)
     return [had - part * total // whole for had, part in zip(given, parts, strict=True)]
 
@@ -96,13 +108,13 @@ class ByTokens:
     ) -> None:
         self._members, self._weights, self._ended, self._stop = members, weights, ended, stop
         self._index, self._where, self._names = index, where, names
-        self._piece = weights.last(index, saved)
-        """Piece of constant weights in which the last document lay, so that a saved position does not depend on the
-        weights after it."""
-        self._parts, self._given = self._piece.parts, _given_of(saved, len(names), self._piece)
+        self._phase = weights.last(index, saved)
+        """Phase of the document that was yielded last. It changes only when the next document is chosen, so that a
+        saved position does not depend on the weights after it, which may be changed later."""
+        self._parts, self._given = self._phase.parts, _given_of(saved, len(names), self._phase)
         self._next: dict[int, tuple[int, Any, SavedPosition, Origin]] = {}
-        """Document of each source that was read ahead, by the source's number: (number of tokens, document, the
-        source's saved position before it, its origin in the source)."""
+        """Document that was read ahead from each source, by the source's number, as a tuple: number of tokens, the
+        document, the source's saved position before the document, the document's origin in the source."""
         self.origin = NOWHERE
         self._over = False
 
@@ -129,9 +141,9 @@ class ByTokens:
         below = self._members.saved_positions()
         for number, (_, _, before, _) in self._next.items():
             below[number] = before
-        piece = {"piece": [self._piece.segment, self._piece.start]} if self._weights.changes else {}
+        phase = {"piece": [self._phase.segment, self._phase.start]} if self._weights.changes else {}
         found = {"index": self._index, "ended": sorted(self._ended), "given": self._given.copy(), "sources": below}
-        return {**found, **piece}
+        return {**found, **phase}
 
     def close(self) -> None:
         self._next.clear()
@@ -145,18 +157,19 @@ class ByTokens:
         self._index += 1
         return document
 
-    def _enter(self, piece: Piece) -> None:
-        """Change to the weights of another piece, in which the next document lies."""
-        if piece == self._piece:
+    def _enter(self, phase: Phase) -> None:
+        """Change to `phase`, the phase of the next document, if it is a new one. Between two steps of one ramp the
+        counts of tokens are carried over; otherwise they begin at 0."""
+        if phase == self._phase:
             return
-        joined = piece.segment == self._piece.segment
+        joined = phase.segment == self._phase.segment
         self._given = _carried(self._given, self._parts) if joined else [0] * len(self._given)
-        self._piece, self._parts = piece, piece.parts
+        self._phase, self._parts = phase, phase.parts
 
     def _due(self) -> int | None:
         """Return the number of the source that gives the next document; None if the shard has ended."""
         if self._weights.changes:
-            self._enter(self._weights.piece(self._index))
+            self._enter(self._weights.phase(self._index))
         while not self._over:
             live = [number for number, part in enumerate(self._parts) if part and number not in self._ended]
             missing = [number for number in live if number not in self._next and not self._read(number)]
@@ -192,8 +205,8 @@ class ByTokens:
         return False
 
     def _end(self, numbers: list[int]) -> None:
-        """Mark these sources as ended. The other sources get their documents' places, and shares are counted from zero
-        again."""
+        """Mark these sources as ended. From now on all documents come from the other sources, whose tokens are counted
+        from 0 again."""
         for number in numbers:
             self._ended.add(number)
             self._members.drop(number)

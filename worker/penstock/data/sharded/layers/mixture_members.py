@@ -1,4 +1,4 @@
-"""Cursors of a mixture's sources in one shard, and their part of the mixture's saved position."""
+"""Cursors of a mixture's sources in one shard, and their saved positions, which are part of the mixture's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["MixtureMembers", "ended_early", "members_of"]
 
 
 def ended_early(number: int) -> DatasetError:
-    """Return the error for a mixture's source number `number` whose attribute `endless` is True, but which has
-    ended."""
+    """Return the error to raise when a mixture's source number `number` has ended although its attribute `endless` is
+    True."""
     return DatasetError(
         f"sources[{number}] of a Mixture must be endless, as its attribute `endless` says, but has ended. Set the "
         "attribute to False, so that the Mixture repeats the source"
@@ -20,9 +20,14 @@ def ended_early(number: int) -> DatasetError:
 
 
 def members_of(saved: SavedPosition | None, count: int) -> tuple[list[SavedPosition | None], set[int]]:
-    """Return the saved position of each of a mixture's `count` sources, and the numbers of the sources that have ended,
-    from the mixture's saved position. Sources that were added after it was saved are at their beginning. Raises
-    StateCorruptError if it has more than `count` sources, or is damaged."""
+    """Return what a mixture's saved position contains: the saved position of each source, and the numbers of the
+    sources that have ended in the shard. Raises StateCorruptError if it is damaged, or has more sources than `count`.
+
+    Args:
+        saved: saved position of the mixture; None: the shard's beginning.
+        count: number of sources that the mixture has. Sources that were added after the position was saved get None:
+            they are at their beginning.
+    """
     if saved is None:
         return [None] * count, set()
     below, ended = saved.get("sources"), saved.get("ended")
@@ -36,8 +41,8 @@ def members_of(saved: SavedPosition | None, count: int) -> tuple[list[SavedPosit
 
 
 class MixtureMembers:
-    """Cursors of a mixture's sources in one shard, opened when they are first read. `saved_positions` asks only those
-    cursors that have moved since the last call."""
+    """Cursors of a mixture's sources in one shard. A cursor is opened when it is first read. `saved_positions` takes a
+    new saved position only from cursors that may have moved since its last call."""
 
     def __init__(
         self, opened: Callable[[int, SavedPosition | None], Cursor], saved: Sequence[SavedPosition | None]
@@ -47,8 +52,8 @@ class MixtureMembers:
         self._moved: set[int] = set()
 
     def moving(self, number: int) -> Cursor:
-        """Return the cursor of source number `number`. The caller will move it, so its saved position must be taken
-        again."""
+        """Return the cursor of source number `number`, to be moved by the caller. The next call of `saved_positions`
+        takes a new saved position from it."""
         if number not in self._cursors:
             self._cursors[number] = self._opened(number, self._saved[number])
         self._moved.add(number)
@@ -61,7 +66,7 @@ class MixtureMembers:
         return self._saved.copy()
 
     def restore(self, saved: Sequence[SavedPosition | None]) -> None:
-        """Move the cursors of all sources back to these saved positions."""
+        """Close all cursors, to open them again at these saved positions, one for each source."""
         self.close()
         self._saved = list(saved)
 

@@ -1,18 +1,19 @@
-"""Order of a mixture whose weights change with the position: from a position to the source of its sample.
+"""Order of a mixture whose weights change with the position: which source gives the sample at each position.
 
-Each segment of constant weights begins the schedule of its weights (mixture_shares.py) at its own first position. So
-within a segment every prefix has each source's share to within one sample, and a position is looked up without those
-before it.
+The order consists of segments, in which the weights are constant or change linearly (a ramp). A segment with constant
+weights has the order of mixture_shares.py, counted from the segment's first position. So in every prefix of the segment
+each source has its share to within one sample, and a position can be looked up without computing those before it.
 
-A ramp is divided into steps. At the end of each step, the number of samples that each source has given since the ramp's
-beginning is the integral of its share, rounded up or down. For one step after the other it is decided, when the ramp is
-first used, which of the two it is: as in mixture_shares.py, the sample with the earliest deadline comes first. Inside a
-step the weights are constant: its numbers of samples. A ramp of L samples has about sqrt(L / 2) steps of sqrt(2 L)
-samples, so that a step deviates from the straight line by at most a quarter of a sample. In every prefix of a ramp, the
-number of each source's samples deviates from the integral of its share by less than 9/4: one sample within a step, one
-at its ends, and the quarter.
+A ramp is divided into steps with constant weights. The weights of a step are the numbers of samples that the sources
+give in it. They are chosen so that at the end of each step, the number of samples that a source has given since the
+ramp's beginning is the integral of its share over the ramp so far, rounded up or down. Which of the two is decided step
+by step when the ramp is first used: as in mixture_shares.py, the sample with the earliest deadline comes first.
 
-Saved states are positions in this order, so all of it is computed in integers.
+A ramp of L samples has about sqrt(L / 2) steps of sqrt(2 L) samples, so that the constant weights of a step add a
+deviation of at most a quarter of a sample. In every prefix of a ramp, a source's number of samples deviates from the
+integral of its share by less than 9/4: one sample within a step, one at the step's ends, and the quarter.
+
+Saved states contain positions in this order. So it must never change, and all of it is computed in integers.
 """
 
 from __future__ import annotations
@@ -31,25 +32,26 @@ from penstock.data.ordering.permutation import Ints
 from penstock.data.sharded.layers.mixture_schedule import Segment
 from penstock.data.sharded.layers.mixture_shares import MAX_PARTS, MixtureShares, shares_of, table_of
 
-__all__ = ["Piece", "SegmentedOrder", "order_of"]
+__all__ = ["Phase", "SegmentedOrder", "order_of"]
 
 KEPT_POSITIONS = 1 << 24
-"""Approximate number of positions of a ramp whose sources are kept in memory, in tables of 32 MB together."""
+"""Approximate number of positions for which a ramp keeps the computed source numbers in memory: 32 MB for each ramp.
+The oldest ones are dropped, and computed again if necessary."""
 
 
-class Piece(NamedTuple):
-    """Piece of a mixture's order: positions with constant weights, either a whole segment or one step of a ramp."""
+class Phase(NamedTuple):
+    """Range of positions in which a mixture's weights are constant: a whole segment, or one step of a ramp."""
 
     segment: int
-    """Position at which the piece's segment begins."""
+    """First position of the segment that contains the phase."""
     start: int
-    """Position at which the piece begins."""
+    """First position of the phase."""
     parts: tuple[int, ...]
     """Weight of each source as a whole number."""
 
 
 class SegmentedOrder:
-    """Function from positions of a mixture's order to the numbers of its sources, for weights that change."""
+    """Order of a mixture whose weights change: from a position to the number of the source that gives the sample."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = tuple(segments)
@@ -70,17 +72,18 @@ class SegmentedOrder:
             found[chosen] = self._orders[number].many(positions[chosen] - self._starts[number])
         return found
 
-    def piece(self, position: int) -> Piece:
-        """Return the piece of constant weights that contains a position."""
+    def phase(self, position: int) -> Phase:
+        """Return the phase (range of positions with constant weights) that contains a position."""
         number = bisect_right(self._starts, position) - 1
         start, order = self._starts[number], self._orders[number]
         if isinstance(order, _RampOrder):
             step, parts = order.step(position - start)
-            return Piece(start, start + step, parts)
-        return Piece(start, start, self._segments[number].parts)
+            return Phase(start, start + step, parts)
+        return Phase(start, start, self._segments[number].parts)
 
     def shares(self, position: int) -> list[float]:
-        """Return the share of the weights that each source has at a position; the shares sum up to 1."""
+        """Return each source's weight at a position as a share of all weights; the shares sum up to 1. Within a ramp
+        they lie on the straight line between its beginning and its end."""
         number = bisect_right(self._starts, position) - 1
         segment = self._segments[number]
         shares = _shares(segment.parts)
@@ -96,7 +99,8 @@ def _shares(parts: Sequence[int]) -> list[float]:
 
 @lru_cache(maxsize=64)
 def order_of(segments: tuple[Segment, ...]) -> SegmentedOrder:
-    """Return the order of a mixture whose weights these segments give."""
+    """Return the order of the mixture that has these segments. The latest 64 orders are kept, because all cursors of a
+    mixture use the same one."""
     return SegmentedOrder(segments)
 
 
@@ -107,10 +111,11 @@ def _order(segment: Segment) -> MixtureShares | _RampOrder:
 
 
 class _RampOrder:
-    """Function from positions in a ramp, counted from its beginning, to the numbers of the sources.
+    """Order of a mixture within a ramp: from a position, counted from the ramp's beginning, to the number of the source
+    that gives the sample.
 
     Args:
-        begin, end: weights of the sources at both ends, as whole numbers.
+        begin, end: weight of each source at the ramp's beginning and at its end, as whole numbers.
         length: number of samples of the ramp.
     """
 
@@ -141,7 +146,8 @@ class _RampOrder:
         return found
 
     def step(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """Return the first position of the step that contains `position`, and the weights in that step."""
+        """Return the first position of the step that contains `position`, and the weight of each source in this step,
+        as whole numbers."""
         number = bisect_right(self._bounds, position) - 1
         return self._bounds[number], self._steps()[number]
 
@@ -165,8 +171,8 @@ class _RampOrder:
         return self._parts
 
     def _until(self, given: Sequence[int], bound: int) -> list[int]:
-        """Return the number of samples that each source has given at position `bound` of the ramp, where a step ends.
-        `given`: the numbers at the step's beginning."""
+        """Return the number of samples that each source has given from the ramp's beginning to the end of a step.
+        `given`: these numbers for the step's beginning; `bound`: position behind the step's last sample."""
         until = [max(had, integral.floor(bound)) for had, integral in zip(given, self._integrals, strict=True)]
         left = bound - sum(until)
         waiting = [number for number, integral in enumerate(self._integrals) if integral.ceil(bound) > until[number]]
@@ -180,8 +186,8 @@ class _RampOrder:
 
 
 class _Integral(NamedTuple):
-    """Integral of a source's share over a ramp, from its beginning to position x: (rate x + bend x^2) / whole, in
-    samples."""
+    """Integral of a source's share over a ramp: the exact number of samples that the source should have given from the
+    ramp's beginning to position x. It is (rate x + bend x^2) / whole."""
 
     rate: int
     bend: int
@@ -194,5 +200,6 @@ class _Integral(NamedTuple):
         return -(-(self.rate * position + self.bend * position * position) // self.whole)
 
     def deadline(self, count: int, length: int) -> int:
-        """Return the first position at which the integral is at least `count`; `length` + 1 if it never is."""
+        """Return the first position at which the integral is at least `count`; `length` + 1 if the ramp, which has
+        `length` samples, ends before."""
         return bisect_left(range(length + 1), count, key=self.floor)

@@ -1,7 +1,8 @@
-"""Weights of a mixture that change with the position: what users write (Schedule, Ramp), and the segments that result.
+"""Weights of a mixture that change with the position: `Schedule` and `Ramp`, which users write, and the segments of the
+mixture's order that are made from them.
 
-A position counts the samples that the mixture has given before, in all shards and on all boxes. So the weights are a
-function of the order alone, and no number of boxes or workers changes them.
+A position is the number of samples that the mixture has given before, in all shards and on all boxes. So the same
+sample has the same weights on any number of boxes and workers.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ MAX_RAMP = 1 << 31
 
 @dataclass(frozen=True)
 class Ramp:
-    """Change of a mixture's weights along a straight line, as a value of a Schedule.
+    """Linear change of a mixture's weights, as a value of a Schedule.
 
         Schedule({0: {"web": 0.7, "code": 0.3}, 50_000: Ramp({"web": 0.5, "code": 0.5}, over=10_000)})
 
-    Each source's share of the weights changes linearly, from its share before the ramp to its share in `to`, and then
-    stays.
+    Each source's share of all weights changes linearly, from its share before the ramp to its share in `to`. After the
+    ramp it stays. Here the share of "web" is 0.7 at position 50,000, 0.6 at 55,000, and 0.5 from 60,000 on.
     """
 
     to: Weights
@@ -49,18 +50,18 @@ class Schedule:
 
         Mixture({"web": web, "code": code}, Schedule({0: {"web": 0.7, "code": 0.3}, 50_000: {"code": 1}}))
 
-    From each position on, the weights are those given for it, until the next one. A source of weight 0 is not read, and
+    The weights of each position apply from there to the next position. A source is not read while its weight is 0, and
     continues later where it stopped.
     """
 
     def __init__(self, changes: Mapping[int, Weights | Ramp], *, rows_per_step: int = 1) -> None:
         """
         Args:
-            changes: weights, or a Ramp, by the position at which they begin: 0 first, then ascending. A position is the
-                number of samples that the mixture has given before, over all boxes. A mixture inside another one
-                counts its own samples.
-            rows_per_step: unit of the positions, in samples. With the number of samples in a global batch, positions
-                are steps of the training loop.
+            changes: dict from positions to weights or a Ramp. The first position is 0, and the others ascend. A
+                position is the number of samples that the mixture has given before, on all boxes together. A mixture
+                inside another one counts its own samples.
+            rows_per_step: unit of the positions, in samples. Give the number of samples in a global batch, for
+                positions in steps of the training loop.
 
         Raises InvalidArgumentError for invalid arguments. Weights are checked by Mixture.
         """
@@ -88,8 +89,8 @@ class Schedule:
         return f"Schedule({self._changes!r})"
 
     def segments(self, names: Sequence[str]) -> tuple[Segment, ...]:
-        """Return the segments of the order that these weights make, for sources with these names. Raises
-        InvalidArgumentError for invalid weights and ramps."""
+        """Return the segments that these weights and ramps mean, by ascending position. Raises InvalidArgumentError for
+        invalid ones. `names`: names of the mixture's sources, in their order."""
         found: list[Segment] = []
         positions = [*self._changes]
         for position, end in zip(positions, [*positions[1:], None], strict=True):
@@ -129,20 +130,22 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a mixture's order, from one position to the next segment, in which the weights are constant or follow a
-    ramp."""
+    """Part of a mixture's order, from its first position to the next segment, in which the weights are constant or
+    change by one ramp."""
 
     start: int
     """Position of the segment's first sample."""
     parts: tuple[int, ...]
     """Weight of each source as a whole number; for a ramp, the weights at its end."""
     over: int = 0
-    """Number of samples of the ramp with which the segment begins; 0 if the weights are constant."""
+    """Length of the ramp in samples; 0 if the weights are constant. The next segment may begin before the ramp's end,
+    if the weights were changed during the run."""
     begin: tuple[int, ...] = ()
     """Weight of each source at the beginning of the ramp, as a whole number; empty if the weights are constant."""
 
     def with_more(self, parts: tuple[int, ...]) -> Segment:
-        """Return the segment with the weights of further sources, `parts`, as whole numbers."""
+        """Return a copy of the segment for a mixture with more sources. `parts`: weights of the added sources in this
+        segment, as whole numbers."""
         begin = (*self.begin, *parts) if self.over else ()
         return replace(self, parts=(*self.parts, *parts), begin=begin)
 
@@ -153,8 +156,8 @@ class Segment:
 
 
 def segments_of(weights: Weights | Schedule, names: Sequence[str]) -> tuple[Segment, ...]:
-    """Return the segments of the order that the weights of a Mixture make, for sources with these names. Raises
-    InvalidArgumentError for invalid weights."""
+    """Return the segments that the argument `weights` of a Mixture means: one segment for constant weights. Raises
+    InvalidArgumentError for invalid weights. `names`: names of the mixture's sources, in their order."""
     if isinstance(weights, Schedule):
         return weights.segments(names)
     return (Segment(0, _parts(weights, names, "the weights")),)

@@ -1,22 +1,25 @@
-"""Shares of a mixture's sources under constant weights: which source gives the sample at each position of the order.
+"""Order of a mixture with constant weights: which source gives the sample at each position.
 
 In every prefix of the order, the number of each source's samples must deviate from its share by less than one. So the
-k-th sample of a source with share w has a window of positions: from the first p with w p > k - 1, to the last with w (p
-- 1) < k. An assignment that gives each sample a position within its window meets this condition. The chairman
-assignment theorem says that such an assignment exists for any number of sources (R. Tijdeman, "The chairman assignment
-problem", 1980). The rule in its proof gives each position to the sample with the earliest deadline among those whose
-windows have begun.
+k-th sample of a source with share w must have a position p in a window: from the first p with w p > k - 1, to the last
+p with w (p - 1) < k, which is called its deadline. The chairman assignment theorem says that positions within all
+windows exist for any number of sources (R. Tijdeman, "The chairman assignment problem", 1980). The rule in its proof
+gives each position to the sample with the earliest deadline among those whose windows have begun.
 
-That rule alone is not enough here. Its assignment repeats with the period of the weights, and positions go to shards in
-turn, with another period. With two equal weights and 60 shards, even shards would always get one source and odd ones
-the other, and half of each source would never be read. So each sample has a target position, drawn evenly from its
-window. A target is delayed for each earlier time that its source got the same position of the period. Each position
-goes to the sample with the earliest target. Deadlines decide only if one would otherwise be missed: if for some d there
-are as many samples with deadlines up to d as positions left up to d. Tables of some thousand positions are made on
-demand, and after a million positions they repeat.
+That rule alone is not enough here. Its order repeats after every period of positions (the sum of the weights as whole
+numbers), and the positions go to the shards round robin. With two equal weights the period is 2, so with 60 shards even
+shards would get all samples from one source and odd shards from the other, and half of each source would never be read.
 
-Saved states are positions in this order. So all of it is computed in integers and must never change; a test compares it
-with recorded values.
+So the samples of each period are in a different, random order. Each sample has a random target position in its window,
+and each position goes to the sample with the earliest target. A target is delayed if its source has had the same
+position of a period before: a little for each time. Deadlines decide only if one would otherwise be missed. That is so
+if for some d the samples with deadlines up to d are as many as the positions left up to d.
+
+The order is computed in tables of some thousand positions, when they are needed. After about a million positions it
+repeats.
+
+Saved states contain positions in this order. So it must never change, and all of it is computed in integers; a test
+compares it with recorded values.
 """
 
 from __future__ import annotations
@@ -40,22 +43,23 @@ __all__ = ["MAX_PARTS", "MixtureShares", "parts_of", "shares_of", "table_of"]
 MAX_PARTS = 1 << 16
 """Largest sum of the whole numbers (parts) to which weights are converted."""
 MAX_EXPONENT = 400
-"""Largest exponent in the text of a weight; that of a float is at most 324. A text like 1e99999999 would take minutes
-and gigabytes to convert."""
+"""Largest exponent, up or down, in the text of a weight. That of a float is at most 324. A text such as 1e99999999
+would take minutes and gigabytes to convert."""
 MOST = 1e308
-"""Largest sum of weights that an error prints as a number; few floats are larger."""
+"""Largest sum of weights that an error prints as a number, because a float cannot be much larger."""
 POSITIONS = 1 << 12
-"""Smallest number of positions in a table of sources. With usual weights, such a table has enough periods for each
-position of the period to get each source by its share. Making a table takes 6 ms."""
+"""Smallest number of positions in one table of the order. With usual weights these are many periods, in which each
+source comes at each position of the period about as often as its share says. A table takes 6 ms to make."""
 ALL_POSITIONS = 1 << 20
-"""Approximate number of positions in all tables together, which take 2 MB."""
+"""Approximate number of positions after which the order repeats. The tables with all of them take 2 MB."""
 
 _KEY = 0x6D69782D7475726E
 _FRACTION_BITS = 24
 _BACK = 2
-"""Exponent that sets the delay of targets: a target is delayed by 2^-2, a quarter, of the distance between its source's
-samples, for each time that the source got the same position of the period. A smaller delay gives some positions a
-source half too often; a larger one makes sources alternate again."""
+"""Exponent for the delay of a sample's target position. The delay is 2^-2 (a quarter) of the mean distance between
+samples of its source, for each time that the source has had this position of a period. With a smaller delay, some
+positions of the period get a source half too often. With a larger one, sources alternate, as they do without random
+targets."""
 
 Weight = float | int | Fraction | Decimal
 
@@ -63,17 +67,19 @@ Weight = float | int | Fraction | Decimal
 def parts_of(weights: Sequence[Weight], names: Sequence[str] | None = None) -> tuple[int, ...]:
     """Return the weights as whole numbers (parts) in the same ratio: 0.7, 0.2 and 0.1 become 7, 2 and 1.
 
-    `names`: names of the sources, for errors; None: errors number them.
+    A float means the fraction that its decimal text says: 0.1 is exactly 1/10. If the parts would sum up to more than
+    MAX_PARTS, they are rounded so that they sum up to MAX_PARTS; those with the largest remainders are rounded up.
+    Raises InvalidArgumentError for invalid weights.
 
-    A weight is taken as the fraction in its decimal text. If the parts would sum up to more than MAX_PARTS, the weights
-    are rounded so that they sum up to MAX_PARTS; those with the largest remainders are rounded up. Raises
-    InvalidArgumentError for invalid weights.
+    `names`: names of the sources, for errors; None: errors have the sources' numbers, from 0.
     """
     keys: Sequence[Any] = range(len(weights)) if names is None else names
     exact = [_fraction(key, weight) for key, weight in zip(keys, weights, strict=True)]
     total = sum(exact)
     if total == 0:
-        raise InvalidArgumentError(f"at least one weight must be above 0, got {list(weights)}")
+        raise InvalidArgumentError(
+            f"at least one weight must be above 0, got {list(weights)}. Give a source a larger weight"
+        )
     shares = [weight / total for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
     if period <= MAX_PARTS:
@@ -85,8 +91,8 @@ def parts_of(weights: Sequence[Weight], names: Sequence[str] | None = None) -> t
     for key, part, weight in zip(keys, parts, weights, strict=True):
         if weight and not part:
             raise InvalidArgumentError(
-                f"weights[{key!r}] must be at least 1/{MAX_PARTS:,} of the sum of all weights, {_text(total)}, got "
-                f"{weight}, with which its source would never be read. Make it larger, or 0"
+                f"weights[{key!r}] must be at least 1/{MAX_PARTS:,} of the sum of all weights ({_text(total)}), got "
+                f"{weight}, which would be rounded to 0. Make it larger, or pass 0 to leave the source out"
             )
     return _reduced(tuple(parts))
 
@@ -121,18 +127,19 @@ def _reduced(parts: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def shares_of(parts: tuple[int, ...]) -> MixtureShares:
-    """Return the shares of sources with these weights (whole numbers, at least one of them above 0)."""
+    """Return the order of a mixture whose sources have these weights, which are whole numbers, at least one of them
+    above 0. The latest 64 orders are kept, with their tables."""
     return MixtureShares(_reduced(parts))
 
 
 class MixtureShares:
-    """Function from positions of a mixture's order to the numbers of its sources, under constant weights. `parts`:
-    weights as whole numbers without a common divisor."""
+    """Order of a mixture with constant weights: from a position to the number of the source that gives the sample.
+    `parts`: weight of each source, as whole numbers without a common divisor."""
 
     def __init__(self, parts: tuple[int, ...]) -> None:
         self._parts = parts
         self._only = next((number for number, part in enumerate(parts) if part == sum(parts)), None)
-        """Number of the source that gives all samples, if only one has a weight above 0; None otherwise."""
+        """Number of the only source whose weight is above 0; None if there are several."""
         self._positions = sum(parts) * -(-POSITIONS // sum(parts))
         self._count = ALL_POSITIONS // self._positions
         self._tables: dict[int, npt.NDArray[np.uint16]] = {}
@@ -164,28 +171,28 @@ class MixtureShares:
 
 
 @dataclass
-class _Line:
-    """Queue of one source's samples while `table_of` decides which source gives each sample of a period. The places in
-    the period are counted from 1."""
+class _Queue:
+    """Samples of one source that wait for a position in a table, while `table_of` makes the table. Positions count from
+    1 at the table's beginning."""
 
     source: int
-    """Number of the source whose samples these are."""
+    """Number of the source."""
     part: int
-    """Number of samples that the source gives in each period of the weights."""
+    """Number of samples that the source gives in each period."""
     due: list[int]
-    """First place in the period that each of the source's samples may get."""
+    """First position that each sample of the source may get."""
     deadline: list[int]
-    """Last place in the period that each of the source's samples may get."""
+    """Last position that each sample of the source may get."""
     target: list[int]
-    """Target place of each sample of the source, drawn between the first and the last one, in units of 2^-24 of a
-    place."""
+    """Random target position of each sample of the source, in units of 2^-24 of a position."""
     next: int = 0
+    """Number of samples of the source that have a position."""
 
     @staticmethod
-    def of(source: int, part: int, period: int, periods: int, number: int) -> _Line:
+    def of(source: int, part: int, period: int, periods: int, number: int) -> _Queue:
         rank = np.arange(part * periods)
         drawn = (mix(_KEY, number, source, rank) >> np.uint64(64 - _FRACTION_BITS)).astype(np.int64)
-        return _Line(
+        return _Queue(
             source,
             part,
             due=(rank * period // part + 1).tolist(),
@@ -195,36 +202,41 @@ class _Line:
 
 
 def table_of(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray[np.uint16]:
-    """Return table number `number`: for each of its `positions` positions, the number of the source that gives the
-    sample there. `positions` is a multiple of the sum of `parts`."""
+    """Return a table of a mixture's order: the number of the source that gives the sample at each position.
+
+    Args:
+        parts: weight of each source, as whole numbers.
+        positions: number of positions in the table, a multiple of the sum of `parts`.
+        number: number of the table. Tables with different numbers have different random targets.
+    """
     period = sum(parts)
-    lines = [_Line.of(source, part, period, positions // period, number) for source, part in enumerate(parts) if part]
+    queues = [_Queue.of(source, part, period, positions // period, number) for source, part in enumerate(parts) if part]
     left = [0] * (positions + 1)
-    """Number of samples without a position so far, by deadline (the last position that a sample may get)."""
-    for line in lines:
-        for deadline in line.deadline:
+    """Number of samples that have no position so far, by deadline (the last position that a sample may get)."""
+    for queue in queues:
+        for deadline in queue.deadline:
             left[deadline] += 1
-        line.due.append(positions + 1)
+        queue.due.append(positions + 1)
     served: dict[tuple[int, int], int] = {}
-    """Number of samples placed so far, by (position of the period, source)."""
+    """Number of samples that have a position, by (position in the period, source)."""
     table = np.empty(positions, np.uint16)
     bound = positions
-    """Deadline up to which the samples need all positions that are left up to it. Until then only these samples may be
-    placed."""
+    """Last position that only samples with deadlines up to it may get, because they are as many as the positions left
+    up to it."""
     for position in range(1, positions + 1):
         inside = position % period
         waiting = []
-        for line in lines:
-            at = line.next
-            if line.due[at] <= position and line.deadline[at] <= bound:
-                back = period * served.get((inside, line.source), 0) << _FRACTION_BITS - _BACK
-                waiting.append((line.target[at] + back // line.part, line.source, line))
+        for queue in queues:
+            at = queue.next
+            if queue.due[at] <= position and queue.deadline[at] <= bound:
+                back = period * served.get((inside, queue.source), 0) << _FRACTION_BITS - _BACK
+                waiting.append((queue.target[at] + back // queue.part, queue.source, queue))
         waiting.sort()
         best = waiting[0][2]
         last = _tight(left, position, best.deadline[best.next])
         if last is not None:
             bound = last
-            best = next(line for _, _, line in waiting if line.deadline[line.next] <= bound)
+            best = next(queue for _, _, queue in waiting if queue.deadline[queue.next] <= bound)
         left[best.deadline[best.next]] -= 1
         best.next += 1
         served[inside, best.source] = served.get((inside, best.source), 0) + 1
@@ -235,9 +247,9 @@ def table_of(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray
 
 
 def _tight(left: list[int], position: int, deadline: int) -> int | None:
-    """Return the first position d before `deadline` such that all positions from `position` to d are needed by samples
-    with deadlines up to d; None if there is no such position. `left`: number of samples without a position, by
-    deadline."""
+    """Return the first position d before `deadline` for which the samples with deadlines up to d are as many as the
+    positions from `position` to d, so that they need all of these; None if there is no such position. `left`: number of
+    samples without a position, by deadline."""
     spare = 0
     for at in range(position, deadline):
         spare += 1 - left[at]

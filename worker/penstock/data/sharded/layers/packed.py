@@ -1,16 +1,17 @@
-"""Documents of tokens packed into lines of one length, in order or by best fit within windows (groups of consecutive
-documents).
+"""Layer that packs documents of tokens into lines of equal length: in order, or by best fit within windows (groups of
+consecutive documents).
 
-In order, a line may begin in the middle of a document. The state contains the beginning of the line that is being
-filled: the source's saved position before the document in which the line begins, and an offset in that document. After
-a resume the document is read again, and the line is made again.
+If documents are packed in order, a line may begin in the middle of a document. The state contains the beginning of the
+line that is being filled: the source's saved position before the document in which the line begins, and an offset in
+that document. A resume reads the document again, and fills the line again.
 
-By best fit, the documents of a window are sorted by length, and each goes into the line in which it leaves the least
-space (best-fit decreasing). A packer that keeps lines open while it reads would have to save them. Here a window of
-documents makes whole lines, and the state contains the window's beginning and the number of lines that it has yielded.
+If they are packed by best fit, the documents of a window are sorted by length, and each goes into the line in which it
+leaves the least space (best-fit decreasing). Lines are never filled with documents of several windows, because lines
+that wait for more documents would have to be saved. So the state contains only the window's beginning and the number of
+its lines that have been yielded.
 
-So a state contains no text. A change of topology loses no text either, because lines and windows belong to their shard
-and not to a worker.
+In both cases a state contains no tokens. A change of topology loses none either, because lines and windows belong to
+their shard and not to a worker.
 """
 
 from __future__ import annotations
@@ -33,20 +34,23 @@ __all__ = ["Packed"]
 
 Long = Literal["split", "truncate", "refuse"]
 LEAST_READ = 4
-"""Smallest number of lines whose documents are read in one call: a call costs as much as the tokens of a line."""
+"""Smallest number of lines for which documents are read in one call, even if fewer lines are wanted. A call takes about
+as long as copying the tokens of one line, so more calls would be slow."""
 SKIPPED_AT_ONCE = 16
-"""Largest number of lines whose documents are read in one call while lines are skipped."""
+"""Largest number of lines for which documents are read in one call while lines are skipped."""
 
 
 class Packed(Layer):
     """Layer that packs a shard's documents into lines of exactly `length` tokens: in order, or with `window=` by best
-    fit. A line is a tensor of shape (length,), int64 or `dtype`; or a dict of tensors, if `tokens` or an argument after
-    it is given.
+    fit.
 
         Packed(documents, length=2048, pad=0, split=False, window=1000, labels=True, positions=True, cu_seqlens=True)
 
-    A segment is the part of a document that is in the line; pieces of a Chunked directly below, or with a Repeated
-    between, are joined to one segment again, if they are packed in order.
+    A line is a tensor of shape (length,) and dtype `dtype`. With any of the arguments from `tokens` to `attached`, it
+    is a dict of tensors, the fields.
+
+    A segment is the part of a document that is in one line. If the source is a Chunked, or a Repeated of a Chunked, and
+    packing is in order, consecutive pieces of one document are one segment.
     """
 
     def __init__(
@@ -75,37 +79,40 @@ class Packed(Layer):
         Args:
             source: source of documents, as for `Chunked`; or a `Chunked`, which puts BOS and EOS between documents; or
                 a source of dicts with the tokens in the field `tokens`.
-            length: tokens of each line, including BOS and EOS.
-            pad: token that fills up the last line of a shard's epoch; None: an incomplete last line is dropped. If the
-                source is a Repeated, no line is the last one: it continues with documents of the next epoch.
-            bos: first token of each line; it is added unless the document has it there already. Not with fields.
-            eos: last token of each line, before any `pad`; it is added unless the document has it there already. Not
-                with fields.
-            split: False: a line ends before a document that does not fit into it, and is filled up with `pad`. Only a
-                document longer than a line is split then.
-            long: what becomes of a document longer than a line, with split=False. "split": it fills several lines;
-                "truncate": its end is left out; "refuse": it is a DatasetError that names the document.
+            length: number of tokens of each line, including BOS and EOS.
+            pad: token that fills up incomplete lines; None: an incomplete last line of a shard's epoch is dropped. If
+                the source is a Repeated, no line is the last: a line continues with documents of the next epoch.
+            bos: token with which each line begins. It is added unless the line's first document begins with it. Must be
+                None if lines are dicts.
+            eos: token with which each line ends, before any `pad`. It is added unless the line's last document ends
+                with it. Must be None if lines are dicts.
+            split: True: a document that does not fit into a line continues in the next one. False: the line is filled
+                up with `pad`, and the document begins in the next line. Only a document longer than a line is split.
+            long: what happens to a document longer than a line, with split=False. "split": it fills several lines;
+                "truncate": its end is left out; "refuse": a DatasetError names the document.
             window: number of a shard's documents that are packed by best fit with each other, with split=False; None:
                 documents are packed in order. A worker keeps one window in memory for each shard that it reads.
             dtype: dtype of tokens and labels. A token that does not fit is a DatasetError.
             tokens: name of the field with the tokens, in samples that are dicts, and in lines that are dicts.
-            labels: True: add the next token of the document for each token, of shape (length,). The last token of a
-                document and padding have `ignore_index`. At a split the label is the next token, though it is in
-                another line, except between two pieces of a Chunked.
-            positions: True: add the index of each token in its segment, int64 of shape (length,); 0 for padding. It
-                begins with 0 in each line, also where a document is split.
-            segments: True: add the number of each token's segment in the line, from 1, int32 of shape (length,); 0 for
-                padding.
-            cu_seqlens: True: add the beginnings of the segments and the line's end, int32 of shape (segments + 1,), for
-                attention kernels. Padding is a segment of its own here. Use `collate_packed` to make batches.
-            loss_mask: True: add a bool tensor of shape (length,) that is True where there is a label. The name of a
-                column with one value for each token: tokens for which it is 0 are no labels.
-            ignore_index: label of tokens without a label.
-            payload: names of columns with one value, or an array of one shape, for each token: tensors of shape
-                (length, ...) with zeros for padding.
-            attached: names of columns with any number of items for each document, such as the patches of its images: a
-                tensor of shape (items, ...) in each line, and their segments in NAME_segments, int32 of shape (items,).
-                Needs split=False and long="refuse". Use `collate_packed` to make batches.
+            labels: True: add the field `labels` of shape (length,): for each token the next token of its document. The
+                last token of a document and padding have `ignore_index`. If a document continues in the next line, the
+                label is the first token there; but if a piece of a Chunked ends with the line, it is `ignore_index`.
+            positions: True: add the field `positions`, int64 of shape (length,): the index of each token in its
+                segment, and 0 for padding. It begins with 0 in each line, even if the line continues a document.
+            segments: True: add the field `segments`, int32 of shape (length,): the number of each token's segment in
+                the line, from 1, and 0 for padding.
+            cu_seqlens: True: add the field `cu_seqlens`, int32 of shape (segments + 1,), for attention kernels: the
+                index at which each segment begins, then `length`. Padding counts as one more segment. Use
+                `collate_packed` to make batches.
+            loss_mask: True: add the field `loss_mask`, bool of shape (length,): True for each token that has a label.
+                Name of a column with one value for each token: a token with the value 0 there is not used as a label.
+            ignore_index: value in `labels` for tokens without a label.
+            payload: names of columns with one value for each token, or one array, all of the same shape. Each becomes a
+                field of shape (length, ...) with zeros for padding.
+            attached: names of columns with any number of items for each document, such as the patches of its images.
+                Each becomes a field NAME of shape (items, ...), and a field NAME_segments, int32 of shape (items,): the
+                number of each item's segment in the line, from 1. Needs split=False and long="refuse". Use
+                `collate_packed` to make batches.
         """
         super().__init__(source)
         self._length, self._pad = at_least_one("length", length), token_of("pad", pad)
@@ -161,7 +168,8 @@ class Packed(Layer):
         (number, done), inner = entered(saved, "Packed", "window", "done")
 
         left_out: dict[str, int] = {}
-        """Number of documents without tokens, by source, in earlier windows that had no other documents."""
+        """Number of documents without tokens, by source, that are still to be counted with a document of a later
+        window, because all documents of their own window have no tokens."""
 
         def lines(samples: list[Any], origins: list[Origin], number: int) -> tuple[list[Any], list[Origin]]:
             nonlocal left_out
@@ -181,39 +189,44 @@ class Packed(Layer):
         return _FittedCursor(WindowCursor(cursor, window, lines, number, done, where, limit), self._fields)
 
     def _check(self) -> None:
-        """Raise InvalidArgumentError for arguments that exclude each other."""
+        """Raise InvalidArgumentError for arguments that cannot be combined."""
         separators = (self._bos is not None) + (self._eos is not None)
         if self._length <= separators:
             raise InvalidArgumentError(
-                f"length must leave a token beside a line's BOS and EOS, got {self._length}. Make it longer"
+                f"length must leave room for a token besides BOS and EOS, got {self._length}. Pass a larger length"
             )
         if not self._split and self._pad is None:
-            raise InvalidArgumentError("split=False needs a token that fills up lines. Give pad")
+            raise InvalidArgumentError("split=False needs a token that fills up lines, got pad=None. Pass pad")
         if self._long not in ("split", "truncate", "refuse"):
             raise InvalidArgumentError(
                 f"long must be 'split', 'truncate' or 'refuse', got {self._long!r}. Pass one of these"
             )
         if self._split and (self._long != "split" or self._window is not None):
             raise InvalidArgumentError(
-                "long and window must be left out with split=True, because they are for whole documents. Give "
-                "split=False, or leave long and window out"
+                "long and window must be left out with split=True, because they apply only if documents are kept "
+                "whole. Pass split=False, or leave long and window out"
             )
         if separators and (not self._fields.plain or self._long != "split" or self._window is not None):
             raise InvalidArgumentError(
-                "bos and eos of lines must be left out with fields, long and window. Put them into documents by "
-                "Chunked or Mapped"
+                "bos and eos must be left out if lines are dicts, and with long or window. Add these tokens to the "
+                "documents instead, by Chunked or Mapped"
             )
         if self._fields.attached and (self._split or self._long != "refuse"):
             raise InvalidArgumentError(
-                "attached must be left out unless split=False and long='refuse'. Give both, and leave longer documents "
-                "out by Filtered"
+                "attached needs split=False and long='refuse', because the items of a document cannot be divided among "
+                "lines. Pass both, and leave longer documents out by Filtered"
             )
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Return how items are packed into lines, as a list of item numbers for each line, by best-fit decreasing: the
-    longest item first, each into the line in which it leaves the least space. Lines come in the order of their first
-    items. `sizes`: size of each item, at most `length`, the size of a line."""
+    """Pack items into lines by best-fit decreasing: the longest item first, each into the line in which it leaves the
+    least space. Return a list of item numbers for each line. Within a line the numbers ascend, and the lines are sorted
+    by their first numbers.
+
+    Args:
+        sizes: size of each item, at most `length`.
+        length: size of a line.
+    """
     lines: list[list[int]] = []
     spaces: list[tuple[int, int]] = []
     for item in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
@@ -233,9 +246,18 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
 def _all_located(
     documents: Sequence[Documents], origins: Sequence[Origin], left_out: dict[str, int]
 ) -> tuple[list[Documents], dict[str, int]]:
-    """Return the documents that have tokens, with their origins; and how many documents without tokens, by source, are
-    left to be counted with a later window. A document without tokens is counted with the next one that has some; the
-    last ones of the window with the one before, because a state that is saved between windows does not have them."""
+    """Leave out the documents without tokens of a window. Return the other documents with their origins, and the number
+    of left-out documents, by source, that must be counted with a later window.
+
+    The origin of a document contains the number of documents that were left out just before it, so that each is counted
+    once. Those at the end of the window are counted with the last document before them, because a state that is saved
+    between two windows contains no such number.
+
+    Args:
+        documents: documents of the window.
+        origins: origin of each document.
+        left_out: number of documents, by source, that earlier windows left to be counted.
+    """
     found: list[Documents] = []
     for document, origin in zip(documents, origins, strict=True):
         if len(document.tokens):
@@ -250,7 +272,7 @@ def _all_located(
 
 
 class _FittedCursor(RunCursor):
-    """Cursor of the lines of windows of documents."""
+    """Cursor of lines that are packed by best fit within windows of documents."""
 
     def __init__(self, lines: WindowCursor, fields: RowFields) -> None:
         self._lines, self._fields = lines, fields
@@ -273,21 +295,23 @@ class _FittedCursor(RunCursor):
 
 
 class _InOrder(RunCursor):
-    """Base class of cursors that pack documents in order. The line that is being filled may begin in the middle of a
+    """Base class of cursors that pack documents in order. The line that is filled next may begin in the middle of a
     document."""
 
     def __init__(self, reader: DocumentReader, fields: RowFields, offset: int) -> None:
         self._reader, self._fields = reader, fields
         self._parts: list[Part] = []
-        """Tokens that were read so far, from the beginning of the line that is being filled to a document's end."""
+        """Tokens that were read and are not in a line yet. The first one begins the next line, and the last one ends a
+        document."""
         self._blocks: list[Block] = []
-        """Block of each part."""
+        """Block of documents from which each of `_parts` comes."""
         self._have = 0
         """Number of tokens in `_parts`."""
         self._offset = offset
-        """Offset, in the first document, at which the line begins, until that document is read."""
+        """Number of tokens of the next document that belong to earlier lines. It is above 0 only after a resume, until
+        this document is read."""
         self._documents = self._tokens = 0
-        """Number of documents that were read, and of their tokens."""
+        """Number of documents that were read, and number of their tokens, for the mean length of a document."""
 
     traced = True
 
@@ -300,8 +324,9 @@ class _InOrder(RunCursor):
         self._reader.close()
 
     def _add(self, lines: int, wanted: int) -> bool:
-        """Add documents until there are `wanted` tokens, or those that were read in one call. Returns False if none is
-        left. `lines`: number of lines that will be filled, so that the documents of all are read in few calls."""
+        """Add documents of one block to `_parts`, until they have at least `wanted` tokens or the block ends. Return
+        False if the shard has no more documents. `lines`: number of lines to fill soon; if a new block must be read, it
+        gets documents for all of them."""
         found = self._reader.ready(self._expected(lines))
         if found is None:
             return False
@@ -322,13 +347,13 @@ class _InOrder(RunCursor):
         return True
 
     def _expected(self, lines: int) -> int:
-        """Return the number of documents to read for these lines: a little more than they take if documents are as long
-        as those before, because each further call costs as much as several documents."""
+        """Return the number of documents to read for the next `lines` lines. It is a quarter more than they need if
+        documents are as long as those so far, because a second call takes as long as several documents."""
         missing = max(lines, LEAST_READ) * self._fields.length - self._have
         return 1 + 5 * missing * self._documents // max(1, 4 * self._tokens)
 
     def _drop(self, count: int) -> None:
-        """Remove the first `count` tokens, which a line has taken."""
+        """Remove the first `count` tokens from `_parts`, because a line has them now."""
         self._have -= count
         full = 0
         for _, begin, end in self._parts:
@@ -343,7 +368,8 @@ class _InOrder(RunCursor):
 
 
 class _StreamCursor(_InOrder):
-    """Cursor of lines that are cut out of the stream of all documents' tokens. Many lines are made at once."""
+    """Cursor for split=True without BOS and EOS: all documents' tokens one after the other are cut every `length`
+    tokens. Many lines are made at once."""
 
     def take(self, count: int) -> Run:
         lines = self._fill(count)
@@ -361,7 +387,7 @@ class _StreamCursor(_InOrder):
         return count - left
 
     def _fill(self, count: int) -> int:
-        """Read the tokens of up to `count` lines. Returns the number of lines."""
+        """Read documents for up to `count` lines. Return the number of lines that can be made of the tokens."""
         length = self._fields.length
         while self._have < count * length and self._add(count, count * length):
             pass
@@ -370,7 +396,8 @@ class _StreamCursor(_InOrder):
 
 
 class _LineCursor(_InOrder):
-    """Cursor of lines that end with a document, or have a BOS or an EOS. They are made one by one."""
+    """Cursor for split=False, or for lines with BOS or EOS. Lines are made one by one, because they differ in the
+    number of tokens that they take from documents."""
 
     def __init__(
         self,
@@ -384,9 +411,9 @@ class _LineCursor(_InOrder):
         super().__init__(reader, fields, offset)
         self._bos, self._eos, self._split = bos, eos, split
         self._take = 0
-        """Number of document tokens that the line takes (without BOS and EOS), once it is filled."""
+        """Number of tokens, without an added BOS and EOS, that the next line takes from `_parts`; set by `_fill`."""
         self._closing = False
-        """True if the filled line gets an EOS."""
+        """True if an EOS is added to the next line; set by `_fill`."""
 
     def take(self, count: int) -> Run:
         lines: list[list[Part]] = []
@@ -413,8 +440,8 @@ class _LineCursor(_InOrder):
         return self._fields.line(parts, opening, self._eos if self._closing else None)
 
     def _fill(self, lines: int) -> bool:
-        """Read the tokens of the next line. Returns False if too few are left for a line. `lines`: number of lines that
-        are wanted, so that the documents of all of them are read in few calls."""
+        """Read documents for the next line. Return False if the shard has too few tokens left for a line. `lines`:
+        number of lines to fill soon; see `_add`."""
         if not self._parts and not self._add(lines, 1):
             return False
         capacity = self._capacity()
@@ -428,13 +455,13 @@ class _LineCursor(_InOrder):
         return self._take + self._closing == capacity or self._fields.pad is not None
 
     def _last_size(self) -> int:
-        """Return the number of tokens in `_parts` of the document that was read last."""
+        """Return the number of tokens that the last document in `_parts` has there."""
         (_, begin, end), block = self._parts[-1], self._blocks[-1]
         return end - max(begin, block.start(bisect_left(block.ends, end)))
 
     def _needs_eos(self, taken: int) -> bool:
-        """Return True if an EOS must follow the `taken` tokens of documents in a line: there is an EOS token, and the
-        last of these tokens is another one."""
+        """Return True if an EOS must be added to a line that takes the first `taken` tokens of `_parts`: lines have an
+        EOS, and the last of these tokens is not one."""
         if self._eos is None:
             return False
         back = self._have - taken
@@ -445,8 +472,8 @@ class _LineCursor(_InOrder):
         raise AssertionError("a line has at least one token")
 
     def _capacity(self) -> int:
-        """Return the largest number of document tokens that fit into the line: its length, or one less if a BOS has to
-        be added."""
+        """Return the largest number of tokens of documents that fit into the next line: its length, or one less if a
+        BOS is added."""
         length = self._fields.length
         if self._bos is None:
             return length
@@ -455,7 +482,7 @@ class _LineCursor(_InOrder):
 
 
 def _cut(parts: Sequence[Part], length: int) -> list[list[Part]]:
-    """Return the parts of each line of `length` tokens, and of the rest, if there is one."""
+    """Cut `parts` into lines of `length` tokens. Return a list of parts for each line; the last line may be shorter."""
     lines: list[list[Part]] = [[]]
     room = length
     for documents, begin, end in parts:
@@ -471,7 +498,8 @@ def _cut(parts: Sequence[Part], length: int) -> list[list[Part]]:
 
 
 def _position(blocks: Sequence[Block], parts: Sequence[Part], token: int) -> SavedPosition:
-    """Return the saved position of a line that begins with a token of these parts."""
+    """Return the saved position of a line that begins with token number `token` of `parts`, from 0. `blocks`: block of
+    documents from which each part comes."""
     for block, (_, begin, end) in zip(blocks, parts, strict=True):
         if token < end - begin:
             at = bisect_right(block.ends, begin + token)

@@ -1,7 +1,7 @@
-"""Repetition of a finite source: each shard begins its next epoch independently of the others.
+"""Layer that repeats a finite source: each shard begins its next epoch independently of the others.
 
-Shards do not wait for each other. The end of a shard's epoch matters only within that shard: a layer over this one
-continues its window, line of packed tokens or mixture across it, and no other worker is involved.
+Shards do not wait for each other. A layer over Repeated does not notice the end of an epoch: a window or a line of
+packed tokens continues with samples of the next epoch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Repeated(Layer):
     def __init__(self, source: ShardedSource) -> None:
         """
         Args:
-            source: finite source. Each of its shards must have a sample in every epoch; a shard without one raises
-                DatasetError when it is read. The remedy is to use fewer shards.
+            source: finite source. Each of its shards must have at least one sample in every epoch. An empty shard
+                raises DatasetError when it is read; use fewer shards then.
 
         Raises InvalidArgumentError for a source that is already endless.
         """
@@ -40,8 +40,8 @@ class Repeated(Layer):
         few = _fewer(source.described())
         if few:
             raise InvalidArgumentError(
-                f"Repeated: {few}: a shard without a sample would be read for ever. Use at most that many shards, or "
-                "pieces that can be split: LineFile for text files, or pieces with len() and records by index"
+                f"Repeated needs a sample in each shard, got {few}: an empty shard would be read forever. Use fewer "
+                "shards, or pieces that can be cut: LineFile for text files, or pieces with len() and records by index"
             )
 
     @property
@@ -49,7 +49,8 @@ class Repeated(Layer):
         return True
 
     def known_records(self) -> KnownRecords | None:
-        """Return the records below, each of which a shard has once in each of its epochs."""
+        """Return the known records of the source; sample i of a shard is then looked up in the epoch that contains it.
+        Return None if the source has none, or does not know its lengths."""
         below, lengths = known_records(self.source), self.source.lengths(0)
         if below is None or lengths is None or min(lengths) < 1:
             return None
@@ -145,7 +146,7 @@ class _Cursor(RunCursor):
             raise DatasetError(
                 f"shard {self._shard} of the {self._source.num_shards} shards of "
                 f"{self._source.described().get('kind')} "
-                f"has no sample in epoch {self._epoch}, so Repeated would read it for ever. Use fewer shards, so that "
+                f"has no sample in epoch {self._epoch}, so Repeated would read it forever. Use fewer shards, so that "
                 "each has a sample"
             )
         self._inner.close()

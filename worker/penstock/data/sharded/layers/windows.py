@@ -1,9 +1,10 @@
-"""Layers that keep a window of a shard's samples in memory: to shuffle it, or to group its samples by a key. A window
-is a fixed number of consecutive samples.
+"""Layers that arrange the samples of a window: they shuffle them, or group them by a key. A window is a fixed number of
+consecutive samples of a shard, and one window of each shard is in memory.
 
-The content of a common shuffle buffer depends on all earlier draws, so the buffer would have to be part of the state,
-and likewise buckets that fill up. Here each window of samples is arranged independently, and the state is only the
-window's beginning and the number of items that it has yielded. A resume reads one window again.
+The usual alternatives are a shuffle buffer, in which each yielded sample is replaced by the next one that is read, and
+buckets that fill up one by one. What is in them depends on all earlier samples, so it would have to be saved. Windows
+are independent of each other, so the state of a shard is only its window's beginning and the number of items that the
+window has yielded. A resume reads one window again.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["Grouped", "WindowCursor", "WindowShuffled"]
 
 _Arrange = Callable[[list[Any], list[Origin], int], tuple[list[Any], list[Origin]]]
-"""Function (samples of a window, their origins, number of the window) that returns the items that the layer yields for
-the window, and their origins. An origin (protocol.Origin) is the source that a sample came from. Both lists of origins
-are empty if all samples come from one source."""
+"""Function that arranges a window. Its arguments are the window's samples, the origin of each sample (protocol.Origin:
+the source that the sample came from), and the number of the window in the shard. It returns the items that the layer
+yields for the window, and the origin of each item. Both lists of origins are empty if no sample has an origin."""
 
 
 class WindowShuffled(Layer):
@@ -111,10 +112,10 @@ class Grouped(Layer):
         Args:
             source: source whose samples are grouped.
             key: function from a sample to its key. All samples of a list have the same key.
-            size: number of samples in a list. Lists come in the order in which they become complete.
-            window: number of a shard's samples among which lists are made.
-            drop_rest: True: leave out the incomplete lists of a window. False: they come after the complete ones.
-            name: name of the key function in states; None: its qualified name.
+            size: number of samples in a list. Lists are yielded in the order in which they become complete.
+            window: number of consecutive samples of a shard that are grouped together.
+            drop_rest: True: leave out the incomplete lists of a window. False: yield them after the complete ones.
+            name: name of the key function in states; None: its qualified name. Change it when the function changes.
         """
         super().__init__(source)
         self._key, self._name, self._rest = key, title(key, name), not drop_rest
@@ -153,7 +154,8 @@ class Grouped(Layer):
 
 
 class WindowCursor(RunCursor):
-    """Cursor that reads a shard's samples window by window, arranges each window into items, and yields these."""
+    """Cursor that reads a shard's samples window by window, arranges each window's samples into items, and yields the
+    items."""
 
     def __init__(
         self,
@@ -172,9 +174,9 @@ class WindowCursor(RunCursor):
             arrange: function that arranges the samples of a window.
             number: number of the window at which to begin.
             done: number of items of this window that were already yielded.
-            where: words that name the layer and shard in errors.
-            limit: limit on samples that are left out in a row, if a window may yield no items. None: a window yields as
-                many items as it has samples.
+            where: name of the shard and the epoch, for errors.
+            limit: limit on consecutive samples that are left out, for a layer that may yield no items for a window.
+                None: a window yields as many items as it has samples.
         """
         self._inner, self._window, self._arrange, self._where = inner, window, arrange, where
         self._limit = limit
@@ -183,11 +185,12 @@ class WindowCursor(RunCursor):
         self._done = done
         """Number of items of the present window that have been yielded."""
         self._held: list[Any] | None = None
-        """Items of this window, in the order in which they are yielded; None if the window still has to be read."""
+        """Items of the present window, in the order in which they are yielded, with None in place of yielded ones. None
+        if the window still has to be read."""
         self._origins: list[Origin] = []
-        """Origin of each item in `_held`; empty if the source's samples are not traced."""
+        """Origin of each item in `_held`; empty if the source's samples have no origins."""
         self._begin: SavedPosition | None = None
-        """Source's saved position before the window that is in memory."""
+        """Source's saved position before the first sample of the present window."""
 
     def take(self, count: int) -> Run:
         held = self._hold()
@@ -233,7 +236,8 @@ class WindowCursor(RunCursor):
         self._inner.close()
 
     def _hold(self) -> list[Any]:
-        """Return the items of the present window, and read it if necessary; an empty list after the last window."""
+        """Return the items of the present window; read the window first if it is not in memory. The list is empty after
+        the last window."""
         while self._held is None:
             self._begin = self._inner.saved_position()
             read, origins = self._window_of()
@@ -253,7 +257,7 @@ class WindowCursor(RunCursor):
         return self._held
 
     def _window_of(self) -> tuple[list[Any], list[Origin]]:
-        """Return the samples of a window and their origins; no origins if the samples are not traced."""
+        """Read the next window. Return its samples, and the origin of each (an empty list if they have no origins)."""
         read: list[Any] = []
         origins: list[Origin] = []
         while len(read) < self._window and (run := take(self._inner, self._window - len(read))).size:
@@ -269,7 +273,8 @@ class WindowCursor(RunCursor):
 
 
 def _joined(own: list[Origin]) -> Origin:
-    """Return the origin of a list of samples, made from the samples' own origins."""
+    """Return the origin of a list of samples that a Grouped yields. `own`: origin of each sample. If they have
+    different sources, the source is called "(mixed)"."""
     source = own[0].source if len({each.source for each in own}) == 1 else "(mixed)"
     skipped: dict[str, int] = {}
     for each in own:

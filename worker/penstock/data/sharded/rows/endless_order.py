@@ -1,15 +1,18 @@
-"""Order of an endless source's samples: a function from a position in the stream to a shard and an index in it.
+"""Order of an endless source's samples: from a position in the stream to a shard, and an index in this shard.
 
 The L shards are arranged in T = L / C columns of C shards, where C is the number of partitions. The stream is cut into
-blocks of B positions. Block q takes samples from column q mod T, and continues where that column's last block ended:
-the r-th sample of column t is sample r div C of shard t * C + r mod C.
+blocks of B positions. Block q takes its samples from column q mod T, and continues where the previous block of that
+column ended: sample r of column t is sample r div C of shard t * C + r mod C, with r from 0.
 
-The order does not depend on batches, boxes and workers. A batch is a range of positions of any size, so a batch may
-also be halved and accumulated. Only the choice of which worker reads which shard depends on the block. A shard is read
-by a single worker if two conditions hold. First, the block size equals the global batch size, or is a multiple or
-divisor of it, and each worker's batches fall on columns of its own (T is a multiple of the number of workers, if the
-block is the global batch). Second, the number of boxes divides both C and the batch, so that each box takes its rows
-from its own shards of each column.
+The order depends on the block size B, but not on batches, boxes and workers. A batch is a range of positions of any
+size, so a batch may also be halved and its gradients accumulated.
+
+A shard that two workers need is read by both, and each skips the other's samples. A shard is read by only one worker if
+two conditions hold:
+
+- The batches of different workers come from different columns. If B is the global batch size, that is so if T is a
+  multiple of the number of workers of a box.
+- The rows of different boxes come from different shards of a column: the number of boxes divides both C and the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from penstock.data.sharded.protocol import PositionOf
 __all__ = ["EndlessOrder"]
 
 POSITIONS_PER_CALL = 1 << 20
-"""Largest number of positions whose shards are looked up in one call."""
+"""Largest number of positions whose shards are computed at once, which limits the memory for it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class EndlessOrder:
     shards: int
     partitions: int
     block: int
-    """Number of consecutive positions whose samples come from one column: a group of shards, one of each partition."""
+    """Number of consecutive positions whose samples come from one column. A column is a group of `partitions`
+    consecutive shards."""
 
     @property
     def columns(self) -> int:
@@ -50,7 +54,7 @@ class EndlessOrder:
         return columns * self.partitions + partitions, indices
 
     def counts(self, position: int) -> Ints:
-        """Return, for each shard, how many of its samples lie before `position` in the stream."""
+        """Return, for each shard, the number of its samples before `position` in the stream."""
         blocks, inside = divmod(position, self.block)
         column_blocks, column = divmod(blocks, self.columns)
         rows = np.full(self.columns, column_blocks * self.block, np.int64)

@@ -1,11 +1,10 @@
-"""Epoch of a finite source as one sequence of samples, each at a position. A worker's rows are the samples of the
-batches that it makes.
+"""Epoch of a finite source as one sequence of samples: it finds the rows of each batch that a worker makes.
 
-If the lengths of the shards are known, positions are found by arithmetic (round_robin.py), and a worker skips the rows
-of other workers. If the lengths are unknown, each worker has to pass over the rows of all workers to find where shards
-end. A worker reads ahead only as far as needed to decide whether a batch is the last one. With tail="emit" the worker
-reads ahead one row for each box (data-parallel rank) beyond the batch: if fewer rows are left, these rows are added to
-this batch.
+If the lengths of the shards are known, the sample at a position is found by arithmetic (round_robin.py), and a worker
+skips the rows of other workers. If the lengths are unknown, each worker has to pass over all rows, to find where shards
+end. It reads ahead only as far as necessary to decide whether a batch is the last one. With tail="emit" these are as
+many rows after the batch as there are boxes (data-parallel ranks), because fewer rows than boxes would be added to this
+batch.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from penstock.proto.errors import DatasetError
 __all__ = ["EpochStream", "Rows"]
 
 Rows = list[tuple[int, int, bool]]
-"""List of rows, each (number of the shard, index in the shard, True if the sample is a repetition in this epoch)."""
+"""List of rows. Each is a tuple: number of the shard, index of the sample in the shard, and True if the row repeats a
+sample of the epoch's beginning to pad a batch."""
 
 
 class EpochStream:
-    """Rest of an epoch from position `start` on, divided into global batches, and which rows of each batch one box
-    has."""
+    """Rest of an epoch from position `start` on, divided into global batches. It finds the rows that one box has in
+    each batch."""
 
     def __init__(
         self,
@@ -47,12 +47,13 @@ class EpochStream:
         Args:
             round_robin: order of the epoch's samples.
             readers: cursors of the shards.
-            ended: lengths of the shards whose ends are known from earlier reading, by shard.
+            ended: number of samples in each shard whose end is known from earlier reading, by the shard's number.
             start: position in the epoch at which the first batch begins.
             batch: number of rows of a global batch.
             box, boxes: number of the worker's box, and number of all boxes.
-            tail: what becomes of an incomplete last batch: "emit", "pad" or "drop".
-            every: number of workers of the box; this worker makes every `every`-th batch.
+            tail: what happens to an incomplete last batch: "emit", "pad", "drop" or "emit apart"; see
+                ordering/partition.py.
+            every: number of workers of the box: of so many consecutive batches, this worker makes one.
         """
         self._round_robin, self._readers = round_robin, readers
         self._start, self._batch, self._tail, self._every = start, batch, tail, every
@@ -68,7 +69,7 @@ class EpochStream:
 
     @property
     def ended(self) -> dict[int, int]:
-        """Lengths of the shards whose ends were found by reading, by shard."""
+        """Number of samples in each shard whose end was found by reading, by the shard's number."""
         return dict(self._found)
 
     def rows(self, number: int, *, read: bool = True) -> Rows | None:
@@ -88,9 +89,8 @@ class EpochStream:
         partition = Partition(self._round_robin.length, self._start, self._batch, self._boxes, self._tail)
         if self._round_robin.length < self._start:
             raise DatasetError(
-                f"the epoch must have more than the {self._start} samples of the loaded state's position, got "
-                f"{self._round_robin.length}. Use the data of the saved run, or start "
-                "without the state"
+                f"the epoch must have the {self._start} samples that come before the loaded state's position, got "
+                f"{self._round_robin.length}. Use the data of the saved run, or start without the state"
             )
         if number >= partition.batches:
             return None
@@ -123,8 +123,8 @@ class EpochStream:
         return self._round_robin.length is None or self._round_robin.length >= self._start + least
 
     def _rows(self, positions: Ints, begin: int | None = None) -> Rows:
-        """Return the rows at these positions of the epoch. `begin`: position at which their batch starts, if the batch
-        may be padded with samples of the epoch's beginning; None: it is not padded."""
+        """Return the rows at these positions of the epoch, which one box has in a batch. `begin`: position of the
+        batch's first sample, to recognise rows that pad the batch; None: no row does."""
         again = [False] * len(positions)
         if begin is not None:
             again = (positions != begin + self._box + self._boxes * np.arange(len(positions))).tolist()
@@ -161,9 +161,10 @@ class EpochStream:
                     shards, indices = self._round_robin.at(np.arange(at, until))
 
     def _is_own(self, row: int, read: bool) -> bool:
-        """Return True if this worker may have to read a row, because the row belongs to this batch, may be added to
-        this batch at the epoch's end, or belongs to the next batch. `row`: number of the row, counted from the batch's
-        first row; `read`: True if the caller will read the batch."""
+        """Return True if this worker may need a row, so that it must read the row now instead of skipping it. The row
+        may belong to this batch, may be added to this batch at the epoch's end, or may belong to the next batch, if
+        this worker makes it. `row`: number of the row, counted from the batch's first row; `read`: True if the caller
+        will read the batch."""
         if row < self._batch or self._every > 1:
             return read and row % self._boxes == self._box
         return (read and row % self._boxes == self._box) or (row - self._batch) % self._boxes == self._box

@@ -1,9 +1,8 @@
-"""Records whose place in a source's order is known before they are read.
+"""Sources that know, without reading, which record of the data each sample is.
 
-The shards of LogicalShards over pieces with known lengths are ranges of an order that is a function. So the record at a
-place (shard, index in the shard) has a number that can be computed without reading: by this number a ShardLoader finds
-the cost of a row. Mapped and Repeated keep the numbers of the records below them. Layers that leave samples out, pack
-or mix them have no such numbers.
+A ShardLoader that balances rows by cost must find the cost of a sample before it reads the sample. The costs are listed
+by record, so it needs the record's number at a place (shard, index in the shard). LogicalShards of pieces with known
+lengths can compute this number. Mapped and Repeated pass it on. Layers that leave samples out, pack or mix them cannot.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ __all__ = ["KnownRecords", "known_records"]
 
 
 class KnownRecords(NamedTuple):
-    """Records of a source, numbered over all of its pieces."""
+    """Records of a source, numbered from 0 through all of its pieces, and where they are in its order."""
 
     total: int
     """Number of all records."""
     numbers: Callable[[int, int, Ints, Ints], Ints]
-    """Function (epoch, seed, shards, indices) that returns the number of the record at each place (shard, index in the
-    shard). Epoch and seed are those with which the source is opened."""
+    """Function (epoch, seed, shards, indices) that returns the number of the record at each place (shards[i],
+    indices[i]). Epoch and seed are those with which the source is opened."""
 
 
 def known_records(source: ShardedSource) -> KnownRecords | None:
-    """Return the records of a source; None if it cannot tell which record a place has."""
+    """Return the known records of a source; None if the source cannot compute which record a sample is."""
     found = getattr(source, "known_records", None)
     return None if found is None else found()

@@ -1,9 +1,9 @@
-"""Round robin over shards of any lengths: a function from a position in the epoch to a shard and an index in it.
+"""Round robin over shards of any lengths: from a position in the epoch to a shard, and an index in this shard.
 
-A finite source's epoch is read in rounds: sample 0 of each shard, then sample 1, and so on, without the shards that
-have ended. If the lengths are known, a position is found by arithmetic, without reading a shard. An unknown length is
-taken as infinite, so positions are right only up to the shard's real end. A reader that advances in order, and reports
-each end that it finds, always gets right positions.
+A finite source's epoch is read in rounds: sample 0 of each shard, then sample 1 of each, and so on, without the shards
+that have ended. If the lengths are known, the sample at a position is found by arithmetic, without reading a shard. An
+unknown length counts as infinite, so the results are right only up to the shard's real end. A reader that advances in
+the order of positions, and reports each end that it finds by `end`, always gets right results.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["RoundRobin", "Tail"]
 
 Tail = Literal["emit", "pad", "drop", "emit apart"]
-"""Treatment of an epoch's incomplete last batch: the values from ordering/partition.py that need no samples of another
-epoch."""
+"""What happens to an epoch's incomplete last batch; see Partition in ordering/partition.py. Its value "carry" is not
+possible here, because it moves samples to the next epoch."""
 
 UNKNOWN = 1 << 62
 
@@ -43,8 +43,8 @@ class RoundRobin:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Divide the rounds into sections: consecutive rounds in which the same shards are live, which means that they
-        have not ended."""
+        """Divide the epoch's rounds into sections. In all rounds of a section, the same shards are live, which means
+        that they have not ended."""
         known = self._lengths[self._lengths < UNKNOWN]
         ends, leaving = np.unique(known, return_counts=True)
         self._first_round: Ints = np.concatenate([[0], ends]).astype(np.int64)
@@ -63,8 +63,8 @@ class RoundRobin:
         self._lay_out()
 
     def at(self, positions: Ints) -> tuple[list[int], list[int]]:
-        """Return two lists: for the sample at each position, its shard, and its index in the shard. Positions must be
-        below `length`."""
+        """Return two lists with one entry for each position: the number of the sample's shard, and the sample's index
+        in this shard. Positions must be below `length`."""
         shards, indices = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
         sections = np.searchsorted(self._first_position, positions, side="right") - 1
         for section in np.unique(sections):
@@ -75,7 +75,7 @@ class RoundRobin:
         return shards.tolist(), indices.tolist()
 
     def counts(self, position: int) -> Ints:
-        """Return, for each shard, how many of its samples lie before `position` in the epoch."""
+        """Return, for each shard, the number of its samples before `position` in the epoch."""
         section = int(np.searchsorted(self._first_position, position, side="right")) - 1
         if self._live[section] == 0:
             return self._lengths.copy()

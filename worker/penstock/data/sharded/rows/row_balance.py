@@ -1,8 +1,8 @@
-"""Balance of cost in a ShardLoader: the rows of a step are assigned to the boxes (data-parallel ranks) so that all have
-about the same work.
+"""Balance of cost in a ShardLoader: the rows of a step are assigned to the boxes (data-parallel ranks) so that all
+boxes have about the same work.
 
-The rows of a step are those of the plain order, so positions and states are the same with and without balance. Only one
-step is balanced at a time: a box that got rows of later steps first would have to read its shards backwards.
+A step has the same rows as without balance, so positions and states are the same too. Rows are exchanged only between
+boxes, and not between steps: a box that got a row of a later step first would have to read its shard backwards.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ __all__ = ["RowBalance"]
 
 
 class RowBalance:
-    """Costs of a source's records, by which rows are assigned to boxes."""
+    """Assignment of the rows of each step to boxes, by the costs of the records."""
 
     def __init__(self, balance: Balance, source: ShardedSource) -> None:
-        """Check the costs. Raises InvalidArgumentError or DatasetError."""
+        """
+        Args:
+            balance: cost of each record, and whether rows are assigned by it or only measured.
+            source: source whose records have these costs.
+
+        Raises InvalidArgumentError for a source or settings without balance, DatasetError for costs that do not fit the
+        source's records.
+        """
         if not isinstance(balance, Balance):
             raise InvalidArgumentError(
                 f"balance must be a penstock.data.Balance or None, got {balance!r}. Pass Balance(cost)"
@@ -37,8 +44,9 @@ class RowBalance:
         records = known_records(source)
         if records is None:
             raise InvalidArgumentError(
-                "balance needs a source whose records are known before they are read: LogicalShards of pieces with "
-                f"lengths, or Mapped or Repeated on it, got {source!r:.200}. Leave balance out, or give counts="
+                "balance needs a source that knows which record each sample is: LogicalShards of indexable pieces, or "
+                f"Mapped or Repeated over it, got {source!r:.200}. Leave balance out, or use pieces with len() and "
+                "records by index"
             )
         self._numbers, self._costs = records.numbers, Costs(balance.cost, source, records.total)
         self.assigns = not balance.report
@@ -49,8 +57,8 @@ class RowBalance:
         mean over all boxes.
 
         Args:
-            opening: epoch and seed with which the source is opened.
-            rows: rows of all boxes, in the order of their positions.
+            opening: pair (epoch, seed) with which the source is opened.
+            rows: rows of all boxes in the step, in the order of their positions.
             box, boxes: number of the box, and number of all boxes.
             turn: number of the step; it decides which box gets the row that costs most.
         """
@@ -59,7 +67,8 @@ class RowBalance:
         return [rows[row] for row in assigned[box].tolist()], cost_ratio(costs, assigned)
 
     def ratios(self, opening: tuple[int, int], rows: Rows, boxes: int, turn: int) -> tuple[float, float]:
-        """Return a step's imbalance without balance, and with it."""
+        """Return a step's imbalance (see `own`) without balance, and its imbalance with balance. The arguments are
+        those of `own`."""
         costs = self.costs(opening, rows)
         plain, assigned = assign_in_turn(len(rows), boxes), assign_to_boxes(costs, boxes, turn)
         return cost_ratio(costs, plain), cost_ratio(costs, assigned)

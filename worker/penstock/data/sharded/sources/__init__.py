@@ -1,1 +1,2 @@
-"""Sources in logical shards, made from pieces, streams and files."""
+"""Sources in logical shards: LogicalShards, made from a user's pieces (lists, datasets, files), and Savable, made from
+a user's streams."""

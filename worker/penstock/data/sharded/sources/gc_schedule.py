@@ -16,8 +16,8 @@ __all__ = ["GarbageCollection"]
 
 
 class _Process:
-    """Original settings of this process's garbage collector, and the number of streams that have asked for other
-    settings."""
+    """State that all streams of this process share: the garbage collector's original settings, the number of streams
+    that have asked for other settings, and the number of samples since the last collection."""
 
     def __init__(self) -> None:
         self.holders = 0
@@ -46,14 +46,14 @@ _process = _Process()
 
 
 class GarbageCollection:
-    """Garbage collection after every n samples, requested by one stream until it is closed."""
+    """Request of one stream to collect garbage after every n samples of the process, until the stream is closed."""
 
     def __init__(self, every: int) -> None:
         self._every, self._open = every, True
         _process.hold()
 
     def passed(self) -> None:
-        """Count a sample of the process, and collect garbage after every n samples."""
+        """Count a sample, and collect garbage if it is the n-th since the last collection."""
         _process.samples += 1
         if _process.samples >= self._every:
             _process.samples = 0

@@ -1,11 +1,12 @@
 """Shards of indexable pieces. A shard is a range of positions in the order of all the pieces' records.
 
-The order of an epoch is a function (ordering/sharded_order.py), and shard l of L has its positions from floor(l N / L)
-to floor((l + 1) N / L) - 1, for N records. The bounds are computed in integers, so each record is in exactly one shard
-for any N and L. A cursor's state is one number, and skipping records adds to it.
+The record at a position of an epoch is computed (ordering/sharded_order.py), so a shard can begin anywhere in the
+order. With N records, shard l of L has the positions from floor(l N / L) to floor((l + 1) N / L) - 1. The bounds are
+computed in integers, so each record is in exactly one shard for any N and L. A cursor's saved position is one number,
+and to skip records is to increase this number.
 
-While user code reads a record, the process's random generators are in a state that belongs to this record, seeded by
-(seed, epoch, position). So random augmentation does not depend on the shard, the worker, or earlier reads.
+While user code reads a record, the process's random generators are seeded by (seed, epoch, position of the record). So
+random augmentation does not depend on the shard, the worker, or earlier reads.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from penstock.proto.errors import StateCorruptError
 __all__ = ["PieceParts", "RangeCursor", "shard_range"]
 
 POSITIONS_PER_CALL = 1024
-"""Number of positions whose records are looked up in one call; a call takes 0.1 us for each position."""
+"""Number of positions whose records are found in one call, which takes 0.1 us for each position."""
 EXAMINED_POSITIONS = 256
-"""Number of upcoming positions that are examined in one call to find the parts to prefetch."""
+"""Largest number of upcoming positions, at equal distances, whose parts of the data are looked up to prefetch them."""
 
 
 def shard_range(records: int, shards: int, shard: int) -> tuple[int, int]:
@@ -39,8 +40,8 @@ def shard_range(records: int, shards: int, shard: int) -> tuple[int, int]:
 
 
 class PieceParts:
-    """Parts of all pieces of a source, numbered consecutively. A piece that is a StreamingDataset has its shards as
-    parts; any other piece is one part."""
+    """Parts of all pieces of a source, numbered from 0 through all pieces. The parts of a StreamingDataset are the
+    shards or row groups of its files; any other piece is one part."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
@@ -54,11 +55,11 @@ class PieceParts:
         self._first_parts = np.cumsum(counts) - counts
         self._streaming = [n for n in range(len(pieces)) if pieces.streaming(n) is not None]
         self._wanted: dict[int, Ints] = {}
-        """Numbers of the parts that each prefetching cursor needs next, by the cursor's number."""
+        """Numbers of the parts that each prefetching cursor needs next, by the cursor's `id()`."""
 
     def found(self, ids: Ints) -> list[tuple[int, int]]:
-        """Return (number of the piece, offset in the piece) for each record. `ids`: numbers of the records, counted
-        over all pieces."""
+        """Return a pair (number of the piece, offset in the piece) for each record. `ids`: numbers of the records, from
+        0 through all pieces."""
         piece = np.searchsorted(self._starts, ids, side="right") - 1
         return list(zip(piece.tolist(), (ids - self._starts[piece]).tolist(), strict=True))
 
@@ -68,8 +69,12 @@ class PieceParts:
         return bool(self._streaming)
 
     def want(self, cursor: int, parts: Ints) -> None:
-        """Prefetch parts for a cursor, in this order, together with the parts that other cursors need. An empty array
-        ends the cursor's prefetch."""
+        """Set which parts a cursor needs next, and prefetch the parts that all cursors need, round robin.
+
+        Args:
+            cursor: `id()` of the cursor.
+            parts: numbers of the parts, in the order in which the cursor needs them; empty: it needs no more.
+        """
         if parts.size:
             self._wanted[cursor] = parts
         else:
@@ -110,8 +115,9 @@ class RangeCursor(RunCursor):
             epoch: number of the epoch.
             begin, end: first position of the shard, and the position after its last one.
             ahead: number of upcoming positions whose parts are prefetched.
-            saved: saved position; None: the shard's beginning.
-            key: key from which random generators are seeded for each record; None: the generators are left alone.
+            saved: saved position, the number of records before it in the shard; None: the shard's beginning.
+            key: key from which the random generators are seeded for each record that user code reads; None: the
+                generators are left alone.
         """
         if saved is not None and (type(saved) is not int or not 0 <= saved <= end - begin):
             raise StateCorruptError(
@@ -121,6 +127,7 @@ class RangeCursor(RunCursor):
         self._parts, self._order, self._epoch, self._ahead = parts, order, epoch, ahead
         self._begin, self._end, self._at = begin, end, begin + (saved or 0)
         self._found: list[tuple[int, int]] = []
+        """Pairs (piece, offset in the piece) of the records at the next positions, from `_found_from` on."""
         self._found_from = begin
         self._key, self._seeds = key, list[Seeds]()
         self._random: OwnGenerators | None = None
@@ -135,7 +142,7 @@ class RangeCursor(RunCursor):
         return self._record(index, *self._found[index])
 
     def _next_found(self) -> int:
-        """Return the index in `_found` of the next record; -1 at the end of the shard."""
+        """Return the index in `_found` of the cursor's next record; -1 at the end of the shard."""
         if self._at >= self._end:
             self.close()
             return -1
@@ -155,7 +162,8 @@ class RangeCursor(RunCursor):
         return Run(self._parts.pieces.listed(found) or self._records(index, found), size, first.__add__)
 
     def _records(self, first: int, found: Sequence[tuple[int, int]]) -> Iterator[Any]:
-        """Yield the records at these places in pieces. `first`: index of the first one in `_found`."""
+        """Yield the records at these pairs (piece, offset in the piece). `first`: index in `_found` of the first
+        pair."""
         for index, (piece, offset) in enumerate(found, first):
             yield self._record(index, piece, offset)
 
@@ -166,7 +174,8 @@ class RangeCursor(RunCursor):
         return self._drawn(self._key, index, piece, offset)
 
     def _drawn(self, key: int, index: int, piece: int, offset: int) -> Any:
-        """Return a record that user code reads, with the random generators seeded for it."""
+        """Return the record at an offset of a piece, read by user code while the random generators are seeded for it.
+        `index`: index of the record in `_found`."""
         if not self._seeds:
             positions = np.arange(self._found_from, self._found_from + len(self._found))
             self._seeds = seeds_of(key, self._epoch & (2**62 - 1), positions)

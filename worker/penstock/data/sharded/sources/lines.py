@@ -59,9 +59,9 @@ class LineFile:
 
 
 def cut_files(pieces: Sequence[Any], shards: int) -> list[list[Any]]:
-    """Return a list for each piece of data: the ranges into which a LineFile is cut, or only the piece itself. The
-    files are cut into ranges of about equal length, so that there is at least one range or other piece for each
-    shard."""
+    """Cut the LineFiles among `pieces` into ranges of about equal length, if there are fewer pieces than shards, so
+    that each shard gets at least one range or other piece. Return a list for each piece: the ranges of a LineFile, or
+    only the piece itself."""
     files = [piece for piece in pieces if isinstance(piece, LineFile)]
     more = max(0, shards - len(pieces)) if files else 0
     # Each file gets additional ranges in proportion to its size; the largest files get the remainder.
@@ -75,7 +75,7 @@ def cut_files(pieces: Sequence[Any], shards: int) -> list[list[Any]]:
 
 @dataclass(frozen=True)
 class LineRange:
-    """Those lines of a file that begin in one range of bytes."""
+    """Lines of a file that begin in one range of bytes, from offset `begin` to `end`, exclusive."""
 
     path: Path
     parse: Callable[[bytes], Any]
@@ -105,8 +105,8 @@ class _Lines(Iterator[Any]):
         if size != of.size:
             self._file.close()
             raise DatasetError(
-                f"{of.path} must keep the {of.size} bytes that it had when it was split into shards, got {size}. Start "
-                "again, and write new lines to another file"
+                f"{of.path} must keep the {of.size} bytes that it had when it was cut into shards, got {size}. Restart "
+                "the run, and write new lines to another file"
             )
         self._at = 0
         if of.begin:  # a line begins here only if the byte before it is a newline

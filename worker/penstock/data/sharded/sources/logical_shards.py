@@ -1,8 +1,9 @@
-"""Division of any set of pieces into L logical shards. A shard moves between workers only as a whole.
+"""Division of a list of pieces into L logical shards. A shard moves between workers only as a whole.
 
-If all pieces are indexable, records are cut by position (indexed_pieces.py): the lengths of shards differ by at most
-one record, a position is a number, and skipping is addition. If any piece is not indexable, whole pieces are assigned
-to shards (sequential_pieces.py) and read sequentially (opaque.py). This module decides between the two ways.
+There are two ways, and this module decides between them. If all pieces are indexable, a shard is a range of positions
+in the order of all records (indexed_pieces.py): the lengths of shards differ by at most one record, and samples are
+skipped without reading. If any piece is not indexable, each piece is assigned to one shard as a whole
+(sequential_pieces.py), and read sequentially (opaque.py).
 """
 
 from __future__ import annotations
@@ -23,46 +24,51 @@ from penstock.data.sharded.rows.known_records import KnownRecords
 from penstock.data.sharded.sources.indexed_pieces import PieceParts, RangeCursor, shard_range
 from penstock.data.sharded.sources.lines import LineFile, cut_files
 from penstock.data.sharded.sources.pieces import Pieces
-from penstock.data.sharded.sources.sequential_pieces import RunCursor, SequentialPieces
+from penstock.data.sharded.sources.sequential_pieces import SequentialCursor, SequentialPieces
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.generators import derive_seed
 
 __all__ = ["LogicalShards"]
 
 MAX_OPEN = 128
-"""Default of the argument `max_open`. A process reads all shards of a finite source in turn, and needs an open piece
-for each shard. 128 is an eighth of the usual limit of file descriptors."""
+"""Default of the argument `max_open`. A process reads all shards of a finite source round robin, and needs an open
+piece for each shard. 128 is an eighth of the usual limit of file descriptors."""
 LISTED = 16
 """Largest length of a list that a source's description contains in full. A longer list is replaced by its digest."""
 KEPT_ORDERS = 2
 
 
 class LogicalShards:
-    """Source of the records of some pieces (files, tables, datasets), divided into a fixed number L of logical shards,
-    so that any number of boxes (data-parallel ranks) and workers can read them in one order.
+    """Source of the records of some pieces (files, tables, datasets), divided into a fixed number of logical shards, so
+    that any number of boxes (data-parallel ranks) and workers can read them in one order.
 
         LogicalShards([LineFile(path) for path in sorted(paths)], shards=240)
 
-    A piece is one of three kinds of object. A piece may be indexable, with `len(piece)` and `piece[i]`: a list, an
-    array or memmap, a torch Dataset, a StreamingDataset, or a pyarrow Table, whose records are its rows. A piece may be
-    an iterable that can be iterated repeatedly. Or a piece is a function without arguments that returns an object of
-    the first two kinds; the function is called when the piece is needed, and the `close()` of its result, if there is
-    one, afterwards. For an iterator or a generator, give the function that makes it.
+    A piece is one of these:
 
-    If all pieces are indexable, an epoch's N records are in one order, like StreamingLoader's: with `shuffle`, pieces
-    are permuted, and then records within blocks of pieces. Shard l of L gets positions floor(l N / L) to floor((l + 1)
-    N / L) of this order. If any piece is not indexable, whole pieces are assigned to shards, evenly by `counts` if
-    given. Records within a piece then come in the piece's order (WindowShuffled can shuffle them). To restore a
-    position, `state_dict` and `load_state_dict` of a function's result are used, if the result has these methods;
-    otherwise the piece is read again from its beginning, and its samples are compared with those delivered before.
-    Skipped records are read, except whole pieces whose count is given.
+    - an indexable object, with `len(piece)` and `piece[i]`: a list, an array or memmap, a torch Dataset, a
+      StreamingDataset, or a pyarrow Table, whose records are its rows;
+    - an iterable that can be iterated repeatedly;
+    - a function without arguments that returns one of the above. It is called when the piece is needed. Afterwards the
+      returned object's `close()` is called, if it has this method. For an iterator or a generator, give the function
+      that makes it.
 
-    Numbers that user code draws from `random`, `numpy.random` and `torch` depend only on the seed, the epoch and the
-    position. The generators are seeded by (seed, epoch, piece) for a piece that is read sequentially, and by (seed,
-    epoch, position) for each record that user code reads by number.
+    **All pieces are indexable:** the N records of an epoch have one order, like that of a StreamingLoader. With
+    `shuffle`, pieces are permuted, and then records within blocks of pieces. Shard l of L gets the positions from
+    floor(l N / L) to floor((l + 1) N / L) - 1 of this order. If there are fewer records than shards, some shards are
+    empty.
 
-    A LineFile is cut into ranges of bytes if there are fewer pieces than shards. If there are fewer other sequential
-    pieces than shards, or fewer records of indexable pieces, the remaining shards are empty.
+    **Any piece is not indexable:** each piece is assigned to one shard as a whole; with `counts`, so that the shards
+    have about equally many records. The records of a piece come in its own order (WindowShuffled can shuffle them). A
+    resume in the middle of a piece uses `state_dict` and `load_state_dict` of the object that the piece's function
+    returns, if it has these methods. Otherwise the piece is read again from its beginning. Records that are read again
+    are compared with those that were delivered. Skipping records means reading them, except whole pieces with a given
+    count. A LineFile is cut into ranges of bytes if there are fewer pieces than shards. If there are still fewer pieces
+    than shards, some shards are empty.
+
+    User code may draw from `random`, `numpy.random` and `torch`. Their generators are seeded by (seed, epoch, piece)
+    for a piece that is read sequentially, and by (seed, epoch, position) for each record of an indexable piece. So the
+    drawn numbers are the same on any topology.
     """
 
     endless = False
@@ -84,22 +90,22 @@ class LogicalShards:
             pieces: list of at least one piece.
             shards: number of shards. The number must stay the same when the number of boxes or workers changes, so
                 choose at least the largest number of workers that may read at a time.
-            counts: number of records of each piece. With counts, a piece that is given as a function is not opened
-                only to get its length (except the first one, to find out its kind), and a piece that is given as an
-                iterable has a known length. Each count is compared with the data when its piece is read.
-            shuffle: shuffle by the source's seed, differently in each epoch.
+            counts: number of records of each piece; None: unknown. With counts, a function is not called only to get
+                the length of its piece (except the first one, to find out whether pieces are indexable), and the length
+                of an iterable is known. Each count is compared with the data when the piece is read.
+            shuffle: True: shuffle, differently in each epoch, by the seed of the loader.
             shuffle_block: approximate number of records that are shuffled with each other, if all pieces are indexable.
-                A block consists of whole pieces (of a StreamingDataset, shards) whose lengths add up to about this
-                number. None: all records are shuffled with each other.
+                A block consists of whole pieces (of a StreamingDataset, of whole shards or row groups) with about this
+                number of records together. None: all records are shuffled with each other.
             max_open: largest number of pieces that a process has open; the least recently used piece is closed first. A
-                process reads all shards of a finite source in turn, so with max_open below the number of shards, pieces
-                are opened and closed all the time.
-            names: names of the pieces, such as their files. Names occur in errors, and a state with other names is
-                refused.
+                process reads all shards of a finite source round robin, so with max_open below the number of shards,
+                pieces are opened and closed all the time.
+            names: name of each piece, such as its file's; None: errors number the pieces. A state that was saved with
+                other names is refused.
             capture_rng: True: seed the process's random generators for each piece or record while user code reads it,
                 and restore them afterwards. False: leave the generators alone, which saves 15 us a record; the pieces
-                must then not use them. Not needed for lists, arrays, tables and StreamingDatasets, which draw no
-                numbers.
+                must then not use them. It makes no difference for lists, arrays, tables and StreamingDatasets, which
+                draw no random numbers.
 
         Raises:
             InvalidArgumentError: an invalid piece or argument.
@@ -112,7 +118,7 @@ class LogicalShards:
         self._pieces = Pieces(pieces, counts, names, at_least_one("max_open", max_open))
         self._parts = PieceParts(self._pieces) if self._pieces.by_position else None
         self._own_random = bool(capture_rng)
-        self._runs = SequentialPieces(self._pieces, self._shards, shuffle=self._shuffle, capture_rng=self._own_random)
+        self._whole = SequentialPieces(self._pieces, self._shards, shuffle=self._shuffle, capture_rng=self._own_random)
         self._orders: OrderedDict[int, ShardedOrder] = OrderedDict()
         by_position = self._parts is not None
         self._described: dict[str, Any] = {
@@ -138,12 +144,13 @@ class LogicalShards:
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
         if self._parts is None:
-            return self._runs.lengths(epoch)
+            return self._whole.lengths(epoch)
         bounds = [shard_range(self._parts.records, self._shards, shard) for shard in range(self._shards)]
         return [end - begin for begin, end in bounds]
 
     def known_records(self) -> KnownRecords | None:
-        """Return the records of the pieces, in the order of the pieces; None if a piece has no known length."""
+        """Return the records of all pieces, numbered in the order of the pieces; None unless all pieces are
+        indexable."""
         parts = self._parts
         if parts is None or not parts.records:
             return None
@@ -167,8 +174,8 @@ class LogicalShards:
                 f"shard must be at least 0 and below {self._shards}, got {shard}. Count shards from 0"
             )
         if self._parts is None:
-            run, seed_of = self._runs.run(shard, epoch, seed), self._runs.seeds(epoch, seed)
-            return RunCursor(self._runs, run, seed_of, saved)
+            own, seed_of = self._whole.pieces_of(shard, epoch, seed), self._whole.seeds(epoch, seed)
+            return SequentialCursor(self._whole, own, seed_of, saved)
         begin, end = shard_range(self._parts.records, self._shards, shard)
         order = self._order(seed) if self._parts.records else None
         ahead = 2 * min(self._block or end - begin, max(1, end - begin))
@@ -192,8 +199,9 @@ class LogicalShards:
 def _cut(
     pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, shards: int
 ) -> tuple[Sequence[Any], Sequence[str] | None, list[str]]:
-    """Return the pieces and their names after LineFiles were cut into ranges; and, for the source's description, the
-    number of ranges of each file, as texts."""
+    """Cut the LineFiles among the pieces into ranges of bytes, if there are fewer pieces than shards. Return the pieces
+    with ranges in place of LineFiles, their names (None if the user gave none), and for the source's description a text
+    for each LineFile, such as "3 of 120 bytes": 3 ranges of a file of 120 bytes."""
     if not isinstance(pieces, list | tuple) or not any(isinstance(piece, LineFile) for piece in pieces):
         return pieces, names, []
     if counts is not None:
@@ -217,8 +225,8 @@ def _cut(
 
 
 def _listed(values: Sequence[Any] | None) -> Any:
-    """Return a list as a source's description contains it: the list itself, or for a long list its length and digest,
-    which suffice to detect another list."""
+    """Return a list in the form in which a source's description contains it: a short list itself; for a long one a text
+    with its length and digest, by which another list is detected; None for an empty list."""
     if not values or len(values) <= LISTED:
         return None if not values else list(values)
     return f"{len(values)}, digest {xxhash.xxh3_64_hexdigest(json.dumps(list(values)).encode())}"

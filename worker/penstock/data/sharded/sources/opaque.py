@@ -4,23 +4,26 @@ reading it again.
 A user's function may return a dataset or loader with `state_dict` and `load_state_dict`, a graph of torchdata.nodes, or
 a generator without any state. For all of them a position is saved in the same way:
 
-    a saved position = the newest snapshot before the position, if there is one, and the number of samples since
+    saved position = the newest snapshot (state of the iterable) before the position, if there is one,
+                     + the number of samples up to the position
+                     + a digest of these samples
 
-To resume, the iterable is made again, the snapshot is loaded, and the samples since the snapshot are read again and
-dropped. Without a snapshot, all samples before the position are read again. Three things make this reliable:
+To resume, the iterable is made again, the snapshot is loaded, and the samples from the snapshot to the position are
+read again and dropped. Without a snapshot, all samples before the position are read again. Three rules make this
+reliable:
 
 - **The snapshot lies strictly before the position.** So at least one sample is read again, and compared
-  (sample_digest.py). An iterable that counts after its `yield`, or reads ahead, resumes one sample off; the comparison
-  detects this, and the iterable is then read again from its beginning, with a warning. An error is raised only if this
-  yields other samples, too. Two snapshots are kept, because the newest may lie at the position itself.
+  (sample_digest.py). Some iterables resume at a wrong sample, because they count after their `yield`, or read ahead.
+  The comparison detects this. The iterable is then read again from its beginning, with a warning, and an error is
+  raised only if the samples differ again. Two snapshots are kept, because the newest may lie at the position itself.
 - **A state is encoded at once**, because it may change while its loader advances (torchdata's do).
 - **Random generators are set in a fixed order of steps**: seed them, make the iterable, load its state, set the
   generators back to their state after making the iterable, call `iter`, and set them to the state at the snapshot. With
   any other order a shuffled loader yields other batches.
 
-Snapshots are taken after a number of samples or seconds, but less often if they would take more than a set share of the
-time (snapshot_cadence.py). A saved position is as exact with an old snapshot as with a new one. No snapshot is taken
-after the end, because there the state of some loaders already belongs to their next epoch.
+Snapshots are taken after a number of samples or seconds, but less often if they would take more than 1% of the time
+(snapshot_cadence.py). A saved position is as exact with an old snapshot as with a new one. No snapshot is taken after
+the last sample, because there the state of some loaders already belongs to their next epoch.
 """
 
 from __future__ import annotations
@@ -55,25 +58,25 @@ SNAPSHOT_EVERY = 1000
 """Default number of samples between snapshots, which is also about the largest number of samples that a resume reads
 again."""
 SNAPSHOT_S = 60.0
-"""Default number of seconds between snapshots, so that a resume reads again for about a minute at most, even if samples
-are slow."""
+"""Default number of seconds between snapshots, so that even a stream of slow samples takes about a minute at most to be
+read again after a resume."""
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a saved position."""
 
 
 @dataclass(frozen=True)
 class StreamMark:
-    """Position in a stream (called a mark), with a snapshot of the stream from which the position can be reached
-    again."""
+    """Position in a stream, with what is necessary to return to it: a snapshot of the stream, and a digest for the
+    comparison. A stream's saved position is such a mark as a dict."""
 
     passed: int = 0
     """Number of samples of the stream before the position."""
     digest: int | None = BEGINNING
     """Chained digest of the samples before the position; None if it is unknown."""
     snapshot: dict[str, Any] | None = None
-    """Snapshot of the stream at an earlier position, {"passed", "digest", "state", "rng"}; None if there is no
-    snapshot. "passed" is the number of samples before it, "digest" their chained digest, "state" the iterable's state,
-    encoded; "rng" is the state of the random generators, or None if no number was drawn since they were seeded."""
+    """Snapshot of the stream at an earlier position; None if there is none. It is a dict with four values. "passed":
+    number of samples before the snapshot. "digest": their chained digest. "state": the iterable's state, encoded.
+    "rng": state of the random generators; None if no number was drawn since they were seeded."""
 
     def saved_position(self) -> SavedPosition:
         return {"passed": self.passed, "digest": self.digest, "snapshot": self.snapshot}
@@ -110,9 +113,9 @@ class StreamMark:
 
 
 def without_snapshots(saved: SavedPosition) -> SavedPosition:
-    """Return a source's saved position without the snapshots of its streams. The snapshots of a position differ between
-    runs, so only without them are saved positions equal for equal positions. A stream that resumes from such a saved
-    position is read from its beginning."""
+    """Return a source's saved position without the snapshots of its streams, for restore keys. When a snapshot was
+    taken differs from one attempt to the next; without snapshots, the saved position of a sample is always the same. A
+    stream that is resumed from it is read from its beginning."""
     if isinstance(saved, Mapping):
         if saved.keys() >= StreamMark().saved_position().keys():
             return {**saved, "snapshot": None}
@@ -148,7 +151,7 @@ class OpaqueStream(Iterator[Any]):
         Args:
             make: function that returns the iterable; called each time the stream is read from its beginning or resumed.
             name: name of the stream, for errors.
-            digests: calculator of the samples' chained digest.
+            digests: computes the samples' chained digest.
             seed: seed of the random generators while the stream's code runs; None: the process's generators are left
                 alone.
             mark: position at which to begin; None: the stream's beginning.
@@ -167,7 +170,8 @@ class OpaqueStream(Iterator[Any]):
         """Number of samples that the stream has yielded or skipped."""
         self._chain = mark.digest
         self._snapshots = [mark.snapshot] if mark.snapshot is not None else []
-        """Two newest snapshots, or fewer; the older one first."""
+        """The two newest snapshots, or fewer, the older one first. If the newest lies at the present position, the
+        saved position contains the older one."""
         self._cadence = SnapshotCadence()
         self._next_at, self._next_s = 1, float("inf")
         self._made: Any = None
@@ -203,8 +207,8 @@ class OpaqueStream(Iterator[Any]):
         return self._mark().saved_position()
 
     def park(self) -> None:
-        """Take a snapshot and close the iterable for now, so that other streams can be opened. The snapshot makes a
-        later reopening cheap: little has to be read again."""
+        """Close the iterable for now, so that another stream can be opened. A snapshot is taken before, so that few
+        samples have to be read again when this stream is reopened."""
         holder = None if self._iterator is None or self._ended else self._stateful()
         if holder is not None and self.passed > max((own["passed"] for own in self._snapshots), default=0):
             self._take(holder)

@@ -1,9 +1,9 @@
 """Pieces of a user's data (lists, tables, datasets, files, streams), opened on demand.
 
-A piece is indexable (with a length, and records by number), or iterable (read sequentially from its beginning), or a
-function that opens an indexable or iterable object. This module also closes the pieces that it opened. At most
-`max_open` pieces are open at a time, and the least recently used one is closed first. All pieces are closed when the
-last cursor has ended.
+A piece is indexable (it has a length, and records by number), or iterable (it is read sequentially from its beginning),
+or a function that opens an indexable or iterable object. A piece that such a function opened is closed again. At most
+`max_open` pieces are open at a time, and the least recently used one is closed first. All are closed when the last
+cursor that reads them has ended.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ __all__ = ["OpenPieces", "Pieces"]
 
 
 _NOT_PIECES = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
-"""Types that are refused as the list of pieces, because each of their records would become a piece."""
+"""Types that are refused as the argument `pieces`, which must be a list of pieces: for example, each element of an
+array would become a piece."""
 _PLAIN = (*CONTAINERS, StreamingDataset, MegatronDocuments, LanceRows)
 """Types whose records are read without calling user code, so that no random numbers are drawn. pyarrow's tables are
-treated in the same way; subclasses count as user code."""
+treated in the same way. A subclass of these types is user code."""
 
 _WITH_FINGERPRINT = (StreamingDataset, MegatronDocuments, LanceRows)
 """Types of pieces whose attribute `fingerprint` becomes part of a state."""
 
 
 class OpenPieces:
-    """Open pieces of a process: at most `most`, in the order of their last use. The least recently used one is closed
-    first."""
+    """Pieces of one source that are open in this process: at most `most`. The least recently used one is closed when
+    another one must be opened. The key of a piece is its number, or the `id()` of the cursor that reads it."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -61,8 +62,8 @@ class OpenPieces:
         return True
 
     def add(self, key: object, close: Callable[[], None]) -> None:
-        """Add a piece that was just opened. `close`: function that closes it. Close other pieces first if too many are
-        open."""
+        """Add a piece that was opened, after closing the least recently used ones if too many are open. `close`:
+        function that closes the added piece."""
         self.close_surplus()
         self._closers[key] = close
 
@@ -73,7 +74,7 @@ class OpenPieces:
             close_oldest()
 
     def forget(self, key: object) -> None:
-        """Remove a piece that was closed elsewhere, without closing it."""
+        """Remove a piece without closing it, because the caller closes it."""
         self._closers.pop(key, None)
 
     def close(self) -> None:
@@ -127,6 +128,7 @@ class Pieces:
         self._tables: dict[int, Any] = {}
         """Open objects that the functions of indexable pieces have returned, by the piece's number."""
         self._readers: set[int] = set()
+        """`id()` of each cursor that reads pieces."""
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -135,8 +137,8 @@ class Pieces:
         return f"piece {number}" + (f" ({self.names[number]})" if self.names is not None else "")
 
     def sizes(self, number: int) -> Ints:
-        """Return the number of records in each part of piece `number`. A piece that is a StreamingDataset has its
-        shards as parts. Any other piece (a list, a table, a file) is a single part."""
+        """Return the number of records in each part of piece `number`. The parts of a StreamingDataset are the shards
+        or row groups of its files. Any other piece (a list, a table) is one part."""
         piece = self._pieces[number]
         if isinstance(piece, StreamingDataset):
             return np.concatenate(piece.sizes)
@@ -153,12 +155,12 @@ class Pieces:
         return [piece.fingerprint for piece in self._pieces if isinstance(piece, _WITH_FINGERPRINT)]
 
     def read_by(self, cursor: int) -> None:
-        """Register a cursor that begins to read pieces. `cursor`: number of the cursor."""
+        """Register a cursor that begins to read pieces. `cursor`: the cursor's `id()`."""
         self._readers.add(cursor)
 
     def left(self, cursor: int) -> None:
-        """Remove a cursor that has ended. After the last cursor has ended, all pieces are closed. `cursor`: number of
-        the cursor."""
+        """Remove a cursor that has ended. After the last cursor has ended, all pieces are closed. `cursor`: the
+        cursor's `id()`."""
         if cursor in self._readers:
             self._readers.remove(cursor)
             if not self._readers:
@@ -183,8 +185,9 @@ class Pieces:
             ) from error
 
     def listed(self, found: Sequence[tuple[int, int]]) -> list[Any] | None:
-        """Return the records at these (piece, offset) if all pieces are lists in memory; None otherwise, and for
-        offsets that they do not have."""
+        """Return the records at these pairs (number of a piece, offset in the piece), in the fastest way. Return None
+        if that is impossible, because a piece is not a list or tuple, or has no record at an offset; the caller then
+        reads each record by `record`."""
         pieces = self._lists
         try:
             return [pieces[piece][offset] for piece, offset in found]
@@ -248,14 +251,15 @@ class Pieces:
     # ---- iterable pieces
 
     def stream(self, number: int) -> tuple[Callable[[], Any], bool]:
-        """Return a function that returns piece number `number` as an iterable; and True if that function returns an
-        object of the user instead of a new one."""
+        """Return two values for piece number `number`: a function that returns an object to read the records from; and
+        False if the object is a new one, which is closed after use, or True if it is the user's own piece, which is
+        not."""
         piece = self._pieces[number]
         return (partial(self._open, number), False) if number in self._functions else ((lambda: piece), True)
 
     def as_iterable(self, piece: Any) -> Any:
-        """Return a piece as an iterable over its records. An indexable piece is read in order. (A source may have
-        pieces of both kinds.)"""
+        """Return an iterable over the records of a piece: the piece itself, or for an indexable piece an iterable that
+        reads it in order. (A source may have pieces of both kinds.)"""
         return _Rows(piece) if _is_indexable(piece) else piece
 
     # ---- checks
@@ -276,7 +280,8 @@ class Pieces:
         if not callable(piece):
             raise InvalidArgumentError(
                 f"{self.name(number)} must have len() and records by index, or be iterable, or be a function that "
-                f"returns such an object, got {type(piece).__qualname__}. Wrap it in such a function"
+                f"returns such an object, got {type(piece).__qualname__}. Pass a function that opens it, such as a "
+                "generator function"
             )
         return True
 
@@ -347,7 +352,8 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Rows:
-    """Iterable over the records of an indexable piece, in order. The state of its iterator is one number."""
+    """Iterable over the records of an indexable piece, in order. The state of its iterator is the next record's
+    number."""
 
     def __init__(self, table: Any) -> None:
         self._table = table

@@ -1,21 +1,22 @@
-"""Exchange of the global random generators' states between a stream and its caller. A stream is the sequence of samples
-of one of the user's iterables.
+"""Exchange of the states of the process's random generators (those of `random`, numpy and torch) between a stream and
+its caller. A stream is the sequence of samples of one of the user's iterables.
 
-A generator function calls `random.random()`, a dataset calls numpy's or torch's generators. The values must depend only
-on the stream's seed and position. They must not depend on the caller, on another stream that is read in turn with this
-stream, or on an additional worker. So python's, numpy's and torch's generators have the stream's states while its code
-runs, and the caller's states again afterwards.
+The code of a stream may draw from these generators. The numbers must depend only on the stream's seed and position, and
+not on what the caller, another stream or another worker draws. So the generators have the stream's states while its
+code runs, and the caller's states again afterwards.
 
-States are exchanged twice for each sample, and saving or restoring all three generators in full takes 80 us. Two
-methods reduce this to about 15 us:
+States are exchanged twice for each sample. To save or restore all three generators in full takes 80 us. Two methods
+reduce this to about 15 us:
 
-- numpy's bit generator is not copied but exchanged: each side has its own object. numpy's `normal` keeps a second
-  gaussian for its next call, which only get_state() reads, in 40 us. get_state() is called only after a draw, which is
-  detected from the generator's words (0.3 us), or while a gaussian is kept.
-- Likewise python's getstate(), 15 us, is called only after a draw. No function reports whether a number was drawn, but
-  in CPython the object's memory changes with each draw. In any other interpreter getstate() is called each time.
+- numpy's bit generator is not copied. The stream and its caller have one object each, and the objects are exchanged.
+Only
+  one value is not in the object: numpy's `normal` makes two numbers and keeps the second for its next call. get_state()
+  returns it, but takes 40 us. So it is called only after a draw, which shows in the generator's memory (0.3 us to
+  compare), or while a number is kept.
+- Python's getstate(), which takes 15 us, is called only after a draw, too. In CPython the generator's memory changes
+  with each draw. In any other interpreter getstate() is called each time.
 
-Generators in other threads or processes are not included. A loader's own worker processes are seeded from torch's
+Threads and processes that a stream starts are not covered. A loader's own worker processes are seeded from torch's
 generator, as torch does. Threads draw from the generators of the stream that runs at the time.
 """
 
@@ -48,7 +49,8 @@ def _memory(generator: random.Random) -> bytes:
 
 
 def _memory_shows_draws() -> bool:
-    """Return True if the bytes that `_memory` returns change with draws, and with nothing else, in this interpreter."""
+    """Return True if, in this interpreter, the bytes that `_memory` returns change with each draw and with nothing
+    else."""
     if _SIZE - _HEAD < _WORDS:
         return False
     trial = random.Random(1)
@@ -63,7 +65,7 @@ _SHOWS_DRAWS = _memory_shows_draws()
 
 
 class _Side:
-    """States of the global random generators for one side of the exchange: the stream, or its caller."""
+    """States of the three random generators for one side of the exchange: for the stream, or for its caller."""
 
     def __init__(self) -> None:
         self._python: Any = None
@@ -100,8 +102,8 @@ class _Side:
 
 
 class OwnGenerators:
-    """Context manager that gives the process's random generators the states of one stream: seeded states at the first
-    entry, and afterwards the states at the last exit."""
+    """Context manager inside which the process's random generators have the states of one stream. At the first entry
+    they are seeded. At each later entry they continue where they were at the last exit."""
 
     def __init__(self, seed: int) -> None:
         self._caller, self._own = _Side(), _Side()

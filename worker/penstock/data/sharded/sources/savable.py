@@ -1,8 +1,8 @@
 """Source in logical shards made from a user's iterables: each shard is one stream, which an iterable yields.
 
 opaque.py saves and resumes a stream, and randomness.py provides its random generators. This module has the user's
-settings, and makes a source from the streams. A stream cannot be split, so each of the user's streams is one shard, and
-additional workers have nothing to do. Skipping samples of a stream reads them.
+settings, and makes a source from the streams. A stream cannot be split, so more workers than streams do not make
+reading faster. Skipping samples of a stream means reading them.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ class Savable:
 
         Repeated(Savable(lambda shard: open_records(f"part-{shard}"), shards=16))
 
-    `make(shard)` returns an iterable: a dataset or loader with `state_dict` and `load_state_dict` (torchdata's
-    StatefulDataLoader), the root node of a torchdata.nodes graph, a generator. `make` is called for each epoch, and
-    again to resume from a saved position, and must return a new object with the same samples each time. A stream with a
-    state of its own resumes from its newest saved state, and the samples since then are read again. A stream without a
-    state is read again from its beginning. In both cases the samples that are read again are compared with the
-    delivered ones.
+    `make(shard)` returns an iterable: for example a dataset or loader with `state_dict` and `load_state_dict`
+    (torchdata's StatefulDataLoader), the root node of a torchdata.nodes graph, or a generator. `make` is called for
+    each epoch, and again to resume from a saved position. It must return a new object each time, with the same samples.
+
+    A stream that has a state resumes from the newest state that was saved, and reads the samples since then again. A
+    stream without a state is read again from its beginning. In both cases the samples that are read again are compared
+    with those that were delivered.
 
     While a stream's code runs, the generators of `random`, `numpy.random` and `torch` have states of the stream, seeded
-    by the source's seed, the shard and the epoch. So a function that draws from them needs no seed of its own. Two
-    streams that are read in turn do not change each other's numbers, and the same source twice in a Mixture draws
-    different ones.
+    by the source's seed, the shard and the epoch. So a function that draws from them needs no seed of its own. The
+    drawn numbers do not depend on other streams, and a source that is in a Mixture twice draws different numbers.
+    Threads that a stream starts draw from the generators of the stream that runs at that time.
 
-    A stream cannot be split among several workers, and reaches a position only by its own state or by reading. In an
-    epoch of a finite source, each worker reads all streams, and skips the rows of other workers. If the source is made
-    endless (Repeated), each worker reads only its own streams. Threads that a stream starts draw from the generators of
-    the stream that runs at that time.
+    Without Repeated, each worker reads all streams, and skips the rows of other workers. With Repeated, each worker
+    reads only streams of its own, if the numbers divide (see ShardLoader).
     """
 
     endless = False
@@ -64,18 +63,18 @@ class Savable:
         Args:
             make: function from a shard's number to an iterable.
             shards: number of streams.
-            snapshot_every, snapshot_s: number of samples, and of seconds, after which a stream's state is taken again.
-                Both limit how much a resume has to read again. States are taken less often if taking them would use
-                more than 1% of the time.
+            snapshot_every, snapshot_s: number of samples, and number of seconds, after which a stream's state is saved
+                again, whichever comes first. Both limit how much a resume has to read again. States are saved less
+                often if that would take more than 1% of the time.
             capture_rng: True: give the process's random generators the stream's states while its code runs. False:
                 leave the generators alone, which saves 15 us a sample; the streams must then not use them.
-            batch_rows: number of rows in each sample, if the streams' samples are batches. A cursor can resume from a
-                position that was saved with a multiple of this number: the stream is read again up to the same row, and
-                its samples are not compared. (A ShardLoader refuses a state with another number, because its positions
-                count samples. If samples are rows, and the ShardLoader makes the batches, the batch size may change
-                freely.)
-            collect_every: number of samples of this process after which garbage is collected, instead of Python's own
-                schedule. The collector never visits objects that exist when the first stream is opened. None: leave the
+            batch_rows: number of rows in each sample, if the streams' samples are batches; None: samples are rows. A
+                ShardLoader refuses a state that was saved with another number. (If samples are rows, and the
+                ShardLoader makes the batches, the batch size may change freely.) A cursor that is used without a
+                ShardLoader accepts a position that was saved with a multiple of this number: it reads the stream again
+                up to the same row, and does not compare the samples.
+            collect_every: number of samples of this process after which Python's garbage collector runs, instead of its
+                own schedule. It then never visits objects that exist when the first stream is opened. None: leave the
                 collector alone.
             config: other settings that decide the samples (a buffer's size, a file's name), as a JSON value. The value
                 is saved, and a state with a different value is refused.
@@ -141,8 +140,8 @@ class Savable:
         return _Cursor(stream, name, self._rows, None if self._collect is None else GarbageCollection(self._collect))
 
     def _mark(self, saved: SavedPosition, name: str) -> StreamMark:
-        """Return the position in a stream that a saved position contains. If it was saved with another `batch_rows`,
-        convert it to batches of this source. `name`: name of the stream, for errors."""
+        """Return the position in a stream that `saved` contains. If it was saved with another `batch_rows`, convert it
+        to batches of the present number of rows. `name`: name of the stream, for errors."""
         mark = StreamMark.of(saved, name)
         rows = saved.get("rows")
         if rows == self._rows:
@@ -154,7 +153,7 @@ class Savable:
                 )
             divisor = "" if rows is None else ", or a divisor of it"
             raise StateMismatchError(
-                f"{name}: batch_rows must be {rows}, as in the saved state{divisor}, got {self._rows}. Pass that number"
+                f"{name}: batch_rows must be {rows}, as in the saved state{divisor}, got {self._rows}. Pass this value"
             )
         if rows % self._rows:
             raise StateMismatchError(
@@ -205,8 +204,8 @@ class _Cursor:
 
 
 def _json(name: str, value: Any) -> Any:
-    """Return a value as JSON gives it back. `name`: name of the argument, for the error. Raises InvalidArgumentError
-    unless it is a JSON value."""
+    """Return a copy of `value` in the form that it has after it was written as JSON and read again (a tuple becomes a
+    list). Raises InvalidArgumentError unless it is a JSON value. `name`: name of the argument, for the error."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:

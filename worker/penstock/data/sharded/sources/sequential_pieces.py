@@ -2,16 +2,15 @@
 shard's pieces are read one after the other.
 
 If the number of records of every piece is known, each piece in turn is assigned to the shard with the fewest records so
-far; otherwise pieces are assigned to shards in turn. With shuffling, the assignment differs between epochs. The order
-within a shard depends on the seed and the epoch. (The assignment does not depend on the seed, because the lengths of
-shards must be known without it.)
+far; otherwise pieces are assigned to shards round robin. With shuffling, the assignment differs between epochs, but it
+does not depend on the seed, because the lengths of shards must be known without a seed. The order of the pieces within
+a shard depends on both.
 
-While a piece is read, the random generators of the process have states of this piece, seeded by (seed, epoch, piece).
-So the piece's code draws the same numbers in any shard and worker, and independently of other code.
+While a piece is read, the random generators of the process have a state of their own for this piece, seeded by (seed,
+epoch, piece). So the piece's code draws the same numbers in any shard and worker, no matter what other code draws.
 
-A cursor's saved position contains the present piece, the number of the piece's records that were read, and the position
-from which the piece is resumed (StreamMark in opaque.py). A piece that is closed so that others can be opened (see
-OpenPieces) is resumed in the same way.
+A cursor's saved position contains the present piece, and a position in this piece (StreamMark in opaque.py). If a piece
+is closed so that others can be opened (see OpenPieces), it is later resumed in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from penstock.data.sharded.sources.sample_digest import SampleDigests
 from penstock.proto.errors import DatasetError, StateCorruptError
 from penstock.proto.state.generators import derive_seed
 
-__all__ = ["RunCursor", "SequentialPieces", "assign_pieces"]
+__all__ = ["SequentialCursor", "SequentialPieces", "assign_pieces"]
 
 
 KEPT_EPOCHS = 16
@@ -43,8 +42,16 @@ KEPT_EPOCHS = 16
 def assign_pieces(
     pieces: int, counts: Sequence[int] | None, shards: int, *, epoch: int, shuffle: bool
 ) -> list[list[int]]:
-    """Return, for each shard, the numbers of the pieces that are assigned to it. With `counts`, the numbers of records
-    in any two shards differ by at most the largest piece."""
+    """Assign each piece to a shard. Return, for each shard, the numbers of its pieces.
+
+    Args:
+        pieces: number of pieces.
+        counts: number of records in each piece; None: unknown. With counts, the numbers of records in any two shards
+            differ by at most the number in the largest piece.
+        shards: number of shards.
+        epoch: number of the epoch. It has no effect without `shuffle`.
+        shuffle: True: a different assignment for each epoch.
+    """
     order = _permuted(range(pieces), derive_seed(0, "pieces", epoch)) if shuffle else range(pieces)
     if counts is None:
         return [list(order[shard::shards]) for shard in range(shards)]
@@ -65,20 +72,20 @@ def _permuted(numbers: Sequence[int], key: int) -> list[int]:
 
 
 class SequentialPieces:
-    """Pieces of a source, each of which is assigned to one shard as a whole."""
+    """Pieces of a source that are assigned to shards as a whole, because not all of them are indexable."""
 
     def __init__(self, pieces: Pieces, shards: int, *, shuffle: bool, capture_rng: bool = True) -> None:
         self.pieces, self._shards, self._shuffle = pieces, shards, shuffle
         self._capture_rng = capture_rng
         self.digests = SampleDigests()
         self._assigned: OrderedDict[int, list[Ints]] = OrderedDict()
-        """Numbers of the pieces of each shard, by epoch. Several epochs are kept, because shards of an endless source
-        are in different epochs, and assigning 100,000 pieces takes 0.2 s."""
+        """List with the numbers of the pieces of each shard, by epoch. Several epochs are kept: shards below a Repeated
+        may be in different epochs at a time, and to assign 100,000 pieces takes 0.2 s."""
         self._warned = False
 
     def close_for_others(self, stream: OpaqueStream, name: str) -> None:
-        """Close a piece's stream so that another piece can be opened. Warn if the closed stream will have to be read
-        again from its beginning."""
+        """Close a piece's stream so that another piece can be opened. Warn, once, if the closed stream will have to be
+        read again from its beginning. `name`: name of the piece, for the warning."""
         stream.park()
         if stream.reads_again and not self._warned:
             self._warned = True
@@ -94,12 +101,12 @@ class SequentialPieces:
         counts = self.pieces.counts
         return None if counts is None else [sum(counts[n] for n in own.tolist()) for own in self._of(epoch)]
 
-    def run(self, shard: int, epoch: int, seed: int) -> list[int]:
+    def pieces_of(self, shard: int, epoch: int, seed: int) -> list[int]:
         """Return the numbers of a shard's pieces in the order in which they are read. Pieces that are known to be empty
-        are left out, because a position before and after an empty piece would be saved in two ways."""
+        are left out: the positions before and after one are the same, and must be saved in the same way."""
         own: list[int] = self._of(epoch)[shard].tolist()
-        run = _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
-        return run if self.pieces.counts is None else [n for n in run if self.pieces.counts[n]]
+        ordered = _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
+        return ordered if self.pieces.counts is None else [n for n in ordered if self.pieces.counts[n]]
 
     def seeds(self, epoch: int, seed: int) -> Callable[[int], int | None]:
         """Return a function from a piece's number to the seed of the random generators while the piece is read in this
@@ -120,15 +127,24 @@ class SequentialPieces:
         return found
 
 
-class RunCursor(Iterator[Any]):
-    """Cursor of a shard that reads the shard's pieces one after the other. `run`: numbers of these pieces, in order."""
+class SequentialCursor(Iterator[Any]):
+    """Cursor of a shard that reads the shard's pieces one after the other."""
 
     def __init__(
-        self, runs: SequentialPieces, run: list[int], seed_of: Callable[[int], int | None], saved: SavedPosition
+        self, whole: SequentialPieces, own: list[int], seed_of: Callable[[int], int | None], saved: SavedPosition
     ) -> None:
-        self._runs, self._pieces, self._run, self._seed_of = runs, runs.pieces, run, seed_of
+        """
+        Args:
+            whole: all pieces of the source.
+            own: numbers of the shard's pieces, in the order in which they are read.
+            seed_of: function from a piece's number to the seed of the random generators while the piece is read; it
+                returns None if the generators are left alone.
+            saved: saved position; None: the shard's beginning.
+        """
+        self._whole, self._pieces, self._own, self._seed_of = whole, whole.pieces, own, seed_of
         self._turn = 0
-        self._stream = self._new(None) if run else None
+        """Index in `_own` of the present piece."""
+        self._stream = self._new(None) if own else None
         if saved is not None:
             self._go(saved)
 
@@ -187,26 +203,27 @@ class RunCursor(Iterator[Any]):
 
     @property
     def _name(self) -> str:
-        return self._pieces.name(self._run[self._turn])
+        return self._pieces.name(self._own[self._turn])
 
     def _new(self, mark: StreamMark | None) -> OpaqueStream:
-        pieces, piece = self._pieces, self._run[self._turn]
+        pieces, piece = self._pieces, self._own[self._turn]
         make, own = pieces.stream(piece)
         return OpaqueStream(
             lambda: pieces.as_iterable(make()),
             self._name,
-            digests=self._runs.digests,
+            digests=self._whole.digests,
             seed=self._seed_of(piece),
             mark=mark,
             keeps_made=own,
         )
 
     def _touch(self, stream: OpaqueStream) -> None:
-        """Mark a piece's stream as open and in use, before it is read. Close other streams if too many are open."""
+        """Mark the present piece's stream as the most recently used one, before it is read. If it was closed, close
+        another piece's stream first when too many are open."""
         opened = self._pieces.opened
         if not opened.used(id(self)):
             self._pieces.read_by(id(self))
-            opened.add(id(self), partial(self._runs.close_for_others, stream, self._name))
+            opened.add(id(self), partial(self._whole.close_for_others, stream, self._name))
 
     def _leave(self) -> None:
         if self._stream is not None:
@@ -216,13 +233,13 @@ class RunCursor(Iterator[Any]):
     def _move_on(self) -> None:
         self._leave()
         self._turn += 1
-        self._stream = self._new(None) if self._turn < len(self._run) else None
+        self._stream = self._new(None) if self._turn < len(self._own) else None
 
     # ---- the end of a piece
 
     def _count(self) -> int | None:
         counts = self._pieces.counts
-        return None if counts is None else counts[self._run[self._turn]]
+        return None if counts is None else counts[self._own[self._turn]]
 
     def _rest(self) -> int | None:
         count = self._count()
@@ -233,7 +250,7 @@ class RunCursor(Iterator[Any]):
         return count is not None and stream.passed >= count
 
     def _expect_end(self, stream: OpaqueStream) -> None:
-        """Raise DatasetError if a piece has more records than the argument `counts` says."""
+        """Raise DatasetError if the present piece has more records than the argument `counts` says."""
         count = self._count()
         if stream.passed != count or (stream.is_open and stream.skip(1)):
             raise DatasetError(f"{self._name} must have {count} records, as counts says, got more. Correct counts")
@@ -248,7 +265,7 @@ class RunCursor(Iterator[Any]):
     # ---- saved positions
 
     def _piece(self, turn: int) -> int | None:
-        return self._run[turn] if turn < len(self._run) else None
+        return self._own[turn] if turn < len(self._own) else None
 
     def _go(self, saved: SavedPosition) -> None:
         try:
@@ -257,13 +274,13 @@ class RunCursor(Iterator[Any]):
             raise StateCorruptError(
                 f"the saved position in a shard of pieces is damaged: {saved!r:.200}. Load an older state"
             ) from error
-        if type(turn) is not int or not 0 <= turn <= len(self._run) or piece != self._piece(turn):
+        if type(turn) is not int or not 0 <= turn <= len(self._own) or piece != self._piece(turn):
             raise StateCorruptError(
-                f"the saved position in a shard of {len(self._run)} pieces is damaged: got piece {piece!r} as number "
+                f"the saved position in a shard of {len(self._own)} pieces is damaged: got piece {piece!r} as number "
                 f"{turn!r}. Load an older state"
             )
         self._turn = turn
-        if turn == len(self._run):
+        if turn == len(self._own):
             self._stream = None
         else:
             self._stream = self._new(None if stream is None else StreamMark.of(stream, self._pieces.name(piece)))

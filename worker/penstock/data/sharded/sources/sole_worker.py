@@ -22,8 +22,8 @@ __all__ = ["SoleWorker"]
 
 
 class SoleWorker:
-    """Context manager in which a user's code sees a job with one box and one worker. `within`: another context that it
-    enters, too. It is entered for each sample, which takes 0.5 us."""
+    """Context manager inside which user code sees a job with one box and one worker. `within`: another context manager,
+    which is entered and left with this one. To enter and leave it takes 0.5 us, once for each sample."""
 
     def __init__(self, within: AbstractContextManager[None]) -> None:
         self._within = within
