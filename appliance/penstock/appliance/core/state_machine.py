@@ -65,7 +65,7 @@ from penstock.proto.rpc.credentials.tickets import expiry
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
-class Registry:
+class StateMachine:
     """State machine of the coordinator. All methods run in the coordinator's event loop.
 
     Args:

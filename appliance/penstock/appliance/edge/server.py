@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from secrets import randbits
 
-from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.edge.dashboard_server import DashboardServer
 from penstock.appliance.edge.event_log import log_event
 from penstock.appliance.edge.garbage_collection import paced
@@ -112,7 +112,7 @@ async def serve(
         snapshot_index = SnapshotIndex(limits)
         snapshot_index.load(*store.index(), time.monotonic())
         signals = TopicSignals()
-        registry = Registry(
+        state_machine = StateMachine(
             journal,
             snapshot_index,
             limits,
@@ -122,9 +122,9 @@ async def serve(
             changed=signals.changed,
             host=host_id(),
         )
-        registry.cluster.events.listen(log_event)
+        state_machine.cluster.events.listen(log_event)
         probe = _queue_probe(limits, closing)
-        service = Service(registry, store, signals, limits, probe.unreceived_s if probe else lambda: 0.0)
+        service = Service(state_machine, store, signals, limits, probe.unreceived_s if probe else lambda: 0.0)
         closing.callback(service.close)
         calls = CallCounters()
         served: RunningServer | None = None

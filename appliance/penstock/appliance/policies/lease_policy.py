@@ -16,7 +16,7 @@ coordinator need not remember the promise, which therefore also holds after rest
 Long polls that were answered together, at the start of a job or after a restart, would stay synchronised. So each peer
 has its own moment within the interval, derived from its name, and its poll is held until that moment.
 
-This module only computes the leases. `Registry.tick` (core/state_machine.py) decides that a worker or box is dead,
+This module only computes the leases. `StateMachine.tick` (core/state_machine.py) decides that a worker or box is dead,
 because its lease has ended.
 
 Pure, except that promised leases are recorded in the journal.
