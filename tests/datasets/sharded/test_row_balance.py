@@ -83,6 +83,30 @@ def test_incomplete_batches_keep_their_rows(tail: Any) -> None:
             assert sorted(chain.from_iterable(one)) == sorted(chain.from_iterable(other))
 
 
+def test_boxes_get_their_rows_back() -> None:
+    """After steps on another topology each box has the rows that it would have had without it: the number of the step,
+    which decides who gets the most expensive row, counts on."""
+    balance = Balance(COSTS)
+    whole = fleet(True, (3, 2), balance=balance).take(30)
+    before = fleet(True, (3, 2), balance=balance)
+    first = before.take(13)
+    between = fleet(True, (1, 1), before, balance=balance)
+    between.take(4)
+    after = fleet(True, (3, 2), between, balance=balance)
+    assert [*first, *after.take(13)] == [*whole[:13], *whole[17:]]
+
+
+def test_costs_of_later_epochs_are_found() -> None:
+    """Each epoch has another order of records, so other costs in each step."""
+    costs = np.random.default_rng(2).uniform(1, 100, RECORDS)
+    options: dict[str, Any] = {"global_batch_size": 60, "balance": Balance(costs), "collate_fn": list}
+    loaders = [ShardLoader(source(endless=False), rank=(box, 4), **options) for box in range(4)]
+    for epoch in range(2):
+        sums = np.array([[costs[rows].sum() for rows in loader] for loader in loaders])
+        assert sums.shape == (4, RECORDS // 60), epoch
+        assert np.mean(sums.max(axis=0) / sums.mean(axis=0)) < 1.02, epoch
+
+
 @pytest.mark.parametrize("endless", [False, True])
 def test_boxes_have_about_the_same_cost(endless: bool) -> None:
     """With costs of few rows that are too large for a box, and each record's own cost."""
