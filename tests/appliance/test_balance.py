@@ -35,12 +35,12 @@ def planned(world: FakeCluster, room: int = 10) -> list[tuple[int, str]]:
 
 
 def moves(world: FakeCluster, room: int = 10) -> list[balance.SlotMove]:
-    return [move for move in balance.find_moves(world.registry.cluster, world.now, room) if move is not None]
+    return [move for move in balance.find_moves(world.state_machine.cluster, world.now, room) if move is not None]
 
 
 def hold_up(slot: Slot, share: float, world: FakeCluster, *, others_ahead: bool = True) -> None:
     """The loop waits for the slot through this share of its time; the others have batches lying ready."""
-    _, box = world.registry.cluster.box_of(slot)
+    _, box = world.state_machine.cluster.box_of(slot)
     waits = box.waits
     waits.span_s = 10.0
     waits._seconds = waits._seconds or [0.0] * len(box.slots)
@@ -76,7 +76,7 @@ def two_and_a_spare(world: FakeCluster) -> None:
 
 def test_slots_go_from_fullest_to_emptiest(world: FakeCluster) -> None:
     crowded(world)
-    cluster = world.registry.cluster
+    cluster = world.state_machine.cluster
     went = 0
     while found := moves(world):
         assert [(move.slot.worker, move.worker.name) for move in found] == [("full", "empty")]
@@ -94,7 +94,7 @@ def test_recently_moved_slot_stays(world: FakeCluster) -> None:
 
 def test_failed_target_is_not_retried_at_once(world: FakeCluster) -> None:
     crowded(world)
-    slot, cluster = slots_of(world)[0], world.registry.cluster
+    slot, cluster = slots_of(world)[0], world.state_machine.cluster
     assert planned(world) == [(0, "empty")]
     slot.unfit["empty"] = cluster.workers["empty"].session
     assert planned(world) == [(1, "empty")]
@@ -117,7 +117,7 @@ def test_slot_on_its_boxs_host_stays(world: FakeCluster) -> None:
 
 def test_draining_or_barred_worker_gets_no_slot(world: FakeCluster) -> None:
     crowded(world)
-    empty = world.registry.cluster.workers["empty"]
+    empty = world.state_machine.cluster.workers["empty"]
     empty.draining = True
     assert planned(world) == []
     empty.draining, empty.allow = False, ("another",)
@@ -192,7 +192,7 @@ def test_slots_do_not_oscillate(world: FakeCluster) -> None:
             hold_up(slot, 0.0, world)
         for slot in [slot for slot in slots_of(world) if slot.worker == "slow"]:
             hold_up(slot, 0.3, world)
-        world.registry.tick()
+        world.state_machine.tick()
         went.append(tuple(slot.worker for slot in slots_of(world)))
     assert "slow" in went[0]
     assert set(went[60:]) == {("fast",) * 4}
@@ -209,7 +209,7 @@ def test_coordinator_balances_unless_disabled() -> None:
         box = crowded(world)
         everybody = [FakeWorker(world, name, f"{name}-1", "", 4) for name in ("full", "empty")]
         world.run_for(1.5, [box, *everybody])
-        assert len(world.registry.cluster.migrating) == moved
+        assert len(world.state_machine.cluster.migrating) == moved
 
 
 # ------------------------------------------------------------------------------------------------------------- demand
@@ -218,24 +218,24 @@ def test_coordinator_balances_unless_disabled() -> None:
 def test_recommended_workers_follow_demand(world: FakeCluster) -> None:
     worker, box = world.worker("w", 4), world.open()
     ready(worker)
-    status = world.registry.status()
+    status = world.state_machine.status()
     assert status.runs[0].recommended_workers_per_box == 0  # nothing is known yet
     assert status.recommended_workers == 1  # two slots, four places
     reports = [worker.slot_report(assignment, pb.READY) for assignment in worker.heartbeat().assignments]
     for report in reports:
         report.batch_s = 0.1
     worker.heartbeat(*reports)
-    (at,) = world.registry.cluster.runs["job/0"].current.boxes.values()  # type: ignore[union-attr]
+    (at,) = world.state_machine.cluster.runs["job/0"].current.boxes.values()  # type: ignore[union-attr]
     # 20 steps a second and half of the time waited: 40 would be taken, of which a slot gives 10; a quarter more.
     at.usual_steps_per_s, at.usual_span_s = 20.0, 10.0
     hold_up(at.slots[0], 0.5, world)
-    status = world.registry.status()
+    status = world.state_machine.status()
     assert status.runs[0].recommended_workers_per_box == 5
     assert status.recommended_workers == 2
     hold_up(at.slots[0], 0.0, world)
-    assert world.registry.status().runs[0].recommended_workers_per_box == 3
+    assert world.state_machine.status().runs[0].recommended_workers_per_box == 3
     box.close()
-    assert world.registry.status().recommended_workers == 0
+    assert world.state_machine.status().recommended_workers == 0
 
 
 def test_young_run_needs_as_many_workers(world: FakeCluster) -> None:
@@ -249,7 +249,7 @@ def test_young_run_needs_as_many_workers(world: FakeCluster) -> None:
         worker.heartbeat(*reports)
         box.deliver(30)  # a second: of which a slot gives 10, and a quarter more are asked for
         world.now += 1.0
-        recommended.append(world.registry.status().runs[0].recommended_workers_per_box)
+        recommended.append(world.state_machine.status().runs[0].recommended_workers_per_box)
     assert recommended[0] == 0
     assert set(recommended) == {0, 4}
     assert recommended[10:] == [4] * 50

@@ -22,7 +22,7 @@ def measured(worker: FakeWorker, batch_s: float, cpu_s: float, delay_s: float = 
 
 def starved(world: FakeCluster, steps_per_s: float, share: float = 0.9) -> pb.StatusReply:
     """The loops wait for all of their slots, and none is ahead."""
-    current = world.registry.cluster.runs["job/0"].current
+    current = world.state_machine.cluster.runs["job/0"].current
     assert current is not None
     for box in current.boxes.values():
         box.usual_steps_per_s, box.usual_span_s = steps_per_s, 10.0
@@ -30,7 +30,7 @@ def starved(world: FakeCluster, steps_per_s: float, share: float = 0.9) -> pb.St
         box.waits._seconds, box.waits._late = ([each] * len(box.slots) for each in (10.0 * share / len(box.slots), 0.0))
         for slot in box.slots:
             slot.gauge.mean_queued = 0.0
-    return world.registry.status()
+    return world.state_machine.status()
 
 
 @pytest.mark.parametrize("slots", [2, 6])
@@ -97,15 +97,15 @@ def test_cores_of_all_machines(workers: Sequence[tuple[str, int]], cores: int) -
     world = FakeCluster()
     for number, (host, count) in enumerate(workers):
         world.worker(f"w{number}", host=host, cores=count)
-    assert demand.cores(world.registry.cluster.workers.values()) == cores
+    assert demand.cores(world.state_machine.cluster.workers.values()) == cores
 
 
 def test_cores_of_draining_workers_do_not_count() -> None:
     world = FakeCluster()
     world.worker("stays", host="a", cores=2)
     world.worker("goes", host="b", cores=2)
-    world.registry.cluster.workers["goes"].draining = True
-    assert demand.cores(world.registry.cluster.workers.values()) == 2
+    world.state_machine.cluster.workers["goes"].draining = True
+    assert demand.cores(world.state_machine.cluster.workers.values()) == 2
 
 
 @pytest.mark.parametrize("field", ["batch_cpu_s", "batch_delay_s"])

@@ -206,7 +206,7 @@ def test_wrong_counts_of_a_report_are_refused(sources: list[pb.SourceCount]) -> 
         check_progress(pb.WatchRunRequest(sources=sources), 2, Limits())
 
 
-# ---- in the registry
+# ---- in the state machine
 
 
 def test_status_has_queues_waits_and_snapshots() -> None:
@@ -220,17 +220,17 @@ def test_status_has_queues_waits_and_snapshots() -> None:
     report.produced, report.delivered, report.batches_per_s = 2, 0, 4.0
     worker.heartbeat(ahead, report)
     header = pb.SnapshotHeader(run="job/0", attempt=1, slot=1, generation=assignment.generation, total=1, size=10)
-    world.registry.snapshot_stored(header)
+    world.state_machine.snapshot_stored(header)
     world.now += 2
     request = box.progress()
     request.waited_by_slot_s.extend([0.0, 0.0])
-    world.registry.watch_run(request)
+    world.state_machine.watch_run(request)
     for _ in range(5):
         world.now += 1
         request.waited_by_slot_s[:] = [0.0, request.waited_by_slot_s[1] + 0.5]
-        world.registry.watch_run(request)
+        world.state_machine.watch_run(request)
         worker.heartbeat(ahead, report)
-    (run,) = world.registry.status().runs
+    (run,) = world.state_machine.status().runs
     other, slot = run.boxes[0].slots
     assert (slot.queued, slot.batches_per_s, slot.snapshot_age_s) == (1, 4.0, 7.0)  # one of the two was delivered
     assert slot.wait_share == pytest.approx(0.5)
@@ -241,7 +241,7 @@ def test_status_has_queues_waits_and_snapshots() -> None:
 
 
 def kinds(world: FakeCluster) -> list[tuple[str, int]]:
-    return [(event.kind, event.count) for event in world.registry.status().events]
+    return [(event.kind, event.count) for event in world.state_machine.status().events]
 
 
 def test_lost_worker_is_a_fault_and_slots_recover() -> None:
@@ -260,11 +260,11 @@ def test_lost_worker_is_a_fault_and_slots_recover() -> None:
         report.produced = 3
     second.heartbeat(*reports)
     assert kinds(world)[4:] == [("worker joined", 1), ("slot recovered", 1), ("slot recovered", 1)]
-    (run,) = world.registry.status().runs
+    (run,) = world.state_machine.status().runs
     assert run.recoveries == 2
     world.run_for(20, [second])
     assert ("box lost", 1) in kinds(world)
-    assert world.registry.status().events[-1].text.startswith("the training job of box 0 has not reported for")
+    assert world.state_machine.status().events[-1].text.startswith("the training job of box 0 has not reported for")
 
 
 def test_invalid_waits_are_refused_or_ignored() -> None:
@@ -274,7 +274,7 @@ def test_invalid_waits_are_refused_or_ignored() -> None:
     request = box.progress()
     request.waited_by_slot_s.extend([float("nan"), 0.0])
     with pytest.raises(Exception, match=r"waited_by_slot_s in a request .* must be between 0 and"):
-        world.registry.watch_run(request)
+        world.state_machine.watch_run(request)
     request.waited_by_slot_s[:] = [1.0] * 5
-    world.registry.watch_run(request)
-    assert world.registry.status().runs[0].boxes[0].wait_share == 0.0
+    world.state_machine.watch_run(request)
+    assert world.state_machine.status().runs[0].boxes[0].wait_share == 0.0

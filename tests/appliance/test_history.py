@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.core.box_history import BoxRecord, StoppedCoordinator, past
+from penstock.appliance.core.box_history import BoxHistory, StoppedCoordinator, past
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.journal import StateDir
@@ -32,9 +32,9 @@ def stopped(world: FakeCluster, state: StateDir) -> StoppedCoordinator:
 
 def told(world: FakeCluster) -> pb.History:
     """Return the history of box 0 in the cluster state."""
-    track = world.registry.cluster.track("job/0", 0)
-    assert track is not None
-    return track.message()
+    history = world.state_machine.cluster.history("job/0", 0)
+    assert history is not None
+    return history.message()
 
 
 def test_state_has_positions_and_abandoned(state: StateDir) -> None:
@@ -43,7 +43,7 @@ def test_state_has_positions_and_abandoned(state: StateDir) -> None:
     box.deliver(5)
     box.abandon_epoch()
     box.deliver(3)
-    slot = world.registry.cluster.slot(SlotKey("job/0", 1, 0, 1))
+    slot = world.state_machine.cluster.slot(SlotKey("job/0", 1, 0, 1))
     assert slot is not None
     slot.skips[1, 4] = 2
     history = told(world)
@@ -52,8 +52,8 @@ def test_state_has_positions_and_abandoned(state: StateDir) -> None:
     assert [(cut.epoch, cut.step) for cut in history.abandoned] == [(0, 5)]
     assert [position.step for position in history.known][-1] == 8
     assert [(skip.epoch, skip.total, skip.count) for skip in history.slots[1].skips] == [(1, 4, 2)]
-    assert world.registry.cluster.track("job/0", 1) is None
-    assert world.registry.cluster.track("other/0", 0) is None
+    assert world.state_machine.cluster.history("job/0", 1) is None
+    assert world.state_machine.cluster.history("other/0", 0) is None
 
 
 def test_ended_attempt_is_kept_whole(state: StateDir) -> None:
@@ -83,7 +83,7 @@ def test_breaks_outlive_the_coordinator(state: StateDir) -> None:
     world.journal.put("abandoned", stale)  # of an attempt that a release ended which does not know them
     world.journal.commit()
     world.restart()
-    restored = world.registry.cluster.runs["job/0"].current
+    restored = world.state_machine.cluster.runs["job/0"].current
     assert restored is not None
     assert restored.boxes[0].abandoned == {0: 5}
     with stopped(world, state) as files:
@@ -110,8 +110,8 @@ def test_stream_digest_survives_restart(state: StateDir, closed: bool) -> None:
     chained(other, 3)
     if closed:
         one.close()
-    for attempt in world.registry.cluster.open_attempts():
-        world.registry.cluster.save_track(attempt, attempt.boxes[0])  # as the coordinator does when it is told to stop
+    for attempt in world.state_machine.cluster.open_attempts():
+        world.state_machine.cluster.save_history(attempt, attempt.boxes[0])  # as at an orderly end
     world.journal.commit()
     for _ in range(2):
         world.restart()
@@ -131,13 +131,13 @@ def test_stream_digest_survives_restart(state: StateDir, closed: bool) -> None:
 def test_history_is_made_where_it_is_written(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the history outside the event loop, which would receive no heartbeat meanwhile."""
     made: list[int] = []
-    message = BoxRecord.message
+    message = BoxHistory.message
 
-    def counted(track: BoxRecord) -> pb.History:
-        made.append(track.attempt)
-        return message(track)
+    def counted(history: BoxHistory) -> pb.History:
+        made.append(history.attempt)
+        return message(history)
 
-    monkeypatch.setattr(BoxRecord, "message", counted)
+    monkeypatch.setattr(BoxHistory, "message", counted)
     world = FakeCluster(directory=state)
     boxes = [world.open(number, num_boxes=8, attempt_key="first") for number in range(8)]
     for box in boxes:

@@ -95,7 +95,7 @@ def test_numbers_and_fences_hold_over_restarts(state: StateDir) -> None:
     ):
         old.watch()
     with pytest.raises(SupersededError):
-        world.registry.open_run(old.request)
+        world.state_machine.open_run(old.request)
     worker.register()
     assert {(a.attempt, a.generation) for a in worker.heartbeat().assignments} == {(2, 3)}
     new.close()
@@ -114,8 +114,14 @@ def test_client_secret_is_proven_and_not_stored(state: StateDir) -> None:
         world.open(client_id="stranger", num_boxes=2)
     restarted(world)
     mine.watch()
-    held = world.registry.cluster.open_attempts()[0].boxes[0]
-    said = [taken.value.message, held.who(), held.client, str(world.registry.cluster.events.messages()), repr(held)]
+    held = world.state_machine.cluster.open_attempts()[0].boxes[0]
+    said = [
+        taken.value.message,
+        held.who(),
+        held.client,
+        str(world.state_machine.cluster.events.messages()),
+        repr(held),
+    ]
     for shown in (*re.findall(r"[0-9a-f]{8,}", " ".join(said)), held.client):
         for call in (mine.watch, mine.close):
             mine.request.client_id = shown
@@ -141,7 +147,7 @@ def test_boxes_of_older_release_keep_clients(state: StateDir) -> None:
     world.journal.commit()
     restarted(world)
     box.watch()
-    assert not world.registry.cluster.open_attempts()[0].boxes[0].opening.client_id
+    assert not world.state_machine.cluster.open_attempts()[0].boxes[0].opening.client_id
 
 
 def test_an_error_that_was_final_stays_final(state: StateDir) -> None:
@@ -161,7 +167,7 @@ def test_only_the_last_attempts_are_remembered(state: StateDir) -> None:
         world.open(client_id=f"c{number}")
     assert len(world.journal.rows("attempts")) == world.limits.past_attempts + 1
     restarted(world)
-    assert sorted(world.registry.cluster.runs["job/0"].past) == list(range(4, 20))
+    assert sorted(world.state_machine.cluster.runs["job/0"].past) == list(range(4, 20))
 
 
 def test_ended_attempts_snapshots_drop_at_start(state: StateDir) -> None:
@@ -172,7 +178,7 @@ def test_ended_attempts_snapshots_drop_at_start(state: StateDir) -> None:
     world.journal.close()
     journal = Journal(state)
     world.snapshot_index.load(*store.index(), 0.0)
-    world.registry = type(world.registry)(
+    world.state_machine = type(world.state_machine)(
         journal,
         world.snapshot_index,
         world.limits,
@@ -214,7 +220,7 @@ def test_writing_stays_cheap(state: StateDir) -> None:
     for _ in range(10):
         worker.ready()
         box.deliver(1)
-        world.registry.tick()
+        world.state_machine.tick()
     assert world.journal._db.total_changes == changes
 
 
@@ -407,13 +413,13 @@ def test_older_copy_is_refused_also_at_next_start(state: StateDir, tmp_path: Pat
     shown.commit_mark = box.watch().commit_mark
     registering = pb.RegisterWorkerRequest(worker="w", session="w-1", host_id="host-a", slots=8)
     registering.commit_mark = worker.heartbeat().commit_mark
-    FakeCluster().registry.register_worker(registering)  # to another journal it says nothing
+    FakeCluster().state_machine.register_worker(registering)  # to another journal it says nothing
     world.journal.close()
     restored = FakeCluster(directory=directory)
     found, expected = restored.journal.found, world.journal.committed
     show: dict[str, Callable[[], object]] = {
-        "worker": partial(restored.registry.register_worker, registering),
-        "box": partial(restored.registry.report_box, shown),
+        "worker": partial(restored.state_machine.register_worker, registering),
+        "box": partial(restored.state_machine.report_box, shown),
     }
     with pytest.raises(
         JournalError, match=rf"ends at commit {found}, but commit {expected} was made, as a mark of {who} .* shows"

@@ -103,30 +103,30 @@ def test_lease_is_never_shorter_than_promised() -> None:
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     slow = workers[0]
     for worker in workers[1:]:
-        world.registry.deregister_worker(pb.DeregisterWorkerRequest(worker=worker.name, session=worker.session))
+        world.state_machine.deregister_worker(pb.DeregisterWorkerRequest(worker=worker.name, session=worker.session))
     world.run_for(CROWDED.shrinks_after_s + 32, [slow])
-    assert list(world.registry.cluster.workers) == ["w0"]
+    assert list(world.state_machine.cluster.workers) == ["w0"]
     assert slow.heartbeat().lease_s == 3  # told now; but this reply is lost, and the worker goes on with what it knew
     request = pb.HeartbeatRequest(worker=slow.name, session=slow.session, lease_s=30)
-    world.registry.heartbeat(request)
+    world.state_machine.heartbeat(request)
     world.run_for(29)
-    assert "w0" in world.registry.cluster.workers
+    assert "w0" in world.state_machine.cluster.workers
     world.run_for(2)
-    assert "w0" not in world.registry.cluster.workers
+    assert "w0" not in world.state_machine.cluster.workers
 
 
 def test_claimed_lease_is_bounded() -> None:
     world = FakeCluster()
     worker = world.worker("w")
-    world.registry.heartbeat(pb.HeartbeatRequest(worker=worker.name, session=worker.session, lease_s=1e9))
-    assert world.registry.cluster.workers["w"].lease_until == world.now + world.limits.lease_max_s
+    world.state_machine.heartbeat(pb.HeartbeatRequest(worker=worker.name, session=worker.session, lease_s=1e9))
+    assert world.state_machine.cluster.workers["w"].lease_until == world.now + world.limits.lease_max_s
 
 
 def test_policy_of_shrinking_fleet_lags() -> None:
     world = FakeCluster(CROWDED)
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     world.run_for(35, workers[:2])
-    assert len(world.registry.cluster.workers) == 2
+    assert len(world.state_machine.cluster.workers) == 2
     assert workers[0].heartbeat().heartbeat_s == 10
     world.run_for(CROWDED.shrinks_after_s, workers[:2])
     assert workers[0].heartbeat().heartbeat_s == 2
@@ -139,9 +139,9 @@ def test_a_box_has_the_lease_that_it_was_told() -> None:
     told = boxes[0].watch().lease_s
     assert told == 48
     world.run_for(47, boxes[1:])
-    assert world.registry.cluster.live_boxes == 4
+    assert world.state_machine.cluster.live_boxes == 4
     world.run_for(2, boxes[1:])
-    assert world.registry.cluster.live_boxes == 3
+    assert world.state_machine.cluster.live_boxes == 3
 
 
 def test_leases_after_restart_are_as_promised(tmp_path: Path) -> None:
@@ -152,9 +152,9 @@ def test_leases_after_restart_are_as_promised(tmp_path: Path) -> None:
     holder = next(worker for worker in workers if worker.heartbeat().assignments)
     world.restart()
     world.run_for(29, [box])
-    assert holder.name in world.registry.cluster.workers
+    assert holder.name in world.state_machine.cluster.workers
     world.run_for(10, [box])
-    assert holder.name not in world.registry.cluster.workers
+    assert holder.name not in world.state_machine.cluster.workers
     world.journal.close()
     directory.close()
 
@@ -186,14 +186,14 @@ def test_coordinator_delay_extends_leases() -> None:
     world.worker("w")
     for _ in range(4):  # 0.9 s from tick to tick, where 0.3 s was meant: its calls may wait in the queue
         world.now += 0.9
-        world.registry.tick()
+        world.state_machine.tick()
     for _ in range(11):
         world.now += 0.3
-        world.registry.tick()
-    assert "w" in world.registry.cluster.workers  # after 6.9 s, with a lease of 3 s: 1.2 s late, and then patient
+        world.state_machine.tick()
+    assert "w" in world.state_machine.cluster.workers  # after 6.9 s, with a lease of 3 s: 1.2 s late, and then patient
     world.now += 0.6
-    world.registry.tick()
-    assert "w" not in world.registry.cluster.workers
+    world.state_machine.tick()
+    assert "w" not in world.state_machine.cluster.workers
 
 
 def test_queued_calls_keep_leases_open() -> None:
@@ -201,12 +201,12 @@ def test_queued_calls_keep_leases_open() -> None:
     world.worker("w")
     for tick in range(30):  # in time, 9 s long; but a call of its own has been waiting from the beginning
         world.now += 0.3
-        world.registry.tick(unreceived_s=0.3 * (tick + 1))
-    assert "w" in world.registry.cluster.workers
+        world.state_machine.tick(unreceived_s=0.3 * (tick + 1))
+    assert "w" in world.state_machine.cluster.workers
     for _ in range(40):
         world.now += 0.3
-        world.registry.tick(unreceived_s=0.3)
-    assert "w" not in world.registry.cluster.workers
+        world.state_machine.tick(unreceived_s=0.3)
+    assert "w" not in world.state_machine.cluster.workers
 
 
 def test_a_normal_delay_of_calls_adds_nothing() -> None:
@@ -214,8 +214,8 @@ def test_a_normal_delay_of_calls_adds_nothing() -> None:
     world.worker("w")
     for _ in range(11):
         world.now += 0.3
-        world.registry.tick(unreceived_s=0.5)
-    assert "w" not in world.registry.cluster.workers
+        world.state_machine.tick(unreceived_s=0.5)
+    assert "w" not in world.state_machine.cluster.workers
 
 
 # ---- replies
@@ -228,14 +228,14 @@ def test_a_reply_repeats_nothing_that_was_seen() -> None:
     assert len(reply.assignments) == 2
     assert not reply.unchanged
     request = pb.HeartbeatRequest(worker="w", session=worker.session, seen_version=reply.version)
-    seen = world.registry.heartbeat(request)
+    seen = world.state_machine.heartbeat(request)
     assert (seen.unchanged, len(seen.assignments), seen.version) == (True, 0, reply.version)
     worker.lose(reply.assignments[0])
-    assert len(world.registry.heartbeat(request).assignments) == 2
+    assert len(world.state_machine.heartbeat(request).assignments) == 2
     first = box.watch()
     watch = box.progress()
     watch.seen_version = first.version
-    assert (len(first.slots), len(world.registry.watch_run(watch).slots)) == (2, 0)
+    assert (len(first.slots), len(world.state_machine.watch_run(watch).slots)) == (2, 0)
 
 
 def test_the_share_in_snapshots_follows_the_slots() -> None:
@@ -245,5 +245,5 @@ def test_the_share_in_snapshots_follows_the_slots() -> None:
     for job in range(8):
         world.open(job=f"job{job}", num_workers_per_box=100)
     reply = worker.heartbeat()
-    assert world.registry.cluster.placed == 800
+    assert world.state_machine.cluster.placed == 800
     assert (reply.snapshot_every_s, reply.snapshot_bytes_per_s) == (2, 32 * MIB / 800)

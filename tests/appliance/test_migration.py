@@ -29,7 +29,7 @@ def two(world: FakeCluster, slots: int = 2) -> tuple[FakeWorker, FakeBox, FakeWo
 
 
 def drain(world: FakeCluster, worker: str, *, undo: bool = False) -> tuple[int, int]:
-    reply = world.registry.drain_worker(pb.DrainWorkerRequest(worker=worker, undo=undo))
+    reply = world.state_machine.drain_worker(pb.DrainWorkerRequest(worker=worker, undo=undo))
     return reply.slots, reply.stuck
 
 
@@ -67,11 +67,11 @@ def test_old_and_new_have_lanes_of_their_own(world: FakeCluster) -> None:
     drain(world, "old")
     assert old.of(0).lane_key != new.of(0).lane_key
     for worker in (old, new):
-        world.registry.slot_to_recover(world.slots()[0].key, worker.of(0).generation)
+        world.state_machine.slot_to_recover(world.slots()[0].key, worker.of(0).generation)
     with pytest.raises(SupersededError):
-        world.registry.slot_to_recover(world.slots()[0].key, 3)
+        world.state_machine.slot_to_recover(world.slots()[0].key, 3)
     with pytest.raises(SupersededError):  # it may read, and write nothing yet
-        world.registry.slot_of_generation(world.slots()[0].key, 2)
+        world.state_machine.slot_of_generation(world.slots()[0].key, 2)
 
 
 def test_slow_durability_ends_in_a_replay(world: FakeCluster) -> None:
@@ -166,8 +166,8 @@ def test_lost_target_is_replaced_if_possible(world: FakeCluster) -> None:
     world.now += 2.0
     for alive in (old, third):
         alive.report()
-    world.registry.cluster.drop_silent(world.now)
-    assert "new" not in world.registry.cluster.workers
+    world.state_machine.cluster.drop_silent(world.now)
+    assert "new" not in world.state_machine.cluster.workers
     assert old.heartbeat().stuck == 0
     world.run_for(0.25, (old, box, third))
     assert [third.of(slot).is_target for slot in (0, 1)] == [True, True]
@@ -200,7 +200,7 @@ def test_drained_worker_gets_slots_after_undo(world: FakeCluster) -> None:
 def test_a_worker_asks_to_be_drained_by_itself(world: FakeCluster) -> None:
     _old, _box, new = two(world)
     request = pb.HeartbeatRequest(worker="old", session="old-1", leaving=True)
-    assert world.registry.heartbeat(request).draining
+    assert world.state_machine.heartbeat(request).draining
     assert len(new.heartbeat().assignments) == 2
 
 
@@ -238,7 +238,7 @@ def test_worker_reports_its_drain_after_restart(tmp_path: Path) -> None:
     drain(world, "old")
     world.restart()
     request = pb.RegisterWorkerRequest(worker="old", session="old-1", host_id="host-a", slots=2, draining=True)
-    world.registry.register_worker(request)
+    world.state_machine.register_worker(request)
     assert old.heartbeat().draining
 
 
@@ -248,11 +248,11 @@ def test_drain_is_unknown_until_worker_is_back(tmp_path: Path) -> None:
     drain(world, "old")
     world.restart()
     look = pb.DrainWorkerRequest(worker="old", look=True)
-    assert world.registry.drain_worker(look).draining  # who waits for it must not hear that it was taken back
+    assert world.state_machine.drain_worker(look).draining  # who waits for it must not hear that it was taken back
     with pytest.raises(UnknownWorkerError, match="worker 'old' has not reported since the coordinator started"):
         drain(world, "old", undo=True)
     old.register()
-    assert not world.registry.drain_worker(look).draining
+    assert not world.state_machine.drain_worker(look).draining
 
 
 def test_an_unknown_worker_is_named(world: FakeCluster) -> None:
@@ -263,7 +263,7 @@ def test_an_unknown_worker_is_named(world: FakeCluster) -> None:
 
 def test_a_worker_that_has_left_is_not_lost(world: FakeCluster) -> None:
     world.worker("stays"), world.worker("goes")
-    world.registry.deregister_worker(pb.DeregisterWorkerRequest(worker="goes", session="goes-1"))
+    world.state_machine.deregister_worker(pb.DeregisterWorkerRequest(worker="goes", session="goes-1"))
     world.run_for(4.0)
-    told = [(event.kind, event.worker) for event in world.registry.status().events if event.worker]
+    told = [(event.kind, event.worker) for event in world.state_machine.status().events if event.worker]
     assert told[2:] == [("worker left", "goes"), ("worker lost", "stays")]

@@ -34,7 +34,7 @@ class Stage:
             worker.ready()
         for box in self.boxes:
             box.deliver(3)
-        self.orders = MixtureOrders(world.registry.cluster, world.registry.state_queries)
+        self.orders = MixtureOrders(world.state_machine.cluster, world.state_machine.state_queries)
 
     def request(self, step: int = 6, key: str = "k") -> pb.ChangeMixtureRequest:
         return pb.ChangeMixtureRequest(run="job", key=key, from_step=step, retired=["a"], deadline_s=5)
@@ -48,9 +48,9 @@ class Stage:
     def answer(self, box: FakeBox, taken: int) -> None:
         """Let a box report the fence that it sees."""
         request = box.progress()
-        fence = self.world.registry.watch_run(request).fence
+        fence = self.world.state_machine.watch_run(request).fence
         request.fence_key, request.fence_taken = fence.key, taken
-        self.world.registry.watch_run(request)
+        self.world.state_machine.watch_run(request)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_change_waits_for_all_boxes(stage: Stage) -> None:
     assert stage.orders.undecided(proposal) == ""
     before = [slot.generation for slot in stage.world.slots()]
     stage.orders.make(proposal)
-    stage.world.registry.settle()
+    stage.world.state_machine.settle()
     assert [slot.generation for slot in stage.world.slots()] == [generation + 1 for generation in before]
     reply = stage.boxes[0].watch()
     assert not reply.HasField("fence")
@@ -105,10 +105,10 @@ def test_change_outlives_a_restart(tmp_path: Path) -> None:
     stage = Stage(world)
     proposal = stage.proposed()
     stage.orders.make(proposal)
-    world.registry.settle()
+    world.state_machine.settle()
     world.restart(stage.worker)
     assert [change.step for change in stage.worker.of(1, 1).mixture_changes] == [6]
-    track = world.registry.cluster.track("job/0", 0)
+    track = world.state_machine.cluster.history("job/0", 0)
     assert track is not None
     assert [change.key for change in track.message().mixture_changes] == ["k"]
     world.journal.close()
@@ -181,7 +181,7 @@ def test_each_worker_tries_added_sources() -> None:
     assert len(stage.orders.trials(request)) == 1
     request.added.add(source="c", function="data:c")
     trials = stage.orders.trials(request)
-    attempt = stage.world.registry.cluster.open_attempts()[0]
+    attempt = stage.world.state_machine.cluster.open_attempts()[0]
     where = [attempt.boxes[trial.box].slots[trial.slot or 0].worker for trial in trials]
     assert sorted(where) == ["w", "w1"]
     assert len({trial.key for trial in trials}) == 2
@@ -204,23 +204,23 @@ def test_epoch_that_ends_during_a_trial_refuses(stage: Stage) -> None:
 
 def test_fence_ends_before_the_loops_fail(stage: Stage) -> None:
     assert stage.orders.patience(stage.proposed()) == 20
-    (attempt,) = stage.world.registry.cluster.open_attempts()
+    (attempt,) = stage.world.state_machine.cluster.open_attempts()
     attempt.boxes[1].opening.loader.options.timeout_s = 5
     assert stage.orders.patience(stage.proposed()) == 2.5
 
 
 def test_snapshots_of_older_runners_are_dropped(stage: Stage) -> None:
     """Snapshots beyond the change's step are dropped; each slot makes every second batch."""
-    registry, (slot, *_) = stage.world.registry, stage.world.slots()
+    state_machine, (slot, *_) = stage.world.state_machine, stage.world.slots()
     header = pb.SnapshotHeader(**slot.key._asdict(), generation=slot.generation, size=1)
 
     def stored(total: int) -> list[int]:
         header.total = total
         try:
-            registry.snapshot_stored(header)
+            state_machine.snapshot_stored(header)
         except SupersededError:
             pass
-        return [kept.total for kept in registry.cluster.snapshot_index.snapshots(slot.key)]
+        return [kept.total for kept in state_machine.cluster.snapshot_index.snapshots(slot.key)]
 
     assert [stored(total) for total in (0, 3, 4)][-1] == [0, 3, 4]
     stage.orders.make(stage.proposed())

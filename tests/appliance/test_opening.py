@@ -65,7 +65,7 @@ def test_delayed_old_opening_is_refused(world: FakeCluster) -> None:
     world.open(client_id="new")
     with pytest.raises(SupersededError, match="superseded by attempt 2"):
         world.open(client_id="old")
-    assert world.registry.cluster.runs["job/0"].attempt == 2
+    assert world.state_machine.cluster.runs["job/0"].attempt == 2
 
 
 def test_boxes_without_key_join_one_attempt(world: FakeCluster) -> None:
@@ -135,9 +135,9 @@ def test_closed_boxes_free_the_run(world: FakeCluster) -> None:
     boxes = [world.open(box, num_boxes=2, attempt_key="one") for box in range(2)]
     boxes[0].close()
     boxes[0].close()  # twice is no harm
-    assert world.registry.status().runs[0].open
+    assert world.state_machine.status().runs[0].open
     boxes[1].close()
-    assert not world.registry.status().runs[0].open
+    assert not world.state_machine.status().runs[0].open
     assert isinstance(boxes[1].refused(), SupersededError)
     assert world.open(0, num_boxes=2, client_id="new", attempt_key="one").reply.attempt == 2
 
@@ -184,7 +184,7 @@ def test_openings_that_cannot_be_meant(
 ) -> None:
     with pytest.raises(error, match=words):
         world.open(**fields)
-    assert world.registry.cluster.runs == {}
+    assert world.state_machine.cluster.runs == {}
 
 
 def test_large_openings_are_refused(world: FakeCluster) -> None:
@@ -198,7 +198,7 @@ def test_large_openings_are_refused(world: FakeCluster) -> None:
         InvalidArgumentError, match=r"at most 262144 bytes, got 3000\d\d: give input_fn shorter arguments"
     ):
         world.open(loader=large)
-    assert world.registry.cluster.runs == {}
+    assert world.state_machine.cluster.runs == {}
 
 
 def test_open_workers_are_limited() -> None:
@@ -209,7 +209,7 @@ def test_open_workers_are_limited() -> None:
         request.loader.input_fn = "m:f"
         request.has_seed, request.seed = True, 1
         try:
-            return world.registry.open_run(request, token).run
+            return world.state_machine.open_run(request, token).run
         except OverloadedError as error:
             return error.message.partition(":")[0]
 
@@ -225,7 +225,7 @@ def test_open_workers_are_limited() -> None:
     )
     assert opened("c", 6, "two") == "c/0"
     close = pb.CloseRunRequest(run="a/0", attempt=1, client_id="c")
-    world.registry.close_run(close)
+    world.state_machine.close_run(close)
     assert opened("d", 6, "one") == "d/0"
 
 
@@ -296,19 +296,19 @@ def test_calls_for_what_is_not_there(world: FakeCluster) -> None:
     request = box.progress()
     request.run = "other/0"
     with pytest.raises(UnknownRunError, match="the coordinator has no run 'other/0'"):
-        world.registry.watch_run(request)
+        world.state_machine.watch_run(request)
     request = box.progress()
     request.attempt = 9
     with pytest.raises(UnknownRunError, match=r"has no attempt .launch. 9; the newest one is 1"):
-        world.registry.watch_run(request)
+        world.state_machine.watch_run(request)
     request = box.progress()
     request.box = 1
     with pytest.raises(UnknownRunError, match=r"box 1 of run job/0 .attempt 1. has not been opened"):
-        world.registry.watch_run(request)
+        world.state_machine.watch_run(request)
     request = box.progress()
     request.client_id = "else"
     with pytest.raises(BoxTakenError, match=r"held by client [0-9a-f]{8} on"):
-        world.registry.watch_run(request)
+        world.state_machine.watch_run(request)
     with pytest.raises(InvalidArgumentError, match="job and input_fn must not be empty"):
-        world.registry.open_run(pb.OpenRunRequest())
-    world.registry.close_run(pb.CloseRunRequest(run="never", attempt=3))
+        world.state_machine.open_run(pb.OpenRunRequest())
+    world.state_machine.close_run(pb.CloseRunRequest(run="never", attempt=3))

@@ -15,7 +15,7 @@ def cannot_reach(world: FakeCluster, box: FakeBox, *workers: str) -> list[str]:
     for slot in world.slots():
         if slot.key.box == box.request.box and slot.worker in workers:
             request.unreachable.add(slot=slot.key.slot, generation=slot.generation, why="timed out")
-    world.registry.watch_run(request)
+    world.state_machine.watch_run(request)
     return owners(world, box)
 
 
@@ -64,7 +64,7 @@ def test_stale_claims_change_nothing() -> None:
     request = box.progress()
     request.unreachable.add(slot=0, generation=0, why="old")
     request.unreachable.add(slot=7, generation=1, why="no such slot")
-    world.registry.watch_run(request)
+    world.state_machine.watch_run(request)
     assert owners(world, box) == ["one", "one"]
 
 
@@ -106,6 +106,6 @@ def test_drain_and_balance_avoid_unreachable() -> None:
         world.run_for(0.25, [one, two, box])
     assert owners(world, box) == ["two"] * 4, "the empty one is not for this box"
     three = world.worker("three", host="v")
-    world.registry.drain_worker(pb.DrainWorkerRequest(worker="two"))
+    world.state_machine.drain_worker(pb.DrainWorkerRequest(worker="two"))
     world.run_for(0.5, [one, two, three, box])
     assert {slot.target.worker for slot in world.slots() if slot.target} == {"three"}

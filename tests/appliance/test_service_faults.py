@@ -14,7 +14,7 @@ from bearer import metadata
 from grpc.aio import EOF
 from served import DEADLINE_S, LIMITS, TOKEN, all_ready, asking, daemon, on_coordinator, opening, trial, until_ready
 
-from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.edge.service import Service
 from penstock.appliance.storage.journal import Journal, Rows
 from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob
@@ -27,16 +27,16 @@ LONG_S = 10_000.0
 
 
 @pytest.fixture
-def registries(monkeypatch: pytest.MonkeyPatch) -> list[Registry]:
+def state_machines(monkeypatch: pytest.MonkeyPatch) -> list[StateMachine]:
     """Registries made in the test."""
-    made: list[Registry] = []
-    init = Registry.__init__
+    made: list[StateMachine] = []
+    init = StateMachine.__init__
 
-    def noted(self: Registry, *args: Any, **kwargs: Any) -> None:
+    def noted(self: StateMachine, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         made.append(self)
 
-    monkeypatch.setattr(Registry, "__init__", noted)
+    monkeypatch.setattr(StateMachine, "__init__", noted)
     return made
 
 
@@ -48,10 +48,10 @@ async def until(what: Callable[[], bool]) -> None:
 
 @on_coordinator()
 async def test_failed_commit_removes_the_caller(
-    client: AsyncCoordinatorClient, registries: list[Registry], monkeypatch: pytest.MonkeyPatch
+    client: AsyncCoordinatorClient, state_machines: list[StateMachine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await client.open_run(opening())
-    (registry,) = registries
+    (state_machine,) = state_machines
     write, full = Journal.write, True
 
     def limited(self: Journal, rows: Rows) -> None:
@@ -60,25 +60,25 @@ async def test_failed_commit_removes_the_caller(
         write(self, rows)
 
     monkeypatch.setattr(Journal, "write", limited)
-    registry.cluster.journal.note("anything", "1")
+    state_machine.cluster.journal.note("anything", "1")
     with pytest.raises(JournalError, match="no room"):
         await client.fetch_state(asking(0, 2))
     full = False
-    assert registry.state_queries._open == {}
+    assert state_machine.state_queries._open == {}
 
 
 @pytest.mark.parametrize("where", ["at the door", "on the way"])
 @on_coordinator(replace(LIMITS, answers_max=10))
 async def test_answer_without_callers_is_not_taken(
-    client: AsyncCoordinatorClient, registries: list[Registry], where: str
+    client: AsyncCoordinatorClient, state_machines: list[StateMachine], where: str
 ) -> None:
     """Refuse the answer: it would be in memory and in no budget, a thousand at once for a large fleet."""
     for box in (0, 1):
         await client.open_run(opening(box, num_boxes=2))
     heartbeat = await all_ready(client)
-    (registry,) = registries
+    (state_machine,) = state_machines
     at_the_door: list[str] = []
-    admit = registry.admit_state
+    admit = state_machine.admit_state
 
     def admitted(answer: pb.StateAnswer) -> float | None:
         left_s = admit(answer)
@@ -86,9 +86,9 @@ async def test_answer_without_callers_is_not_taken(
             at_the_door.append(answer.request)
         return left_s
 
-    registry.admit_state = admitted  # type: ignore[method-assign]
+    state_machine.admit_state = admitted  # type: ignore[method-assign]
     asker = asyncio.create_task(client.fetch_state(asking(0, 2)))
-    await until(lambda: len(registry.state_queries._by_request) == 4)
+    await until(lambda: len(state_machine.state_queries._by_request) == 4)
     requests = (await client.heartbeat(heartbeat)).state_requests
     of_box = 1 if where == "at the door" else 0  # those of the next box are let in
     request = next(one for one in requests if one.box == of_box)
@@ -102,13 +102,13 @@ async def test_answer_without_callers_is_not_taken(
         await asyncio.Event().wait()  # the rest is only sent if somebody takes it
 
     call = client._stub.PutState(parts(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-    query = next(iter(registry.state_queries._open.values()))
+    query = next(iter(state_machine.state_queries._open.values()))
     if where == "on the way":
         await until(lambda: query.held == 1000)
     else:
         await until(lambda: request.request in at_the_door)
     asker.cancel()
-    await until(lambda: not registry.state_queries._open)
+    await until(lambda: not state_machine.state_queries._open)
     left.set()
     assert await call == b""  # PutStateReply()
     assert query.held == 0
@@ -116,7 +116,7 @@ async def test_answer_without_callers_is_not_taken(
 
 @on_coordinator()
 async def test_readers_time_extends_the_deadline(
-    client: AsyncCoordinatorClient, address: str, registries: list[Registry]
+    client: AsyncCoordinatorClient, address: str, state_machines: list[StateMachine]
 ) -> None:
     """Extend the deadline with each part, not only after the box: else the workers' requests would end."""
 
@@ -126,10 +126,10 @@ async def test_readers_time_extends_the_deadline(
     await client.open_run(opening())
     async with daemon(address, "w", large):
         await until_ready(client)
-        (registry,) = registries
+        (state_machine,) = state_machines
         call = client._stub.FetchState(asking(0, 2), timeout=DEADLINE_S, metadata=metadata(TOKEN))
         await call.read()
-        (query,) = registry.state_queries._open.values()
+        (query,) = state_machine.state_queries._open.values()
         before = query.deadline
         while query.deadline == before:
             assert await call.read() is not EOF
@@ -137,7 +137,9 @@ async def test_readers_time_extends_the_deadline(
         call.cancel()
 
 
-def test_late_connection_loss_costs_nothing(registries: list[Registry], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_connection_loss_costs_nothing(
+    state_machines: list[StateMachine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The new heartbeat may be held for longer than is left to one that has hung up."""
     ended = 0
     heartbeat = Service.Heartbeat
@@ -153,17 +155,17 @@ def test_late_connection_loss_costs_nothing(registries: list[Registry], monkeypa
 
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=4))
-        (registry,) = registries
-        (worker,) = registry.cluster.workers.values()
+        (state_machine,) = state_machines
+        (worker,) = state_machine.cluster.workers.values()
         held = 0
-        hold = registry.worker_hold
+        hold = state_machine.worker_hold
 
         def counted(request: pb.HeartbeatRequest) -> float:
             nonlocal held
             held += 1
             return hold(request)
 
-        registry.worker_hold = counted  # type: ignore[method-assign]
+        state_machine.worker_hold = counted  # type: ignore[method-assign]
         beat = pb.HeartbeatRequest(worker="w", session="s", seen_version=worker.version, hold_s=LONG_S)
         async with AsyncCoordinatorClient(address, TOKEN) as again:
             before = asyncio.create_task(client.heartbeat(beat))

@@ -94,12 +94,12 @@ def test_short_memory_releases_sent_records() -> None:
     assert first is second
     for _ in range(2):
         respond(worker)
-    world.registry.sent_state(first, 0)
+    world.state_machine.sent_state(first, 0)
     assert sorted(first.boxes) == [0, 1]  # one asker has not been sent it
     for _ in range(2):
-        world.registry.sent_state(first, 1)
+        world.state_machine.sent_state(first, 1)
     assert sorted(first.boxes) == [0]
-    world.registry.sent_state(first, 0)
+    world.state_machine.sent_state(first, 0)
     assert sorted(first.boxes) == []
     late = ask(boxes[2], 4)
     assert late is not first  # it could not be told all any more
@@ -118,42 +118,42 @@ def test_an_asker_that_leaves_holds_nothing_back() -> None:
     for _ in range(2):
         respond(worker)
     for box in (0, 1):
-        world.registry.sent_state(query, box)
-    world.registry.end_state(query, 0)
-    world.registry.sent_state(query, 1)
+        world.state_machine.sent_state(query, box)
+    world.state_machine.end_state(query, 0)
+    world.state_machine.sent_state(query, 1)
     assert 1 not in query.boxes
 
 
 def test_answers_wait_except_of_the_next_box() -> None:
     world, boxes, worker = fleet(replace(Limits(), answers_max=100), 3)
     query = ask(boxes[0], 4)
-    registry = world.registry
-    assert registry.admit_state(answer_of(worker, 1, 0, 80)) is None
+    state_machine = world.state_machine
+    assert state_machine.admit_state(answer_of(worker, 1, 0, 80)) is None
     late = answer_of(worker, 2, 0, 80)
-    assert registry.admit_state(late) == 30
-    assert registry.admit_state(answer_of(worker, 0, 0, 80)) is None  # else nothing would ever be sent
+    assert state_machine.admit_state(late) == 30
+    assert state_machine.admit_state(answer_of(worker, 0, 0, 80)) is None  # else nothing would ever be sent
     assert query.held == 160
     world.topics.clear()
-    registry.answer_lost(answer_of(worker, 1, 0, 80))
+    state_machine.answer_lost(answer_of(worker, 1, 0, 80))
     assert ANSWERS_FREED in world.topics
-    assert registry.admit_state(late) == 30
-    registry.answer_lost(answer_of(worker, 0, 0, 80))
-    assert registry.admit_state(late) is None
+    assert state_machine.admit_state(late) == 30
+    state_machine.answer_lost(answer_of(worker, 0, 0, 80))
+    assert state_machine.admit_state(late) is None
     assert query.held == 80
-    registry.answer_state(late, bytes(80))
+    state_machine.answer_state(late, bytes(80))
     assert query.held == 80
-    registry.end_state(query)
-    assert registry.state_queries.held == 0
+    state_machine.end_state(query)
+    assert state_machine.state_queries.held == 0
 
 
 def test_unneeded_answer_does_not_wait() -> None:
     world, boxes, worker = fleet(replace(Limits(), answers_max=1), 1)
     query = ask(boxes[0], 4)
     answer = answer_of(worker, 0, 0, 80)
-    assert world.registry.answer_wanted(answer)
-    world.registry.end_state(query)
-    assert not world.registry.answer_wanted(answer)
-    assert world.registry.admit_state(answer) is None
+    assert world.state_machine.answer_wanted(answer)
+    world.state_machine.end_state(query)
+    assert not world.state_machine.answer_wanted(answer)
+    assert world.state_machine.admit_state(answer) is None
 
 
 @pytest.mark.parametrize("boxes", [30, 300])
@@ -178,7 +178,7 @@ def test_repeated_request_has_a_new_id() -> None:
     world, boxes, worker = fleet(Limits(), 1)
     first = ask(boxes[0], 4)
     before = {request.request for request in worker.heartbeat().state_requests}
-    world.registry.end_state(first)
+    world.state_machine.end_state(first)
     ask(boxes[0], 4)
     assert before.isdisjoint(request.request for request in worker.heartbeat().state_requests)
 
@@ -186,14 +186,14 @@ def test_repeated_request_has_a_new_id() -> None:
 def test_lost_answer_frees_its_budget() -> None:
     world, boxes, worker = fleet(replace(Limits(), answers_max=100), 3)
     query = ask(boxes[0], 4)
-    assert world.registry.admit_state(answer_of(worker, 1, 0, 80)) is None
+    assert world.state_machine.admit_state(answer_of(worker, 1, 0, 80)) is None
     late = answer_of(worker, 2, 0, 80)
-    assert world.registry.admit_state(late) == 30
+    assert world.state_machine.admit_state(late) == 30
     world.topics.clear()
     worker.lose(worker.of(0, box=1))
     assert query.held == 0
     assert ANSWERS_FREED in world.topics
-    assert world.registry.admit_state(late) is None
+    assert world.state_machine.admit_state(late) is None
 
 
 def test_queries_of_a_run_are_limited() -> None:
@@ -202,7 +202,7 @@ def test_queries_of_a_run_are_limited() -> None:
     assert ask(box, 3) is asked[2]
     with pytest.raises(OverloadedError, match="at most 3 states of run job/0"):
         ask(box, 4)
-    world.registry.end_state(asked[0])
+    world.state_machine.end_state(asked[0])
     ask(box, 4)
 
 

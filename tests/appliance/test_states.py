@@ -86,9 +86,9 @@ def test_requests_end_with_the_last_caller(world: FakeCluster) -> None:
     box.deliver(4)
     queries = [ask(box, 4), ask(box, 4)]
     version = worker.heartbeat().version
-    world.registry.end_state(queries[0])
+    world.state_machine.end_state(queries[0])
     assert len(worker.heartbeat().state_requests) == 2
-    world.registry.end_state(queries[1])
+    world.state_machine.end_state(queries[1])
     reply = worker.heartbeat()
     assert (list(reply.state_requests), reply.version > version) == ([], True)
     assert not ask(box, 4).done
@@ -103,7 +103,7 @@ def test_moved_slot_is_asked_at_its_new_owner(world: FakeCluster) -> None:
     worker.lose(worker.of(1))
     assert "box 0 slot 1 (starting on worker w)" in query.waits_for()
     late = pb.StateAnswer(request=old.request, worker="w", session="w-1")
-    world.registry.answer_state(late, b"")
+    world.state_machine.answer_state(late, b"")
     assert not query.done
     worker.ready()
     assert {(r.slot, r.generation) for r in worker.heartbeat().state_requests} == {(0, 1), (1, 2)}
@@ -147,7 +147,7 @@ def test_run_whose_boxes_are_lost_has_no_state(world: FakeCluster) -> None:
     respond(worker)
     assert not waiting.done
     world.run_for(11, [worker])
-    late = world.registry.begin_state(pb.FetchStateRequest(run="job/0", deadline_s=30, newest=True))
+    late = world.state_machine.begin_state(pb.FetchStateRequest(run="job/0", deadline_s=30, newest=True))
     for query in (waiting, late):
         assert isinstance(failure(query), StateUnavailableError)
         assert "its training processes have stopped reporting" in failure(query).message
@@ -178,7 +178,7 @@ def test_ended_box_answers_with_final_state(world: FakeCluster) -> None:
     assert values(query) == ["0.0:0.9", "1.0:0.6"]
     assert query.result is not None
     assert (query.result.positions[1].step, query.result.records[1][0].step) == (6, 9)
-    world.registry.end_state(query)
+    world.state_machine.end_state(query)
     # Once the box has gone on, its state at 9 is another one: the old answer must not be served.
     boxes[1].epoch_ended = False
     boxes[1].deliver(3)
@@ -187,7 +187,7 @@ def test_ended_box_answers_with_final_state(world: FakeCluster) -> None:
 
 def test_steps_outside_the_window_are_refused(world: FakeCluster) -> None:
     start = Position.start(2, step=10).to_proto()
-    world.registry.blob_stored("blob", 3)
+    world.state_machine.blob_stored("blob", 3)
     box = world.open(retention=20, start=start, resume=records_pb2.Resume(blob="blob"))
     world.worker("w").ready()
     box.deliver(15)
@@ -203,9 +203,9 @@ def test_steps_outside_the_window_are_refused(world: FakeCluster) -> None:
     assert not ask(box, 20).done
     operator = pb.FetchStateRequest(run="job/0", step=41)
     with pytest.raises(StateUnavailableError, match="step must be 20 to 40"):
-        world.registry.begin_state(operator)
+        world.state_machine.begin_state(operator)
     # A member without a report of its own may ask beyond what was reported: its step is produced, or a deadline passes.
-    assert not world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=41)).done
+    assert not world.state_machine.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=41)).done
 
 
 def test_newest_is_the_last_step_of_all_boxes(world: FakeCluster) -> None:
@@ -214,10 +214,10 @@ def test_newest_is_the_last_step_of_all_boxes(world: FakeCluster) -> None:
     for box, steps in zip(boxes, (7, 5, 2), strict=True):
         box.deliver(steps)
     newest = pb.FetchStateRequest(run="job/0", newest=True)
-    assert world.registry.begin_state(newest).step == 2
+    assert world.state_machine.begin_state(newest).step == 2
     boxes[2].epoch_ended = True
     boxes[2].watch()
-    assert world.registry.begin_state(newest).step == 5
+    assert world.state_machine.begin_state(newest).step == 5
 
 
 def test_worker_error_reaches_the_caller(world: FakeCluster) -> None:
@@ -228,7 +228,7 @@ def test_worker_error_reaches_the_caller(world: FakeCluster) -> None:
     request = worker.heartbeat().state_requests[1]
     answer = pb.StateAnswer(request=request.request, worker="w", session="w-1")
     answer.error.CopyFrom(records_pb2.ErrorDetail(name="InputFnError", message="boom", remote_traceback="far away"))
-    world.registry.answer_state(answer, b"")
+    world.state_machine.answer_state(answer, b"")
     error = failure(query)
     assert isinstance(error, InputFnError)
     assert error.message == "state of run job/0 at step 2: box 0 slot 1 on worker w: boom"
@@ -254,7 +254,7 @@ def test_contradicting_worker_is_an_error(world: FakeCluster) -> None:
     query = ask(box, 4)
     request = worker.heartbeat().state_requests[0]
     answer = pb.StateAnswer(request=request.request, worker="w", session="w-1", ended=True, ended_total=7)
-    world.registry.answer_state(answer, b"")
+    world.state_machine.answer_state(answer, b"")
     assert isinstance(failure(query), ProtocolError)
     assert "must be before batch 2 of epoch 0, got the end of epoch 0 after batch 7" in failure(query).message
 
@@ -265,7 +265,7 @@ def test_only_the_owner_s_answer_counts(world: FakeCluster) -> None:
     box.deliver(1)
     query = ask(box, 1)
     (request,) = worker.heartbeat().state_requests
-    world.registry.answer_state(pb.StateAnswer(request=request.request, worker="other"), b"forged")
+    world.state_machine.answer_state(pb.StateAnswer(request=request.request, worker="other"), b"forged")
     assert not query.done
     respond(worker)
     assert values(query) == ["0.0:0.1"]
@@ -282,10 +282,10 @@ def test_a_superseded_attempt_s_askers_are_told(world: FakeCluster) -> None:
 def test_queries_that_cannot_be_meant(world: FakeCluster) -> None:
     box = world.open()
     with pytest.raises(UnknownRunError, match="the coordinator has no run 'x/0'"):
-        world.registry.begin_state(pb.FetchStateRequest(run="x/0"))
+        world.state_machine.begin_state(pb.FetchStateRequest(run="x/0"))
     request = pb.FetchStateRequest(run="job/0", attempt=2, progress=box.progress())
     with pytest.raises(InvalidArgumentError, match="must be of the same run and attempt, job/0"):
-        world.registry.begin_state(request)
+        world.state_machine.begin_state(request)
 
 
 def test_results_are_kept_within_their_budget() -> None:
@@ -297,7 +297,7 @@ def test_results_are_kept_within_their_budget() -> None:
         query = ask(box, box.position.step if box.position else 0)
         respond(worker)
         assert query.done
-        world.registry.end_state(query)
+        world.state_machine.end_state(query)
     assert not ask(box, 2).done  # 14 bytes each: only the newest fits
     assert ask(box, 6).done
 
@@ -308,9 +308,9 @@ def test_no_result_outlives_its_attempt(world: FakeCluster) -> None:
     box.deliver(2)
     query = ask(box, 2)
     respond(worker)
-    world.registry.end_state(query)
+    world.state_machine.end_state(query)
     world.open(client_id="b")
-    assert world.registry.state_queries._finished == {}
+    assert world.state_machine.state_queries._finished == {}
 
 
 def digest_of(box: int, slot: int, total: int) -> int:
@@ -333,7 +333,7 @@ def answer_with_digests(worker: FakeWorker, requests: list[pb.StateRequest]) -> 
         answer.digests_after = request.digests_after
         totals = range(request.digests_after + 1, request.position.total + 1)
         answer.digests.extend(digest_of(request.box, request.slot, total) for total in totals)
-        worker.world.registry.answer_state(answer, b"")
+        worker.world.state_machine.answer_state(answer, b"")
 
 
 def asked_ahead(world: FakeCluster) -> tuple[list[FakeBox], FakeWorker, StateQuery]:
@@ -368,7 +368,7 @@ def test_a_flight_record_with_a_gap_is_unknown(world: FakeCluster) -> None:
     for request in worker.heartbeat().state_requests:
         answer = pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session)
         answer.digests_after = request.digests_after
-        worker.world.registry.answer_state(answer, b"")
+        worker.world.state_machine.answer_state(answer, b"")
     assert query.result is not None
     assert query.result.positions[0].HasField("chain")
     assert not query.result.positions[1].HasField("chain")

@@ -236,7 +236,7 @@ def test_state_before_the_run_has_its_seed(appliances: Any, loader: DataLoader) 
 def test_seed_other_than_the_states_is_refused(appliances: Any, loader: DataLoader) -> None:
     loader.expect(appliances(numbers))
     loader.state_dict()
-    with pytest.raises(StateMismatchError, match=r"the random seed of a state .* taken before the first loop"):
+    with pytest.raises(StateMismatchError, match=r"the random seed that a state .* taken before the first loop"):
         iter(DataExecutor(loader, appliance=appliances(numbers, seed=6)))
 
 

@@ -461,7 +461,7 @@ def test_half_moved_position_is_not_seen(rigs: Any, monkeypatch: pytest.MonkeyPa
 
     def slowly(position: Position, digest: int) -> None:
         position.step += 1
-        thread = threading.Thread(target=lambda: seen.append(rig.reader.snapshot()))
+        thread = threading.Thread(target=lambda: seen.append(rig.reader.copy_position()))
         thread.start()
         thread.join(0.05)
         position.step -= 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, positive
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, checked_int
 from penstock.proto.errors import InvalidArgumentError
 
 STEPS = range(1, 40)
@@ -82,9 +82,9 @@ def test_steps_are_integers(bad: Any) -> None:
         CheckpointSchedule.of(bad)
 
 
-def test_positive() -> None:
-    assert positive("n", 3) == 3
+def test_ints_are_checked() -> None:
+    assert checked_int("n", 3) == 3
     with pytest.raises(InvalidArgumentError, match="n must be at least 1, got 0"):
-        positive("n", 0)
+        checked_int("n", 0)
     with pytest.raises(TypeError, match=r"n must be an integer, got 2\.0"):
-        positive("n", 2.0)
+        checked_int("n", 2.0)

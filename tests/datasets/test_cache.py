@@ -271,7 +271,7 @@ def test_a_folder_holds_one_dataset(server: ShardServer, make: Make, tmp_path: P
     (shard,) = make_shards(server.folder, 1, SIZE)
     make().hold(shard)
     cache = ShardCache(RemoteFolder("memory://another"), tmp_path / "cache")
-    with pytest.raises(DatasetError, match=rf"must have the dataset of memory://another, got that of {server.url}"):
+    with pytest.raises(DatasetError, match=rf"must hold files of memory://another, got files of {server.url}"):
         cache.hold(shard)
 
 

@@ -91,7 +91,7 @@ def test_invalid_index_is_refused_by_address(data: bytes) -> None:
             (("raw_data", "basename"), name, "raw_data.basename must not be a name that the cache uses")
             for name in ("index.json", "train/index.json", ".penstock", ".penstock/shards/a", "train/.Penstock/place")
         ),
-        (("raw_data", "basename"), "shard.00000.mds", "for which another entry of the index has others"),
+        (("raw_data", "basename"), "shard.00000.mds", "lists this file with another size or hash"),
         (("raw_data", "hashes"), ["sha1"], "raw_data.hashes must be an object, got list"),
         (("raw_data", "hashes", "sha1"), 3, "raw_data.hashes.sha1 must be a digest in hexadecimal, got 3"),
         (("raw_data", "hashes", "sha1"), "xyz", "raw_data.hashes.sha1 must be a digest in hexadecimal, got 'xyz'"),

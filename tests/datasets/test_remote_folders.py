@@ -17,12 +17,14 @@ from unittest.mock import Mock
 import aiohttp
 import fsspec
 import pytest
+from forked import Child
 from shard_folder import raw_bytes
 from shard_server import Fault, ShardServer
 from waiting import until
 
 from penstock.data.remote import folders, retries, transfer
 from penstock.data.remote.folders import RemoteFolder
+from penstock.data.remote.remote_loop import RemoteLoop
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
 
 SIZE = 300_000
@@ -242,6 +244,30 @@ def test_a_forked_child_opens_its_own(place: RemoteFolder, server: ShardServer, 
     assert (tmp_path / "child's").read_bytes() == DATA
     assert fetch(place, tmp_path) == DATA
     assert server.requests[NAME] == 3
+
+
+def test_forked_child_leaves_the_loop_alone(tmp_path: Path) -> None:
+    """The lock of the parent's loop may be held at the fork, by a thread that the child does not have. A finalizer that
+    closes the loop in the child must not wait for it."""
+    loop = RemoteLoop("memory://here", {})
+    loop.opening.result(20)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with loop._lock:
+            held.set()
+            done.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert held.wait(20)
+        with Child(loop.close) as child:
+            child.join(20)
+    finally:
+        done.set()
+        holder.join(20)
+        loop.close()
 
 
 def test_no_call_after_the_interpreter_ended(server: ShardServer) -> None:

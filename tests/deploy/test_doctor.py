@@ -19,8 +19,8 @@ from penstock.deploy.doctor.loader_check import (
     METHODS,
     REPLAY,
     STATE,
-    LoaderQuestion,
     LoaderReport,
+    LoaderRequest,
     examine_in,
     saved_by,
 )
@@ -38,10 +38,10 @@ from penstock.proto.errors import (
 Examine = Callable[..., LoaderReport]
 
 
-def question(
+def request_of(
     input_fn: str, *args: Any, workers: int = 1, batches: int = 16, replay: bool = False, **kwargs: Any
-) -> LoaderQuestion:
-    return LoaderQuestion(input_fn, json.dumps(args), json.dumps(kwargs), batches, workers, replay, 3, 60.0)
+) -> LoaderRequest:
+    return LoaderRequest(input_fn, json.dumps(args), json.dumps(kwargs), batches, workers, replay, 3, 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def ward() -> Iterator[TrialProcesses]:
 
 @pytest.fixture
 def examine(ward: TrialProcesses) -> Examine:
-    return lambda *args, **kwargs: examine_in(ward, question(*args, **kwargs))
+    return lambda *args, **kwargs: examine_in(ward, request_of(*args, **kwargs))
 
 
 def wrong(diagnosis: LoaderReport) -> dict[str, int | None]:
@@ -70,7 +70,7 @@ def wrong(diagnosis: LoaderReport) -> dict[str, int | None]:
 def test_four_methods_on_two_workers(examine: Examine) -> None:
     found = examine("streams:shared", 14, workers=2)
     assert (found.code, found.verdict) == (0, "can be saved at any step and resumed exactly")
-    assert saved_by(found.question, found.loaders) == METHODS
+    assert saved_by(found.request, found.loaders) == METHODS
     assert not found.warnings
     for patient in found.loaders:
         assert patient.capabilities["state_methods"] == 4
@@ -97,7 +97,7 @@ def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, o
     found = examine(input_fn, *args, batches=8)
     assert (found.code, wrong(found)) == (0, {})
     assert found.verdict == "can be saved at any step and resumed exactly"
-    assert saved_by(found.question, found.loaders) == (STATE if methods == 2 else METHODS)
+    assert saved_by(found.request, found.loaders) == (STATE if methods == 2 else METHODS)
     capabilities = found.loaders[0].capabilities
     assert (capabilities["state_methods"], capabilities["own_workers"]) == (methods, own_workers)
 
@@ -121,14 +121,14 @@ def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, o
 def test_wrong_states_are_replaced_by_replay(examine: Examine, input_fn: str, args: list[Any], where: str) -> None:
     found = examine(input_fn, *args)
     assert found.code == 0
-    assert saved_by(found.question, found.loaders) == REPLAY
+    assert saved_by(found.request, found.loaders) == REPLAY
     assert found.verdict.startswith("can be saved at any step and resumed exactly, by counted replay: restored ")
     assert where in found.verdict
 
 
 def test_later_batches_than_the_next_are_compared(examine: Examine) -> None:
     found = examine("delayed:looks_ahead", 20, batches=32)
-    assert saved_by(found.question, found.loaders) == REPLAY
+    assert saved_by(found.request, found.loaders) == REPLAY
     assert "restored after batch 1, batch 22 differs" in found.verdict
     found = examine("delayed:grows", batches=45)
     assert "batch 37 differs" in found.verdict, "the first of the fourth pass"
@@ -147,7 +147,7 @@ def test_epochs_reached_by_replay_are_reported(examine: Examine) -> None:
 def test_counts_of_former_launches_are_kept(examine: Examine, input_fn: str, args: list[Any]) -> None:
     """Check that load_state_dict takes what deaggregate_state_dict returned, launch after launch."""
     found = examine(input_fn, *args, workers=2, batches=22)
-    assert (found.code, saved_by(found.question, found.loaders)) == (0, METHODS)
+    assert (found.code, saved_by(found.request, found.loaders)) == (0, METHODS)
     assert max(check.generation for check in found.loaders[1].checks if check.exact) >= 2
     (warning,) = found.warnings
     assert "the others one batch behind, batch 3 differs. A state at a step where workers have " in warning
@@ -274,7 +274,7 @@ def test_batches_that_prove_nothing(examine: Examine) -> None:
 )
 def test_bad_questions(input_fn: str, args: str, kwargs: str, says: str) -> None:
     with pytest.raises(InvalidArgumentError) as raised:
-        LoaderQuestion(input_fn, args, kwargs, 8, 1, False, 0, 60.0).fields(0)
+        LoaderRequest(input_fn, args, kwargs, 8, 1, False, 0, 60.0).fields(0)
     assert says in raised.value.message
 
 

@@ -16,7 +16,7 @@ from waiting import until
 from penstock.deploy.doctor import cluster_check as looks
 from penstock.deploy.doctor.cluster_check import (
     NO_ANSWER,
-    JobQuestion,
+    JobRequirements,
     check_cluster,
     check_lost,
     check_skew,
@@ -43,7 +43,7 @@ def findings(shell: Any, *arguments: str, **environment: str) -> tuple[int, dict
     return done.returncode, {each["check"]: each for each in json.loads(done.stdout)["findings"]}
 
 
-def of(shell: Any, job: JobQuestion) -> dict[str, Finding]:
+def of(shell: Any, job: JobRequirements) -> dict[str, Finding]:
     """Run in this process."""
     environment = shell.environment
     address, token = environment["PENSTOCK_COORDINATOR"], environment["PENSTOCK_TOKEN"]
@@ -67,7 +67,7 @@ def test_what_is_asked_for_and_not_there(cluster: Any) -> None:
     assert (code, found["slots"]["level"]) == (32, "problem")
     assert "2 x 3 = 6 are needed" in found["slots"]["found"]
     assert "penstock worker --slots 4" in found["slots"]["remedy"]
-    slots = of(cluster, JobQuestion(input_fn="elsewhere.data:fn"))["slots"]
+    slots = of(cluster, JobRequirements(input_fn="elsewhere.data:fn"))["slots"]
     assert slots.level == "problem"
     assert "no worker may run elsewhere.data:fn: the workers' --allow is streams" in slots.found
     assert "--allow elsewhere" in slots.remedy
@@ -90,7 +90,7 @@ def test_the_way_to_the_coordinator(cluster: Any) -> None:
 
 def test_a_coordinator_of_another_protocol(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "PROTOCOL", 99)
-    found = of(cluster, JobQuestion())["version"]
+    found = of(cluster, JobRequirements())["version"]
     assert found.level == "problem"
     assert "99" in found.found
 
@@ -122,7 +122,7 @@ def test_a_worker_whose_lanes_cannot_be_reached(cluster: Any) -> None:
 
     for _ in range(5):  # on a machine that is very busy its lease of 3 s may have run out
         asyncio.run(register())
-        found = of(cluster, JobQuestion())["worker far"]
+        found = of(cluster, JobRequirements())["worker far"]
         if "lost" not in found.found:
             break
     assert found.level == "problem", found
@@ -139,8 +139,8 @@ def test_hanging_and_lost_workers_are_reported(cluster: Any) -> None:
         assert found["level"] == "problem" or "lost" in found["found"], found
     finally:
         stopped.stop(signal.SIGKILL)
-    until(lambda: "lost" in of(cluster, JobQuestion())["worker stopped"].found)
-    lost = of(cluster, JobQuestion())["worker stopped"]
+    until(lambda: "lost" in of(cluster, JobRequirements())["worker stopped"].found)
+    lost = of(cluster, JobRequirements())["worker stopped"]
     assert lost.level == "warning"
 
 
@@ -173,9 +173,9 @@ def test_draining_workers_have_no_free_slots() -> None:
         worker_view(pb.WorkerStatus(worker="leaves", live=True, draining=True, slots=8)),
         worker_view(pb.WorkerStatus(worker="lost", slots=8)),
     ]
-    assert check_slots(workers, JobQuestion()).found == "3 free on 1 of 1 workers"
-    assert check_slots(workers, JobQuestion(boxes=3)).level == "ok"
-    assert check_slots(workers, JobQuestion(workers=4)).level == "problem"
+    assert check_slots(workers, JobRequirements()).found == "3 free on 1 of 1 workers"
+    assert check_slots(workers, JobRequirements(boxes=3)).level == "ok"
+    assert check_slots(workers, JobRequirements(workers=4)).level == "problem"
 
 
 def of_worker(reached: str = "", here: bool = False, **status: Any) -> Finding:

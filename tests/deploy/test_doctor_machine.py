@@ -18,7 +18,7 @@ from pki import Pki
 
 from penstock.deploy.doctor import machine_findings, machine_probes
 from penstock.deploy.doctor.findings import Finding
-from penstock.deploy.doctor.machine_check import MachineQuestion, check_machine
+from penstock.deploy.doctor.machine_check import MachineRequest, check_machine
 from penstock.runtime.files import filesystems
 
 NOW = datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
@@ -197,7 +197,7 @@ def _command(*arguments: str) -> list[str]:
 def test_network_filesystem_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = filesystems.filesystem(tmp_path, Path("/proc/self/mountinfo").read_text())
     monkeypatch.setattr(filesystems, "NETWORK", {here})
-    found = {each.check: each for each in check_machine(MachineQuestion({"state_dir": tmp_path / "state"}))}
+    found = {each.check: each for each in check_machine(MachineRequest({"state_dir": tmp_path / "state"}))}
     assert found["state directory"].level == "problem"
     assert f"network filesystem ({here})" in found["state directory"].found
 

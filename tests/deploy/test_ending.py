@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from penstock.deploy.console.signals import raised
+from penstock.deploy.console.signals import signals_as_errors
 
 
 @pytest.mark.parametrize("nohup", [False, True])
@@ -14,10 +14,10 @@ def test_closed_terminal_ends_command_but_nohup(nohup: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     try:
         if nohup:
-            with raised(InterruptedError):
+            with signals_as_errors(InterruptedError):
                 signal.raise_signal(signal.SIGHUP)
         else:
-            with pytest.raises(InterruptedError), raised(InterruptedError):
+            with pytest.raises(InterruptedError), signals_as_errors(InterruptedError):
                 signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if nohup else signal.SIG_DFL)
     finally:
@@ -31,7 +31,7 @@ class Finalized:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_error_swallowed_by_finalizer_is_reraised() -> None:
-    again = raised(InterruptedError)
+    again = signals_as_errors(InterruptedError)
     check = again.__enter__()
     Finalized()
     with pytest.raises(InterruptedError):

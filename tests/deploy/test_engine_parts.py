@@ -9,7 +9,7 @@ import pytest
 
 from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.engines.external_commands import called
-from penstock.deploy.engines.keeper import last_words
+from penstock.deploy.engines.keeper import log_end
 from penstock.proto.errors import DeadlineError, PenstockError
 
 
@@ -42,8 +42,8 @@ def test_command_without_result_is_an_error(
         (None, "its log LOG cannot be read: No such file or directory"),
     ],
 )
-def test_last_words_of_a_log(tmp_path: Path, log: str | None, words: str) -> None:
+def test_end_of_a_log(tmp_path: Path, log: str | None, words: str) -> None:
     path = tmp_path / "log"
     if log is not None:
         path.write_text(log)
-    assert last_words(path, 2) == words.replace("LOG", str(path))
+    assert log_end(path, 2) == words.replace("LOG", str(path))

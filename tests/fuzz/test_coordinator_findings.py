@@ -77,13 +77,13 @@ def test_start_beyond_counting_is_refused(base: dict[str, int]) -> None:
     """Refuse a position that overflowed the next message made from it, another client's heartbeat."""
     world = FakeCluster()
     with pytest.raises(InvalidArgumentError):
-        world.registry.open_run(opening(**base))
+        world.state_machine.open_run(opening(**base))
     if "total" not in base:
         bare = opening(**base)
         del bare.start.slots[:]
         with pytest.raises(InvalidArgumentError):
-            world.registry.open_run(bare)
-    world.registry.open_run(opening(step=MOST, epoch=MOST, total=MOST))
+            world.state_machine.open_run(bare)
+    world.state_machine.open_run(opening(step=MOST, epoch=MOST, total=MOST))
     worker = world.worker("w")
     assert len(worker.heartbeat().assignments) == 1
 
@@ -94,7 +94,7 @@ def test_state_beyond_counting_is_refused() -> None:
     world.open()
     worker.ready()
     with pytest.raises(InvalidArgumentError):
-        world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=HUGE, deadline_s=1.0))
+        world.state_machine.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=HUGE, deadline_s=1.0))
     worker.heartbeat()
 
 
@@ -103,11 +103,11 @@ def test_answers_and_reports_are_bounded() -> None:
     world.worker("w")
     box = world.open()
     with pytest.raises(InvalidArgumentError, match="ends of"):
-        world.registry.answer_state(pb.StateAnswer(ends=[records_pb2.EpochEnd(epoch=n) for n in range(5000)]), b"")
+        world.state_machine.answer_state(pb.StateAnswer(ends=[records_pb2.EpochEnd(epoch=n) for n in range(5000)]), b"")
     for epoch in range(200):
         box.position = Position(epoch, epoch, [0], 0, [1, 0], [epoch + 1, 0])
         box.watch()
-    (held,) = world.registry.cluster.open_attempts()[0].boxes.values()
+    (held,) = world.state_machine.cluster.open_attempts()[0].boxes.values()
     assert len(held.ends) <= 102
     assert (1, 199) in held.ends
     box.abandoned = dict.fromkeys(range(51), 1)

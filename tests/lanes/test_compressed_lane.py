@@ -173,7 +173,7 @@ def broken(number: int, case: str) -> bytes:
 @pytest.mark.parametrize(
     ("case", "name", "says"),
     [
-        ("not asked for", "ProtocolError", "compression that was asked for"),
+        ("not asked for", "ProtocolError", "codec that the receiver requested"),
         ("longer than the batch", "ProtocolError", "when compressed, got 5000"),
         ("corrupt", "BatchCorruptError", "5000 bytes"),
         ("a bomb", "BatchCorruptError", "5000 bytes"),

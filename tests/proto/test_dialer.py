@@ -21,7 +21,7 @@ def full() -> Iterator[tuple[str, int]]:
 
 
 def test_silent_host_gets_long_then_short_tries(full: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialer, "SOON_S", 100.0)
+    monkeypatch.setattr(dialer, "SILENT_S", 100.0)
     dial = Dialer()
     with pytest.raises(TimeoutError, match="timed out") as patient:
         dial.connect(full)
@@ -29,7 +29,7 @@ def test_silent_host_gets_long_then_short_tries(full: tuple[str, int], monkeypat
         with pytest.raises(TimeoutError, match=r"no answer within 0\.45 s"):
             dial.connect(full)
     assert type(unreachable("x:1", patient.value)).__name__ == "DeadlineError"
-    monkeypatch.setattr(dialer, "SOON_S", -1.0)
+    monkeypatch.setattr(dialer, "SILENT_S", -1.0)
     dial.fell_silent(full)
     with pytest.raises(TimeoutError, match="timed out"):
         dial.connect(full)

@@ -70,7 +70,7 @@ def test_peers_differ_by_address_not_by_port(peer: str, address: str) -> None:
 
 
 def test_retry_time_travels_and_is_honoured() -> None:
-    limits = replace(Limits(), admissions=replace(FEW, peer_burst=1, peer_per_s=0.4))
+    limits = replace(Limits(), rate_limits=replace(FEW, peer_burst=1, peer_per_s=0.4))
     request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
 
     async def run() -> None:

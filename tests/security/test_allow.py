@@ -40,7 +40,7 @@ def test_prefixes_are_of_whole_names(module: str, prefixes: list[str], may: bool
 
 
 def register(world: FakeCluster, name: str, *allow: str, slots: int = 8, host: str = "host-a") -> FakeWorker:
-    world.registry.register_worker(
+    world.state_machine.register_worker(
         pb.RegisterWorkerRequest(worker=name, session=f"{name}-1", host_id=host, slots=slots, allow=allow)
     )
     return FakeWorker(world, name, f"{name}-1", host, slots)
@@ -70,7 +70,7 @@ def test_who_waits_does_not_hold_up_others(world: FakeCluster) -> None:
     worker = register(world, "other", "x")
     request = pb.OpenRunRequest(job="goes", num_boxes=1, num_workers_per_box=1, client_id="c")
     request.loader.input_fn = "x.data:f"
-    world.registry.open_run(request)
+    world.state_machine.open_run(request)
     assert [assignment.run for assignment in worker.heartbeat().assignments] == ["goes/0"]
 
 

@@ -45,7 +45,7 @@ def test_slots_are_placed_in_slices() -> None:
     for number in range(4):
         world.open(number, num_boxes=4, num_workers_per_box=2)
     worker = world.worker("w", 8)
-    cluster = world.registry.cluster
+    cluster = world.state_machine.cluster
     placed = [cluster.placed]
     while cluster.waiting:
         worker.report()
@@ -62,9 +62,9 @@ def test_unplaceable_slots_delay_no_others() -> None:
     request = pb.RegisterWorkerRequest(worker="w", session="s", host_id="h", slots=8, allow=["here"])
     world.open(job="stuck", num_workers_per_box=7, loader=stuck.loader)
     world.open(job="served", num_workers_per_box=2, loader=served.loader)
-    world.registry.register_worker(request)
+    world.state_machine.register_worker(request)
     for _ in range(8):
-        world.registry.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))
+        world.state_machine.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))
     assert [slot.worker for slot in world.slots()] == [""] * 7 + ["w"] * 2
 
 
@@ -74,7 +74,7 @@ def test_a_fleet_that_is_lost_goes_in_slices() -> None:
     box = world.open(num_workers_per_box=12)
     for _ in range(4):
         workers[0].report()
-    cluster = world.registry.cluster
+    cluster = world.state_machine.cluster
     assert cluster.placed == 12
     left = [6]
     while left[-1]:
@@ -97,7 +97,7 @@ def test_a_close_looks_at_no_other_box() -> None:
 
     world = FakeCluster()
     boxes = [world.open(number, num_boxes=8, num_workers_per_box=1) for number in range(8)]
-    (attempt,) = world.registry.cluster.open_attempts()
+    (attempt,) = world.state_machine.cluster.open_attempts()
     attempt.boxes = Counted(attempt.boxes)
     for box in boxes[:-1]:
         box.close()
@@ -113,8 +113,8 @@ def test_runners_that_end_together_go_in_slices() -> None:
     world = FakeCluster(replace(Limits(), slots_at_once=4))
     worker = world.worker("w", 6)
     world.open(0, num_boxes=1, num_workers_per_box=6)
-    while world.registry.cluster.waiting:
-        world.registry.tick()
+    while world.state_machine.cluster.waiting:
+        world.state_machine.tick()
     given = worker.heartbeat().assignments
     assert len(given) == 6
     world.worker("other", 6)
@@ -143,10 +143,10 @@ def test_an_end_looks_at_one_slice_of_boxes() -> None:
     boxes = [world.open(number, num_boxes=8, num_workers_per_box=1) for number in range(8)]
     for box in boxes[:-1]:
         box.close()
-    (attempt,) = world.registry.cluster.open_attempts()
+    (attempt,) = world.state_machine.cluster.open_attempts()
     for each in attempt.boxes.values():
         each.slots = Counted(each.slots)
-    world.registry.cluster.journal.deferred = True  # its rows are made in another thread
+    world.state_machine.cluster.journal.deferred = True  # its rows are made in another thread
     boxes[-1].close()
     assert attempt.state.name == "ENDED"
     assert Counted.looks == 1
@@ -160,7 +160,7 @@ def test_boxes_that_are_lost_go_in_slices() -> None:
     live = [6]
     while live[-1]:
         world.run_for(0.25)
-        live.append(world.registry.cluster.live_boxes)
+        live.append(world.state_machine.cluster.live_boxes)
     assert live[-3:] == [4, 2, 0]
 
 
@@ -169,15 +169,15 @@ def test_next_attempt_gets_the_freed_slots() -> None:
     world.worker("w", 8)
     world.open(num_workers_per_box=8, attempt_key="1")
     for _ in range(4):
-        world.registry.tick()
-    assert world.registry.cluster.placed == 8
+        world.state_machine.tick()
+    assert world.state_machine.cluster.placed == 8
     world.open(num_workers_per_box=8, attempt_key="2", client_id="again")
     for _ in range(4):
-        world.registry.tick()
+        world.state_machine.tick()
     slots = world.slots()
     assert [slot.worker for slot in slots] == ["w"] * 8
     assert {slot.key.attempt for slot in slots} == {2}
-    assert set(world.registry.cluster.workers["w"].slots) == {slot.key for slot in slots}
+    assert set(world.state_machine.cluster.workers["w"].slots) == {slot.key for slot in slots}
 
 
 def test_an_attempt_ends_in_slices() -> None:
@@ -186,9 +186,9 @@ def test_an_attempt_ends_in_slices() -> None:
     worker = world.worker("w", 8)
     for number in range(8):
         world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1")
-    held = world.registry.cluster.workers["w"].slots
-    while world.registry.cluster.waiting:
-        world.registry.tick()
+    held = world.state_machine.cluster.workers["w"].slots
+    while world.state_machine.cluster.waiting:
+        world.state_machine.tick()
     told = worker.heartbeat()
     world.open(0, num_boxes=8, num_workers_per_box=1, attempt_key="2", client_id="again")
     attempts = [Counter(key.attempt for key in held)]
@@ -198,7 +198,7 @@ def test_an_attempt_ends_in_slices() -> None:
         assert len(reply.taken) == 8
         attempts.append(Counter(key.attempt for key in held))
     assert attempts == [{1: 5}, {1: 2}, {2: 1}]
-    assert world.registry.cluster.placed == 1
+    assert world.state_machine.cluster.placed == 1
 
 
 def test_an_ended_attempt_is_freed_in_slices() -> None:
@@ -206,7 +206,7 @@ def test_an_ended_attempt_is_freed_in_slices() -> None:
     world = FakeCluster(replace(Limits(), slots_at_once=10))
     for number in range(8):
         world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1")
-    (attempt,) = world.registry.cluster.open_attempts()
+    (attempt,) = world.state_machine.cluster.open_attempts()
     boxes = [weakref.ref(box) for box in attempt.boxes.values()]
     del attempt
     world.open(0, num_boxes=8, num_workers_per_box=1, attempt_key="2", client_id="again")
@@ -214,7 +214,7 @@ def test_an_ended_attempt_is_freed_in_slices() -> None:
     left = []
     for _ in range(40):
         world.now += 0.3
-        world.registry.tick()
+        world.state_machine.tick()
         left.append(sum(box() is not None for box in boxes))
     assert [count for number, count in enumerate(left) if number == 0 or count != left[number - 1]] == [8, 6, 4, 2, 0]
 
@@ -225,16 +225,16 @@ def test_an_end_in_slices_outlives_a_restart(tmp_path: Path) -> None:
         world = FakeCluster(replace(Limits(), slots_at_once=3), directory)
         worker = world.worker("w", 8)
         boxes = [world.open(number, num_boxes=8, num_workers_per_box=1, attempt_key="1") for number in range(8)]
-        while world.registry.cluster.waiting:
-            world.registry.tick()
+        while world.state_machine.cluster.waiting:
+            world.state_machine.tick()
         worker.ready()
         for box in boxes:
             box.deliver(5)
         world.open(0, num_boxes=8, num_workers_per_box=1, attempt_key="2", client_id="again")
-        assert len(world.registry.cluster.workers["w"].slots) == 5
+        assert len(world.state_machine.cluster.workers["w"].slots) == 5
         world.restart(worker)
-        assert {key.attempt for key in world.registry.cluster.workers["w"].slots} == {2}
-        assert world.registry.cluster.placed == 1
+        assert {key.attempt for key in world.state_machine.cluster.workers["w"].slots} == {2}
+        assert world.state_machine.cluster.placed == 1
         for box in boxes:
             (history,) = past(tmp_path / "journal.db", "job/0", box.request.box)
             assert history.known[-1].step == 5
@@ -247,19 +247,19 @@ def test_hand_overs_end_with_their_attempt() -> None:
     leaving = world.worker("a", 3)
     for number in range(3):
         world.open(number, num_boxes=3, num_workers_per_box=1, attempt_key="1")
-    while world.registry.cluster.waiting:
-        world.registry.tick()
+    while world.state_machine.cluster.waiting:
+        world.state_machine.tick()
     leaving.ready()
     coming = world.worker("b", 3)
-    world.registry.drain_worker(pb.DrainWorkerRequest(worker="a"))
+    world.state_machine.drain_worker(pb.DrainWorkerRequest(worker="a"))
     coming.ready()
-    assert len(world.registry.cluster.migrating) == 3
+    assert len(world.state_machine.cluster.migrating) == 3
     world.open(0, num_boxes=3, num_workers_per_box=1, attempt_key="2", client_id="again")
-    assert len(world.registry.cluster.migrating) == 2
+    assert len(world.state_machine.cluster.migrating) == 2
     world.now += world.limits.migration_s + 0.1
-    world.registry.tick()
+    world.state_machine.tick()
     world.run_for(3, [leaving, coming])
-    assert not world.registry.cluster.migrating
+    assert not world.state_machine.cluster.migrating
     assert [slot.worker for slot in world.slots()] == ["b"]
 
 
@@ -269,7 +269,7 @@ def test_a_look_at_the_balance_goes_in_slices() -> None:
     world.worker("w", 16)
     for number in range(8):
         world.open(number, num_boxes=8, num_workers_per_box=2)
-    cluster = world.registry.cluster
+    cluster = world.state_machine.cluster
     for attempt in cluster.open_attempts():
         for box in attempt.boxes.values():
             box.waits.span_s, box.waits._seconds, box.waits._late = 10.0, [9.0, 1.0], [0.0, 0.0]
@@ -285,14 +285,14 @@ def test_a_worker_is_told_its_slots_in_steps(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(2):
         world.open(job=f"job{number}", num_workers_per_box=4)
     request, reply = pb.HeartbeatRequest(worker="w", session="w-1"), pb.HeartbeatReply()
-    steps = world.registry.worker_view_steps(request, reply)
+    steps = world.state_machine.worker_view_steps(request, reply)
     next(steps)
     assert [assignment.slot for assignment in reply.assignments] == [0, 1]
     world.open(job="job1", num_workers_per_box=4, client_id="again")
     assert len(list(steps)) == 1
     assert [(one.run, one.slot) for one in reply.assignments] == [("job0/0", slot) for slot in range(4)]
     request.seen_version = reply.version
-    assert [one.attempt for one in world.registry.heartbeat(request).assignments] == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert [one.attempt for one in world.state_machine.heartbeat(request).assignments] == [1, 1, 1, 1, 2, 2, 2, 2]
 
 
 # ---------------------------------------------------------------------------------------------------- held answers
@@ -453,7 +453,7 @@ def test_a_registration_has_so_many_bytes(field: str) -> None:
     with pytest.raises(
         InvalidArgumentError, match="the registration of a worker must have at most 16384 bytes, got 200"
     ):
-        FakeCluster().registry.register_worker(request)
+        FakeCluster().state_machine.register_worker(request)
 
 
 def test_a_report_tells_little_of_a_loader() -> None:
@@ -472,8 +472,8 @@ def test_a_lease_is_a_number_of_seconds(lease_s: float) -> None:
     box = world.open()
     world.worker("w", 1)
     with pytest.raises(InvalidArgumentError, match="lease_s in a request to the coordinator must be"):
-        world.registry.heartbeat(pb.HeartbeatRequest(worker="w", session="s", lease_s=lease_s))
+        world.state_machine.heartbeat(pb.HeartbeatRequest(worker="w", session="s", lease_s=lease_s))
     watch = box.progress()
     watch.lease_s = lease_s
     with pytest.raises(InvalidArgumentError, match="lease_s in a request to the coordinator must be"):
-        world.registry.watch_run(watch)
+        world.state_machine.watch_run(watch)

@@ -228,7 +228,7 @@ def test_what_is_kept_has_memory_of_its_own() -> None:
     for report in reports:
         report.capabilities.length = 7
     request = pb.HeartbeatRequest(worker="w", session=worker.session, slots=reports)
-    world.registry.heartbeat(request)
+    world.state_machine.heartbeat(request)
     (slot, _) = world.slots()
     assert slot.capabilities is not None
     assert slot.capabilities.length == 7
@@ -245,11 +245,11 @@ def test_a_report_has_so_many_parts() -> None:
     watch = pb.WatchRunRequest(run="job/0", attempt=1, box=0, client_id=box.request.client_id)
     watch.unreachable.extend([pb.LaneTrouble()] * 3)
     with pytest.raises(InvalidArgumentError, match="unreachable slots must be at most 2, got 3"):
-        world.registry.watch_run(watch)
+        world.state_machine.watch_run(watch)
     del watch.unreachable[:]
     watch.abandoned.extend([pb.AbandonedEpoch()] * 4)
     with pytest.raises(InvalidArgumentError, match="abandoned epochs in a report must be at most 3, got 4"):
-        world.registry.watch_run(watch)
+        world.state_machine.watch_run(watch)
 
 
 # ------------------------------------------------------------------------------------------------ replies to workers
@@ -270,7 +270,7 @@ def test_a_worker_can_always_be_answered() -> None:
     other = world.worker("other", 8)
     worker.heartbeat()
     assert len(other.heartbeat().assignments) == 8, "the rest waits for other workers"
-    world.registry.cluster.end(world.registry.cluster.open_attempts()[0], AttemptState.ENDED, "over")
+    world.state_machine.cluster.end(world.state_machine.cluster.open_attempts()[0], AttemptState.ENDED, "over")
     for _ in range(4):
         worker.heartbeat()
     assert len(worker.heartbeat().assignments) == placed, "what has ended makes room"
@@ -284,10 +284,10 @@ def test_room_for_assignments_outlives_a_restart(tmp_path: Path) -> None:
     opening.loader.arguments = bytes(200 << 10)
     world.open(num_workers_per_box=256, loader=opening.loader)
     placed = len(worker.heartbeat().assignments)
-    size = world.registry.cluster.workers["w"].slots.size
+    size = world.state_machine.cluster.workers["w"].slots.size
     world.restart(worker)
     assert len(worker.heartbeat().assignments) == placed
-    assert world.registry.cluster.workers["w"].slots.size == size
+    assert world.state_machine.cluster.workers["w"].slots.size == size
     world.journal.close()
     directory.close()
 
@@ -300,12 +300,12 @@ def test_state_requests_come_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     worker.ready()
     box.deliver(4)
     for step in range(4):
-        world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=step + 1, deadline_s=9))
+        world.state_machine.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=step + 1, deadline_s=9))
     answered: set[str] = set()
     seen = 0
     while True:
         request = pb.HeartbeatRequest(worker="w", session=worker.session, seen_version=seen)
-        reply = world.registry.heartbeat(request)
+        reply = world.state_machine.heartbeat(request)
         if reply.unchanged:
             break
         assert len(reply.state_requests) <= 3
@@ -313,5 +313,5 @@ def test_state_requests_come_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         for one in reply.state_requests:
             answered.add(one.request)
             answer = pb.StateAnswer(request=one.request, worker="w", session=worker.session)
-            world.registry.answer_state(answer, b"")
+            world.state_machine.answer_state(answer, b"")
     assert len(answered) == 8

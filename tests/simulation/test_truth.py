@@ -23,7 +23,7 @@ def truth_of(cluster: FakeCluster, *, retention: int = 64) -> Truth:
     plan.play()
     run = RunPlan(0, 2, retention, [plan], 0.0, 0.0, collective=True)
     truth = Truth(World(0), Disk(), cluster.limits, {run.name: run})
-    truth.registry = cluster.registry
+    truth.state_machine = cluster.state_machine
     return truth
 
 
@@ -79,6 +79,6 @@ def test_reports_count_without_more_bytes() -> None:
     assert cluster.snapshot_index.used == SIZE, "the report drops what the snapshot has brought"
     truth.changed(wrote=False)
     # As after a restart: the coordinator knows the box's start and no later position.
-    cluster.registry.cluster.runs["job/0"].current.boxes[0].delivered.Clear()  # type: ignore[union-attr]
-    truth.booted(cluster.registry)
+    cluster.state_machine.cluster.runs["job/0"].current.boxes[0].delivered.Clear()  # type: ignore[union-attr]
+    truth.booted(cluster.state_machine)
     truth.changed(wrote=False)

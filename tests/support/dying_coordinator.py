@@ -1,8 +1,8 @@
 """A coordinator that is killed once at each of some exact points.
 
-TRAPS names the points, "method before" or "method after", of the service's calls and the registry's methods: before,
-nothing has happened; after, nobody has been told, and of a call all is on disk. TRAPS_IN is the folder where each point
-that was reached leaves a file.
+TRAPS names the points: "METHOD before" or "METHOD after". METHOD is one of the service's
+calls or of the state machine. Before a method nothing has happened. After it nobody has been told, and all of a call is
+on disk. TRAPS_IN is the folder where each point that was reached leaves a file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 from typing import Any
 
 from penstock.appliance import __main__ as coordinator
-from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.edge.service import Service
 
 
@@ -22,7 +22,7 @@ def _set(point: str, marker: str) -> None:
     if hasattr(Service, name):
         _set_call(name, when, marker)
         return
-    inner = getattr(Registry, name)
+    inner = getattr(StateMachine, name)
 
     @functools.wraps(inner)
     def trap(*args: Any, **kwargs: Any) -> Any:
@@ -32,7 +32,7 @@ def _set(point: str, marker: str) -> None:
         _die(marker)
         return result
 
-    setattr(Registry, name, trap)
+    setattr(StateMachine, name, trap)
 
 
 def _set_call(name: str, when: str, marker: str) -> None:

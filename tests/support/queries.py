@@ -14,7 +14,7 @@ def ask(box: FakeBox, step: int, **fields: object) -> StateQuery:
     request = pb.FetchStateRequest(run=box.reply.run, attempt=box.reply.attempt, step=step, deadline_s=30)
     request.progress.CopyFrom(box.progress())
     request.MergeFrom(pb.FetchStateRequest(**fields))  # type: ignore[arg-type]
-    return box.world.registry.begin_state(request)
+    return box.world.state_machine.begin_state(request)
 
 
 def respond(
@@ -52,7 +52,7 @@ def respond(
             del answer.ends[:]
             answer.samples_streamed, answer.digest = total * 4, 99
             data = f"{request.box}.{request.slot}:{epoch}.{total}".encode()
-        worker.world.registry.answer_state(answer, data)
+        worker.world.state_machine.answer_state(answer, data)
 
 
 def values(gathering: StateQuery) -> list[str]:

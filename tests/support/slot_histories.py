@@ -53,7 +53,7 @@ class History:
                     walker.open_next()
                 else:
                     walker.make()
-            if leg.leaves:
+            if leg.abandons:
                 walker.catch_up(leg.epoch)
                 assert (walker.epoch, walker.total) == (leg.epoch, leg.total)
                 walker.open_next()

@@ -80,7 +80,7 @@ def test_large_resumed_state_is_kept_once(tmp_path: Path, appliance: Appliance) 
     numbers = [number for first in range(1, 26) for number in (first, 1000 + first)]
     assert [batch["number"] for batch in DataExecutor(loader, num_steps=6, appliance=appliance)] == numbers[:6]
     state = loader.state_dict()
-    limits = f"budget={int(2.5 * size)},cadence_share=0"
+    limits = f"budget={int(2.5 * size)},replay_share=0"
     with running(tmp_path / "state", "limited_coordinator", LIMITS=limits) as cluster:
         worker = cluster.add_worker(4)
         with Appliance(cluster.address, token=TOKEN, job="job", num_workers_per_box=2, timeout_s=60) as remote:

@@ -15,7 +15,7 @@ from penstock.proto.errors import InputFnError
 from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.helpers.helper_pool import PAYS, HelperPool
+from penstock.worker.helpers.helper_pool import MIN_TASKS, HelperPool
 from penstock.worker.helpers.replayers import run_task
 from penstock.worker.loader.restorable_loader import RestorableLoader
 from penstock.worker.processes.child_processes import ForkServer
@@ -69,11 +69,11 @@ async def test_warm_helpers_answer_like_fresh_children(monkeypatch: pytest.Monke
         point = source.open_epoch().encode()
     plain = assignment("plain/0", 10)
     (alone,) = await burst(plain, point, 1)
-    assert [message.payload for message in await burst(plain, point, 2 * PAYS)] == [alone.payload] * 2 * PAYS
+    assert [message.payload for message in await burst(plain, point, 2 * MIN_TASKS)] == [alone.payload] * 2 * MIN_TASKS
     state: Any = decode_state(alone.payload)
     assert state["user"] == {"done": 3, "built": 1}
     group = next(iter(helpers._groups.values()))
-    await burst(plain, point, 2 * PAYS)  # by now nothing is left to learn, whichever helper was first
+    await burst(plain, point, 2 * MIN_TASKS)  # by now nothing is left to learn, whichever helper was first
     assert group.unfit == ""
     assert {"stained", "statistics"} <= set(group.modules or ())
 
@@ -83,12 +83,12 @@ async def test_warm_helpers_answer_like_fresh_children(monkeypatch: pytest.Monke
 
     kept = ready()
     assert kept
-    await burst(plain, point, 2 * PAYS)
+    await burst(plain, point, 2 * MIN_TASKS)
     assert kept <= ready(), "they are used again"
     for otherwise in ("raises", "dies"):
         odd = assignment(f"{otherwise}/0", 10, fork_server.pid, otherwise)
         await burst(odd, point, 1)
-        payloads = {message.payload for message in await burst(odd, point, 2 * PAYS)}
+        payloads = {message.payload for message in await burst(odd, point, 2 * MIN_TASKS)}
         assert payloads == {alone.payload}
     with pytest.raises(InputFnError, match="no child of the fork server"):
         await burst(assignment("wrong/0", 10, 1, "raises"), point, 1)

@@ -16,10 +16,10 @@ from penstock.worker.loader.crossing_kinds import (
     KEPT,
     REPLAY,
     WAYS,
-    First,
-    are_one,
+    EpochBeginning,
     first_choice,
-    the_right_one,
+    lead_to_same_epoch,
+    right_crossing,
     to_try,
 )
 from penstock.worker.loader.restart_plan import BEGINNING, Target, first_fit, plan_recovery, route
@@ -42,20 +42,22 @@ def test_every_way_reaches_just_the_target(history: History, counted: bool) -> N
     plan = plan_recovery(history.points, target, counted=counted)
     for way in plan.ways if plan is not None else []:
         known = plan.nearest.history if way is BEGINNING else way.history  # type: ignore[union-attr]
-        assert history.walk(*start_of(way), target.behind(known.abandoned)) == (target.epoch, target.total)
+        assert history.walk(*start_of(way), target.with_abandoned(known.abandoned)) == (target.epoch, target.total)
 
     # A Hello names the epochs that this launch's loop left; those of former launches come with the point.
     for point in filter(history.is_on_the_way, history.points):
-        heard = replace(target, left={epoch: at for epoch, at in target.left.items() if epoch >= point.epoch})
+        heard = replace(target, abandoned={epoch: at for epoch, at in target.abandoned.items() if epoch >= point.epoch})
         for start in ((0, 0), (point.epoch, point.total)):
-            assert history.walk(*start, heard.behind(point.history.abandoned)) == (target.epoch, target.total)
+            assert history.walk(*start, heard.with_abandoned(point.history.abandoned)) == (target.epoch, target.total)
 
 
 @given(histories())
 def test_the_nearest_point_comes_first(history: History) -> None:
     target = history.target
     fit = [point for point in history.points if history.is_on_the_way(point)]
-    just_left = [point for point in fit if not point.is_epoch_start and point.total == target.left.get(point.epoch)]
+    just_left = [
+        point for point in fit if not point.is_epoch_start and point.total == target.abandoned.get(point.epoch)
+    ]
     fit = [point for point in fit if point not in just_left] or fit
     fit = [point for point in fit if point.total < target.total] or fit
     plan = plan_recovery(history.points, target, counted=False)
@@ -136,9 +138,9 @@ def test_the_daemon_picks_what_a_runner_would(history: History) -> None:
         )
     points = [history.points[number] for number in last.values() if number not in history.astray]
     fit = [point for point in points if history.is_on_the_way(point)]
-    first = [point for point in fit if point.is_epoch_start or point.total != target.left.get(point.epoch)] or fit
+    first = [point for point in fit if point.is_epoch_start or point.total != target.abandoned.get(point.epoch)] or fit
     expected = max(((point.epoch, point.total, point.is_epoch_start) for point in first), default=None)
-    nearest = store.nearest(target.epoch, target.total, left=target.left)
+    nearest = store.nearest(target.epoch, target.total, abandoned=target.abandoned)
     assert expected == (None if nearest is None else (nearest.epoch, nearest.total, nearest.epoch_start))
 
 
@@ -157,9 +159,9 @@ def test_every_way_back_reaches_the_place(history: History, exact: bool, doubted
     target = history.target
     points = [point for point in history.points if point.began == history.began(point.epoch)]
     plan = own_bases(replace(history, points=points)).plan_return(target, exact=exact, following=following)
-    ways = plan.ways(origin_doubted=doubted)
+    ways = plan.ways(epoch_start_failed=doubted)
     for way in ways:
-        just_left = way.total == target.left.get(way.epoch) and way.total > 0
+        just_left = way.total == target.abandoned.get(way.epoch) and way.total > 0
         assert not just_left, "one of just there may not know where it is"
         assert history.walk(way.epoch, way.total, target) == (target.epoch, target.total)
     inside = [
@@ -188,8 +190,8 @@ def test_doubt_prefers_what_lies_before_the_epoch() -> None:
     own.add(EncodedPoint(1, 8, b"epoch_start"), epoch_start=True)
     plan = own.plan_return(Target(1, 8), exact=False, following=3)
     assert plan.probe == Target(1, 9, digest=3)
-    assert [way.data for way in plan.ways(origin_doubted=False)] == [b"epoch_start", b"inside"]
-    assert [way.data for way in plan.ways(origin_doubted=True)] == [b"inside", b"epoch_start", b"inside"]
+    assert [way.data for way in plan.ways(epoch_start_failed=False)] == [b"epoch_start", b"inside"]
+    assert [way.data for way in plan.ways(epoch_start_failed=True)] == [b"inside", b"epoch_start", b"inside"]
     assert own.plan_return(Target(1, 8), exact=False).probe is None
 
 
@@ -243,18 +245,23 @@ def test_the_first_choice_over_an_end(known: str, methods: int, whole: bool, unt
         assert choice == known
 
 
-FIRSTS = [First(digest, behind, failure) for digest in (None, 1, 2) for behind in (b"", b"s") for failure in ("", "x")]
+FIRSTS = [
+    EpochBeginning(digest, behind, failure)
+    for digest in (None, 1, 2)
+    for behind in (b"", b"s")
+    for failure in ("", "x")
+]
 
 
 @pytest.mark.parametrize("right", FIRSTS)
-def test_the_right_way_is_the_one_that_agrees(right: First) -> None:
+def test_the_right_way_is_the_one_that_agrees(right: EpochBeginning) -> None:
     for kept, fresh in product(FIRSTS, FIRSTS):
-        way = the_right_one(right, kept, fresh)
+        way = right_crossing(right, kept, fresh)
         assert {KEPT: kept == right, FRESH: fresh == right, REPLAY: right not in (kept, fresh)}[way]
-        if are_one(kept, fresh, awaited=right.digest, whole=True):
+        if lead_to_same_epoch(kept, fresh, awaited=right.digest, whole=True):
             assert kept == fresh
             assert right.digest in (None, fresh.digest)
-        if are_one(kept, fresh, awaited=None, whole=False):
+        if lead_to_same_epoch(kept, fresh, awaited=None, whole=False):
             assert kept.alike(fresh)
 
 
@@ -269,6 +276,6 @@ def test_a_route_ends_at_its_target(history: History) -> None:
     target = history.target
     for epoch in range(target.epoch + 1):
         *before, last = route(epoch, target)
-        assert (last.epoch, last.total, last.leaves, last.digest) == (target.epoch, target.total, False, 7)
-        assert [leg.epoch for leg in before] == sorted(e for e in target.left if e >= epoch)
-        assert all(leg.leaves and not leg.digest and leg.total <= target.total for leg in before)
+        assert (last.epoch, last.total, last.abandons, last.digest) == (target.epoch, target.total, False, 7)
+        assert [leg.epoch for leg in before] == sorted(e for e in target.abandoned if e >= epoch)
+        assert all(leg.abandons and not leg.digest and leg.total <= target.total for leg in before)

@@ -60,7 +60,7 @@ async def test_killed_process_that_stays_takes_a_place() -> None:
     async def wait() -> None:
         await ended.wait()
 
-    queue.lend_until(wait())
+    queue.occupy_until(wait())
     turn = queue.join()
     assert turn.position == 1
     ended.set()

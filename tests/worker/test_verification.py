@@ -199,7 +199,7 @@ def test_misleading_loader_is_counted_from_start() -> None:
     run.source.counts_from = RestartPoint.decode(run.kept[0].encode())
     assert run.take(34) == truth[:34]
     assert [run.points[total].position.total for total in (5, 34)] == [0, 0]
-    assert run.kept[-1].behind is not None, "an epoch's start, too"
+    assert run.kept[-1].replayed_from is not None, "an epoch's start, too"
     later = run.resumed(run.source.snapshot(34))
     assert later.take(36) == truth[34:]
 

@@ -53,7 +53,7 @@ class Bench:
             ),
             is_savable=True,
             progress_page=self.progress_page,
-            left={},
+            abandoned={},
             log=logging.getLogger("penstock.worker"),
             name="box 0 slot 0",
             ready=asyncio.Event(),
@@ -190,7 +190,7 @@ def test_verification_crosses_the_ends_of_epochs() -> None:
     assert total == 10
     assert {epoch for epoch, _ in fields["digests"].values()} == {0, 1, 2}
     assert (fields["crossing"], fields["opened"], bench.crossing) == ("", [13], ["kept"])
-    bench.verifier._slot.left[1] = 18
+    bench.verifier._slot.abandoned[1] = 18
     assert list(bench.verifier._followers(bench.at(10), 16))[-1] == "18", (
         "left there, by a loop that is not asked again"
     )

@@ -30,7 +30,8 @@ from penstock.runtime.process.titles import name_process
 from penstock.runtime.telemetry.logs import log_lines
 
 UNSAFE_BIND = 16
-"""Exit status for an unsafe bind, the same as in penstock.deploy.console.exit_codes."""
+"""Exit status if the process was told to listen beyond this machine without TLS. The command line has the same value
+in penstock.deploy.console.exit_codes."""
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from penstock.appliance.core.cluster_state import Topic
 from penstock.appliance.core.opening import start_of
-from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.model.entities import Slot
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.journal import Journal, StateDir
@@ -42,7 +42,7 @@ class FakeCluster:
         self.journal = Journal(directory)
         weakref.finalize(self, self.journal.close)  # since Python 3.13 an unclosed database is a warning
         self.snapshot_index = SnapshotIndex(self.limits)
-        self.registry = Registry(
+        self.state_machine = StateMachine(
             self.journal,
             self.snapshot_index,
             self.limits,
@@ -69,10 +69,10 @@ class FakeCluster:
             self.now += 0.25
             for one in alive:
                 one.report()
-            self.registry.tick()
+            self.state_machine.tick()
 
     def slots(self) -> list[Slot]:
-        return [s for a in self.registry.cluster.open_attempts() for box in a.boxes.values() for s in box.slots]
+        return [s for a in self.state_machine.cluster.open_attempts() for box in a.boxes.values() for s in box.slots]
 
     def worker(
         self, name: str, slots: int = 8, *, host: str = "host-a", session: str = "", cores: int = 0
@@ -82,8 +82,8 @@ class FakeCluster:
         return worker
 
     def open(self, box: int = 0, **fields: object) -> FakeBox:
-        """Open run "job/0" with 2 workers per box, and return the box. `fields`: values of the request; `retention`
-        (100) and `skip_poison` (False) go into the request's options."""
+        """Open run "job/0" with 2 workers per box, and return the box. `fields`: fields of the request. Two further
+        names set options of the loader: `retention` (retention_steps; default 100), `skip_poison` (default False)."""
         retention = fields.pop("retention", 100)
         skip_poison = bool(fields.pop("skip_poison", False))
         request = pb.OpenRunRequest(job="job", box=box, num_boxes=1, num_workers_per_box=2, host_id="host-a")
@@ -92,7 +92,7 @@ class FakeCluster:
         request.loader.options.retention_steps = int(str(retention))
         request.loader.options.skip_poison = skip_poison
         request.MergeFrom(pb.OpenRunRequest(**fields))  # type: ignore[arg-type]
-        return FakeBox(self, request, self.registry.open_run(request))
+        return FakeBox(self, request, self.state_machine.open_run(request))
 
 
 @dataclass
@@ -112,11 +112,11 @@ class FakeWorker:
         request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host)
         request.slots, request.local_address, request.tcp_address = self.capacity, f"@{self.name}", f"{self.name}:1"
         request.cores = self.cores
-        self.world.registry.register_worker(request)
+        self.world.state_machine.register_worker(request)
 
     def heartbeat(self, *reports: pb.SlotReport) -> pb.HeartbeatReply:
         request = pb.HeartbeatRequest(worker=self.name, session=self.session, slots=reports)
-        return self.world.registry.heartbeat(request)
+        return self.world.state_machine.heartbeat(request)
 
     def report(self) -> None:
         self.heartbeat()
@@ -166,7 +166,7 @@ class FakeBox:
         return request
 
     def watch(self) -> pb.WatchRunReply:
-        return self.world.registry.watch_run(self.progress())
+        return self.world.state_machine.watch_run(self.progress())
 
     def report(self) -> None:
         self.watch()
@@ -192,7 +192,7 @@ class FakeBox:
     def close(self, *, forget: bool = False) -> None:
         request = pb.CloseRunRequest(run=self.reply.run, attempt=self.reply.attempt, box=self.request.box)
         request.client_id, request.forget = self.request.client_id, forget
-        self.world.registry.close_run(request)
+        self.world.state_machine.close_run(request)
 
     def refused(self) -> PenstockError:
         """Return the error that a WatchRun call of the box raises. Raises AssertionError if the call is answered."""

@@ -25,8 +25,8 @@ __all__ = ["HostGroup", "open_group"]
 
 
 class HostGroup:
-    """Group of ranks of the job. Each of these ranks must make a HostGroup for it. Ranks that make several groups of
-    the same ranks must make them in the same order.
+    """Group of ranks of the job. Each rank of the group must make a HostGroup with the same `ranks`. If several groups
+    have the same ranks, all of these ranks must make them in the same order.
 
     The constructor and each method raise RuntimeError if another rank of the group does not take part within
     `timeout_s`.
@@ -75,8 +75,8 @@ class HostGroup:
 
 
 _made: Counter[tuple[int, ...]] = Counter()
-"""Number of groups that this process has made so far of the same ranks, by these ranks. The number is the same on all
-ranks of a group, and makes the group's name unique."""
+"""Number of groups that this process has made so far, by the ranks of the group. The number is the same on all ranks of
+a group, and makes the names of several groups of the same ranks differ."""
 
 
 def open_group(ranks: Sequence[int], rank: int, timeout_s: float) -> HostGroup | None:

@@ -57,8 +57,8 @@ __all__ = ["Fault", "InProcessReader", "InProcessRun"]
 HERE: Final = "this process"
 """Text shown in place of a worker's name in messages and statistics, because this process makes the batches."""
 STRUCTURES_KEPT: Final = 64
-"""Largest number of batch structures (nesting, keys and dtypes) for which an Assembler, which builds batches of one
-structure, is kept."""
+"""Largest number of Assemblers that are kept. An Assembler builds batches of one structure (nesting, keys and
+dtypes)."""
 
 
 class Fault(Protocol):
@@ -172,8 +172,8 @@ class InProcessRun:
         self.abandoned = False
         self.away_since: float | None = None
         self.lock = threading.RLock()
-        """Lock of what all slots share in this process, such as random generators. A thread that runs a slot's user
-        code holds the lock, so slots run one at a time."""
+        """Lock of the data that all slots in this process share, such as random generators. A thread that runs a slot's
+        user code holds the lock, so slots run one at a time."""
         self.last_epoch = 0
         """Number of the latest epoch that the slots may begin, as the training loop of this box has allowed."""
         self.abandoned_epochs: dict[int, int] = {}
@@ -327,7 +327,7 @@ class InProcessReader:
         self._box = run.box_of(run.box)
         self.position = self._box.position
         self.stats = StreamStats()
-        self.first_step = self.position.step
+        self.began_at = self.position.step
         self.wait_s = 0.0
         self.counts = DeliveredCounts(run.num_slots)
         self.layout: tuple[Structure, list[int]] | None = None
@@ -338,7 +338,7 @@ class InProcessReader:
         self._warned_unsharded = False
         run.progress.position = self._report
         run.progress.waited_by_slot = [0.0] * run.num_slots
-        open_streams.feeds.add(self)
+        open_streams.readers.add(self)
 
     @property
     def run(self) -> InProcessRun:

@@ -46,11 +46,11 @@ def collector() -> Collector:
 def _readings() -> MetricReadings:
     found = MetricReadings("client")
     # If a run was opened again in this process, only its newest attempt is an open stream.
-    feeds = {
+    newest = {
         (reader.run.name, reader.run.box): reader
-        for reader in sorted(_open_feeds(), key=lambda reader: reader.run.attempt)
+        for reader in sorted(_open_readers(), key=lambda reader: reader.run.attempt)
     }
-    for reader in feeds.values():
+    for reader in newest.values():
         _count_reader(found, reader)
     pids = [receiver.pid for receiver in open_streams.receivers.all()]
     receivers = [pid for pid in pids if pid is not None]
@@ -69,15 +69,15 @@ def _readings() -> MetricReadings:
     return found
 
 
-def _open_feeds() -> Iterator[Reader]:
-    return (reader for reader in open_streams.feeds.all() if not reader.run.closed)
+def _open_readers() -> Iterator[Reader]:
+    return (reader for reader in open_streams.readers.all() if not reader.run.closed)
 
 
 def _count_reader(found: MetricReadings, reader: Reader) -> None:
     run, stats, step = reader.run, reader.stats, reader.position.step
     of = {"run": run.name, "box": run.box}
     found.add("penstock_client_step", step, **of)
-    found.add("penstock_client_steps_total", step - reader.first_step, **of)
+    found.add("penstock_client_steps_total", step - reader.began_at, **of)
     found.add("penstock_client_wait_seconds_total", stats.waited_s, **of)
     for slot, seconds in enumerate(list(run.progress.waited_by_slot)):
         if seconds:

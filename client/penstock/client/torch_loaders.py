@@ -95,8 +95,8 @@ def _from_arguments(
     **ahead: Any,
 ) -> TakenOver:
     """Return the input_fn for a dataset and the arguments of torch's DataLoader, which have torch's names and defaults.
-    Those in `_AHEAD`, such as `num_workers`, have no effect. The initial seed of `generator` is the seed of a shuffled
-    order; without a generator the run's seed is.
+    Those in `_AHEAD`, such as `num_workers`, have no effect. A shuffled order follows from the initial seed of
+    `generator`, or from the run's seed without a generator.
 
     Raises:
         InvalidArgumentError: Penstock cannot reproduce the effect of an argument; the error names the argument.

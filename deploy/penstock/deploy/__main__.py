@@ -1,5 +1,5 @@
-"""Command `penstock`, also as `python -m penstock.deploy`, for programs that start daemons with their own interpreter.
-The imports take a good part of a second. A Ctrl-C during them ends the command with the exit code of an interrupt."""
+"""Command `penstock`. `python -m penstock.deploy` is the same command, for programs that start daemons with their own
+interpreter. The imports take about half a second; Ctrl-C in this time ends the command with exit code 130."""
 
 from __future__ import annotations
 

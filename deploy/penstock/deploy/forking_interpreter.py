@@ -51,8 +51,8 @@ class Task:
 
 
 class ForkingInterpreter:
-    """Handle of a command on the forking interpreter; its calls have deadlines. The output of user code goes to
-    standard error.
+    """Handle by which a command controls the forking interpreter. All calls have deadlines. What user code prints goes
+    to standard error.
 
     `module`: name of the module that the interpreter runs. The module's `main` must call `serve`.
     """
@@ -115,8 +115,8 @@ class ForkingInterpreter:
 
 
 class ForkedChild:
-    """Handle of a command on a child of the interpreter. A pidfd reports the child's end. The end of the socket would
-    not, because the child's descendants may keep it open."""
+    """Handle by which a command controls one child of the interpreter. A pidfd reports the child's end. The end of the
+    child's socket is not used for that, because descendants of the child may keep the socket open."""
 
     def __init__(self, parent: ForkingInterpreter, channel: ControlChannel, pid: int) -> None:
         self.channel = channel
@@ -138,7 +138,8 @@ class ForkedChild:
         self.channel.close()
 
     def ask(self, task: Task) -> None:
-        """Send a task to the child. If the child has died, the next receive reports that."""
+        """Send a task to the child. If the child has died, this call raises no error; the next `poll` or `receive`
+        raises it."""
         with contextlib.suppress(LaneLostError):
             self.channel.send(task.kind, task.payload, parts=len(task.parts), **task.fields)
             for part in task.parts:

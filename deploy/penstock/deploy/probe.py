@@ -29,8 +29,9 @@ ALIVE_S = 15.0
 """Longest time in seconds to wait for an answer in a liveness probe. The probe's timeout in the manifests is 20 s,
 because a busy daemon must not be killed."""
 LIVE_S = 120.0
-"""Longest time in seconds in which no heartbeat call of a live worker ends. A call takes at most 15 s: it is held for 5
-s in the largest fleet, and its deadline is 10 s later. The limit is several times that, for an overloaded machine."""
+"""Seconds since a worker's last heartbeat call ended, above which the worker counts as hung. A call takes at most 15 s:
+in the largest fleet the coordinator answers after 5 s, and the deadline is 10 s later. The limit is several times that,
+for an overloaded machine."""
 READY_S = 30.0
 _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 

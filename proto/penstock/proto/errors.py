@@ -4,7 +4,7 @@
     ├── InvalidArgumentError (ValueError)      an invalid value
     │   └── UnsafeBindError                    listening beyond this machine without TLS
     ├── PortTakenError (OSError)               the address to listen on is in use
-    ├── ForkedProcessError (RuntimeError)      used in a forked child of the process that it belongs to
+    ├── ForkedProcessError (RuntimeError)      an object of the parent process is used in a forked child
     ├── AmbiguousContextError (RuntimeError)   several appliances are open: pass the one to use
     ├── JournalError                           the coordinator's state on disk cannot be read or written
     ├── batches
@@ -139,11 +139,11 @@ class UnsafeBindError(InvalidArgumentError):
 
 
 class PortTakenError(PenstockError, OSError):
-    """Error for an address to listen on that another process uses."""
+    """Error if a server cannot listen at an address, because another process already does."""
 
 
 class ForkedProcessError(PenstockError, RuntimeError):
-    """Error for the use of an object in another process than that which made it: a forked child. The message names both
+    """Error if a forked child uses an object, such as a client, that its parent process made. The message names both
     processes."""
 
 
@@ -170,7 +170,7 @@ class BatchTooLargeError(PenstockError):
 
 
 class BatchCorruptError(PenstockError):
-    """Error for a batch that still differs from the one that was made or sent after repeated fetches."""
+    """Error for a batch that still arrives damaged after it was fetched several times."""
 
 
 class EmptyInputError(PenstockError, RuntimeError):
@@ -214,7 +214,8 @@ class StateUnavailableError(PenstockError, RuntimeError):
 
 
 class NotRestartableError(PenstockError, RuntimeError):
-    """Error for a loader that cannot be saved or restored in the requested way."""
+    """Error for a loader that cannot be saved or restored in the requested way, for example because it has no
+    `state_dict`. The message names the reason and the remedy."""
 
 
 class ReplayMismatchError(PenstockError):
@@ -270,8 +271,8 @@ class BoxTakenError(PenstockError):
 
 
 class SupersededError(PenstockError):
-    """Error for a call of an attempt (launch of a job) or of a slot's generation that was closed, or that a newer one
-    has replaced."""
+    """Error for a call from an old training job or an old runner: its attempt (launch of the job), or its generation of
+    the slot, was closed or replaced by a newer one."""
 
 
 class TopologyError(PenstockError):
@@ -292,8 +293,8 @@ class NotPermittedError(PenstockError):
 
 
 class TlsError(PenstockError):
-    """Error for a certificate or key that cannot be used or is not trusted, or if only one end uses TLS. The message
-    names the file and the remedy."""
+    """Error of TLS: a certificate or key cannot be used, a certificate is not trusted, or only one of two processes
+    uses TLS. The message names the file and the remedy."""
 
 
 class CoordinatorUnavailableError(PenstockError, ConnectionError):
@@ -335,7 +336,7 @@ class ProtocolError(PenstockError):
 
 
 SAME_RELEASE = "Run the same release of Penstock at both ends"
-"""Remedy in errors about messages that no Penstock of this release sends."""
+"""Remedy that an error states if a peer has sent a message that this release of Penstock never sends."""
 
 
 def malformed(what: str) -> ProtocolError:

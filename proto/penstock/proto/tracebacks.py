@@ -62,8 +62,9 @@ class _FoldedStack(traceback.StackSummary):
 
 
 def fold_stack(text: str) -> str:
-    """Return a text of faulthandler with Penstock's frames folded; those at the outer end are left out. In each thread
-    the innermost frames are kept. If there is only one thread, its title is left out."""
+    """Return a text with stacks, which faulthandler wrote, in a shorter form. Consecutive frames of Penstock become one
+    line; those at the outer end of a stack are left out, those at the inner end are kept. If there is only one thread,
+    its title ("Thread 0x... (most recent call first):") is left out."""
     lines: list[str] = []
     innermost = True
     groups = [(ours, list(frames)) for ours, frames in groupby(_untitled(text.splitlines()), key=_kind)]

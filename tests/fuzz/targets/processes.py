@@ -14,7 +14,7 @@ from targets.target import Target, pieces, script, words
 
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.recovery import restore
-from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import RecentEvents
@@ -95,27 +95,29 @@ def _progress_page_seeds() -> list[bytes]:
 # ---- the coordinator
 
 
-def _calls(registry: Registry) -> list[tuple[type[Protobuf], Callable[[Any], object]]]:
+def _calls(state_machine: StateMachine) -> list[tuple[type[Protobuf], Callable[[Any], object]]]:
     def fetch(request: pb.FetchStateRequest) -> None:
-        registry.end_state(registry.begin_state(request))
+        state_machine.end_state(state_machine.begin_state(request))
 
     def ask(request: pb.FetchStateRequest) -> None:
-        registry.begin_state(request)  # and its asker waits
+        state_machine.begin_state(request)  # and its asker waits
 
     def put(header: pb.SnapshotHeader) -> None:
-        registry.slot_of_generation(SlotKey(header.run, header.attempt, header.box, header.slot), header.generation)
-        registry.snapshot_stored(header)
+        state_machine.slot_of_generation(
+            SlotKey(header.run, header.attempt, header.box, header.slot), header.generation
+        )
+        state_machine.snapshot_stored(header)
 
     return [
-        (pb.OpenRunRequest, registry.open_run),
-        (pb.WatchRunRequest, registry.watch_run),
-        (pb.CloseRunRequest, registry.close_run),
-        (pb.RegisterWorkerRequest, registry.register_worker),
-        (pb.HeartbeatRequest, registry.heartbeat),
-        (pb.DeregisterWorkerRequest, registry.deregister_worker),
+        (pb.OpenRunRequest, state_machine.open_run),
+        (pb.WatchRunRequest, state_machine.watch_run),
+        (pb.CloseRunRequest, state_machine.close_run),
+        (pb.RegisterWorkerRequest, state_machine.register_worker),
+        (pb.HeartbeatRequest, state_machine.heartbeat),
+        (pb.DeregisterWorkerRequest, state_machine.deregister_worker),
         (pb.FetchStateRequest, fetch),
         (pb.FetchStateRequest, ask),
-        (pb.StateAnswer, lambda answer: registry.answer_state(answer, b"state")),
+        (pb.StateAnswer, lambda answer: state_machine.answer_state(answer, b"state")),
         (pb.SnapshotHeader, put),
     ]
 
@@ -126,7 +128,7 @@ def _coordinator(data: bytes) -> None:
     world = FakeCluster(Limits(slots_max=256))
     worker, box = world.worker("honest", slots=2), world.open()
     worker.ready()
-    calls = _calls(world.registry)
+    calls = _calls(world.state_machine)
     refused = 0
     for what, piece in pieces(data, 24):
         if what % 12 >= len(calls):
@@ -140,7 +142,7 @@ def _coordinator(data: bytes) -> None:
         except PenstockError:
             refused += 1
     world.run_for(0.5)
-    world.registry.status()
+    world.state_machine.status()
     other = world.worker("other", slots=4)
     other.heartbeat()
     fresh = world.open(job="fresh", client_id="fresh")

@@ -171,7 +171,7 @@ def _base_seeds() -> list[bytes]:
         b"r",
         digest=5,
         history=StreamHistory(abandoned=((0, 3),), complete=True),
-        behind=epoch_start,
+        replayed_from=epoch_start,
     )
     return [point.encode()[:-8] for point in (snapshot, epoch_start, behind)]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from simulated.disk import Disk
 
-from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.model.entities import BoxPresence, Slot, SlotKey, Worker
 from penstock.appliance.model.limits import Limits
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -56,9 +56,9 @@ class Before:
         self.targets.clear()
 
 
-def check_cluster(fail: Fail, registry: Registry) -> None:
+def check_cluster(fail: Fail, state_machine: StateMachine) -> None:
     """The cluster state in themselves."""
-    cluster = registry.cluster
+    cluster = state_machine.cluster
     held: dict[SlotKey, set[str]] = {}
     for name, worker in cluster.workers.items():
         if worker.registered and len(worker.slots) > worker.capacity:
@@ -95,9 +95,9 @@ def check_cluster(fail: Fail, registry: Registry) -> None:
             fail(_WAITS, f"{next(iter(cluster.waiting))} waits although {free} have room")
 
 
-def check_disk(fail: Fail, registry: Registry, disk: Disk) -> None:
+def check_disk(fail: Fail, state_machine: StateMachine, disk: Disk) -> None:
     """The cluster state against the disk, when all has been written."""
-    cluster, slots = registry.cluster, 0
+    cluster, slots = state_machine.cluster, 0
     for attempt in cluster.open_attempts():
         for box in attempt.boxes.values():
             row = disk.tables["boxes"].get((attempt.run, attempt.number, box.number), {})
@@ -127,14 +127,14 @@ def _check_slot(fail: Fail, slot: Slot, disk: Disk) -> None:
 
 def check_moves(
     fail: Fail,
-    registry: Registry,
+    state_machine: StateMachine,
     before: Before,
     lost: Set[tuple[str, int, int, int, int]],
     limits: Limits,
     now_s: float,
 ) -> None:
     """Check that each change since the last commit had a cause, and keep the cluster state for the next check."""
-    cluster = registry.cluster
+    cluster = state_machine.cluster
     awake = before.awake(now_s)
     slots: dict[SlotKey, tuple[int, str, str, bool]] = {}
     live: dict[tuple[str, int, int], str] = {}

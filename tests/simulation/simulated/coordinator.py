@@ -1,4 +1,4 @@
-"""The coordinator under test: the real Registry, Snapshot index and Service, on the simulated disk and network.
+"""The coordinator under test: the real StateMachine, Snapshot index and Service, on the simulated disk and network.
 
 A boot is what server.py does, without sockets. A crash takes the process with all that it has not synced; the next boot
 starts from what the disk holds.
@@ -15,7 +15,7 @@ from simulated.truth import Truth
 from simulated.virtual import World
 
 from penstock.appliance.core.cluster_state import Topic
-from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.edge.service import Service
 from penstock.appliance.edge.topic_signals import TopicSignals
 from penstock.appliance.model.limits import Limits
@@ -61,7 +61,7 @@ class Coordinator:
             self._truth.stirred = True
             signals.changed(topic)
 
-        self.registry = Registry(
+        self.state_machine = StateMachine(
             journal,
             snapshot_index,
             self.limits,
@@ -70,8 +70,8 @@ class Coordinator:
             fresh_seed=lambda: world.rng.getrandbits(63),
             changed=changed,
         )
-        self._truth.booted(self.registry)
-        self.service = Service(self.registry, store, signals, self.limits)
+        self._truth.booted(self.state_machine)
+        self.service = Service(self.state_machine, store, signals, self.limits)
         process.serve = self._serve
         process.spawn(self.service.run_ticker())
 

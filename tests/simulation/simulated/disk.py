@@ -86,8 +86,8 @@ class _Writer:
 class SimulatedJournal(Journal):
     """A Journal on a simulated disk. What is put waits and is taken as in the real one.
 
-    `changed` is called at the end of every event, which is where the registry commits, and `written` after each write
-    that leaves nothing more to be written.
+    `changed` is called at the end of every event, which is where the state machine commits, and `written` after each
+    write that leaves nothing more to be written.
     """
 
     def __init__(

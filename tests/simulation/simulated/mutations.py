@@ -18,7 +18,7 @@ from typing import Any
 from penstock.appliance.core import box_progress, recovery, slot_reports
 from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.migration import Migrations
-from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.edge.service import Service
 from penstock.appliance.mixtures.mixture_orders import MixtureOrders
 from penstock.appliance.states.state_query import StateQuery
@@ -45,7 +45,7 @@ MUTATIONS = (
     Mutation("a slot is given out twice", ClusterState, "place_waiting", "del self.waiting[slot.key]", "pass"),
     Mutation("a slot is given out and not written down", ClusterState, "place_waiting", "self.save_slot(slot)", "pass"),
     Mutation(
-        "a superseded attempt is not ended", Registry, "_next_attempt", "if run.current is not None:", "if False:"
+        "a superseded attempt is not ended", StateMachine, "_next_attempt", "if run.current is not None:", "if False:"
     ),
     Mutation("the reply goes before the commit", GroupCommit, "sync", "await written", "pass"),
     Mutation(
@@ -60,21 +60,21 @@ MUTATIONS = (
     ),
     Mutation(
         "a heartbeat does not renew the lease",
-        Registry,
+        StateMachine,
         "report_worker",
         "worker.seen_at = now",
         "return",
     ),
     Mutation(
         "a watch does not renew the lease",
-        Registry,
+        StateMachine,
         "_renew",
         "box.lease_until = now + self.cluster.box_lease_policy().promised(known_s, self.limits.lease_max_s)\n"
         "    box.reported_at = now",
         "pass",
     ),
     Mutation("leases are not whole after a restart", recovery, "_fill", "now + worker_lease_s", "now + 0.5"),
-    Mutation("what it slept through is others' silence", Registry, "tick", "if late > 0:", "if False:"),
+    Mutation("what it slept through is others' silence", StateMachine, "tick", "if late > 0:", "if False:"),
     Mutation("the newest snapshot goes, not the oldest", SnapshotIndex, "trim", "kept[first:]", "kept[:first]"),
     Mutation(
         "the window of states is not kept",

@@ -157,7 +157,7 @@ class History:
 
     def _waits_for(self) -> list[str]:
         waits = [line for job in self.jobs for line in job.waits_for()]
-        cluster = self.coordinator.registry.cluster
+        cluster = self.coordinator.state_machine.cluster
         waits += [f"coordinator: {key} waits for a worker" for key in cluster.waiting]
         return waits + [f"{daemon.name}: {len(daemon.runners)} of {daemon.slots}" for daemon in self._living()]
 

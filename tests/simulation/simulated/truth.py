@@ -18,7 +18,7 @@ from simulated.disk import Disk
 from simulated.reference import Batch, BoxPlan, RunPlan
 from simulated.virtual import World
 
-from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.model.entities import SlotKey, client_of
 from penstock.appliance.model.limits import Limits
 from penstock.proto.errors import (
@@ -81,7 +81,7 @@ class Truth:
     plans: dict[str, RunPlan]
     healed_at: float = 0.0
     """No fault has happened since, and none is under way; 0 while they do."""
-    registry: Registry | None = None
+    state_machine: StateMachine | None = None
     before: Before = field(default_factory=Before)
     stirred: bool = False
     """Something that somebody looks at has changed since the last commit."""
@@ -118,9 +118,9 @@ class Truth:
 
     # ---- the coordinator
 
-    def booted(self, registry: Registry) -> None:
-        self.registry = registry
-        now, limits, cluster = self.world.now, self.limits, registry.cluster
+    def booted(self, state_machine: StateMachine) -> None:
+        self.state_machine = state_machine
+        now, limits, cluster = self.world.now, self.limits, state_machine.cluster
         self.before.boot(now)
         for worker in cluster.workers.values():
             whole = worker.lease_until >= now + limits.worker_lease_s
@@ -137,22 +137,22 @@ class Truth:
 
     def changed(self, wrote: bool) -> None:
         """Check the promises after every event at the coordinator. `wrote`: rows are about to be written."""
-        registry = self.registry
-        if registry is None:
+        state_machine = self.state_machine
+        if state_machine is None:
             return  # it is booting
         # A report may drop as many bytes as snapshots have brought: its step shows that there is something to check.
-        boxes = [box for attempt in registry.cluster.open_attempts() for box in attempt.boxes.values()]
-        snapshots = (registry.cluster.snapshot_index.used, *(box.step for box in boxes))
+        boxes = [box for attempt in state_machine.cluster.open_attempts() for box in attempt.boxes.values()]
+        snapshots = (state_machine.cluster.snapshot_index.used, *(box.step for box in boxes))
         if snapshots != self._snapshots_checked:
             self._snapshots_checked = snapshots
-            self._check_snapshots(registry)
+            self._check_snapshots(state_machine)
         if not wrote and not self.stirred:
             return
         self.stirred = False
         fail = self.world.violated
-        check_cluster(fail, registry)
-        check_moves(fail, registry, self.before, self._lost, self.limits, self.world.now)
-        for attempt in registry.cluster.open_attempts():
+        check_cluster(fail, state_machine)
+        check_moves(fail, state_machine, self.before, self._lost, self.limits, self.world.now)
+        for attempt in state_machine.cluster.open_attempts():
             for box in attempt.boxes.values():
                 for slot in box.slots:
                     if slot.phase == pb.READY and (*slot.key, slot.generation) not in self._ready:
@@ -163,13 +163,13 @@ class Truth:
 
     def written(self) -> None:
         """All that was put is on disk."""
-        if self.registry is not None:
-            check_disk(self.world.violated, self.registry, self.disk)
+        if self.state_machine is not None:
+            check_disk(self.world.violated, self.state_machine, self.disk)
 
-    def _check_snapshots(self, registry: Registry) -> None:
+    def _check_snapshots(self, state_machine: StateMachine) -> None:
         """Check that acknowledged snapshots, or equally good ones, serve every position that may be asked for."""
-        snapshot_index = registry.cluster.snapshot_index
-        for attempt in registry.cluster.open_attempts():
+        snapshot_index = state_machine.cluster.snapshot_index
+        for attempt in state_machine.cluster.open_attempts():
             for box in attempt.boxes.values():
                 plan = self.plan(attempt.run, box.number)
                 where = (attempt.run, attempt.number, box.number)
@@ -201,9 +201,9 @@ class Truth:
         return max(before, default=None)
 
     def arrived(self, method: str, request: Any) -> None:
-        assert self.registry is not None
+        assert self.state_machine is not None
         if method == "Heartbeat":
-            worker = self.registry.cluster.workers.get(request.worker)
+            worker = self.state_machine.cluster.workers.get(request.worker)
             if worker is not None and worker.session == request.session and worker.registered:
                 self.before.heard[request.worker] = self.before.awake(self.world.now)
                 self.before.hung_up.discard(request.worker)
@@ -332,8 +332,8 @@ class Truth:
 
     def acknowledged(self, key: Key, start: Base) -> None:
         self._acknowledged[SlotKey(*key[:4])].add(start)
-        if self.registry is not None:
-            self._check_snapshots(self.registry)
+        if self.state_machine is not None:
+            self._check_snapshots(self.state_machine)
 
     def loads(self, key: Key, start: Base, data: bytes) -> None:
         what = f"{key} at {start} holds {data!r}"
@@ -365,8 +365,8 @@ class Truth:
         )
 
     def closed(self, run: str, attempt: int, box: int) -> None:
-        assert self.registry is not None
-        current = self.registry.cluster.runs[run].current
+        assert self.state_machine is not None
+        current = self.state_machine.cluster.runs[run].current
         if current is not None and current.number == attempt and box in current.boxes:
             place = current.boxes[box].presence.value
             self._must(place == "closed", "what is said is on disk", f"box {box} of {run} was closed, and is {place}")
@@ -448,7 +448,7 @@ class Truth:
         """Return whether the state lacks a box that the coordinator has not heard since the last fault: its process has
         ended, and the call that closed it was lost."""
         number = re.search(r"box (\d+) \(its training process has stopped reporting", refusal)
-        attempt = None if self.registry is None else self.registry.cluster.runs[run].current
+        attempt = None if self.state_machine is None else self.state_machine.cluster.runs[run].current
         if number is None or attempt is None:
             return False
         box = attempt.boxes[int(number[1])]

@@ -1,8 +1,8 @@
-"""Values of a batch's rows by column, so that a batch is made without a dict for each row.
+"""Rows of a batch as columns, so that a batch is made without a dict for each row.
 
-Columnar formats store a column's values next to each other, and a batch is made of columns again. Where only torch's
-default_collate stands between the two, the dicts of the rows are not needed: a dataset returns the columns
-(`ColumnSource`), and loading/collating.py makes the same batch of them as of rows.
+Columnar formats store the values of a column next to each other, and a batch consists of columns, too. If nothing but
+torch's default_collate turns the rows into a batch, their dicts are not needed: a dataset returns the columns
+(`ColumnSource`), and loading/collating.py makes from them the same batch as from rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = [
     "Values",
     "as_python_numbers",
     "by_number",
+    "columns_match_samples",
     "joined",
-    "makes_all_samples",
     "placed",
     "stacked",
     "stacked_slices",
@@ -32,9 +32,9 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 Values = Array | list[Any]
-"""Values of one column in the rows of a batch: either an array that the caller may change, shape (rows, ...), with the
-dtype of the tensor that default_collate makes of the rows' values; or the list of the rows' values. Arrays in a list
-may be views."""
+"""Values of one column in the rows of a batch, as an array or as a list. An array has the shape (rows, ...) and the
+dtype of the tensor that default_collate would make, and the caller may change it. A list has the value of each row;
+arrays in it may be views of other data."""
 
 Columns = dict[str, Values]
 """Columns of a batch: name -> values, in the order of the columns in a sample."""
@@ -50,22 +50,22 @@ class ColumnSource:
     """Map-style dataset that can return samples by column."""
 
     def get_columns(self, samples: Ints) -> Columns | None:
-        """Return the columns of the samples with these numbers, which are in range. Return None if the samples must be
-        read by row: because they have different columns, or because one cannot be read. (Reading by row names that
-        sample in its error.)
+        """Return the columns of the samples with these numbers, which must be in range. Return None if the caller must
+        read the samples row by row: they have different columns, or one of them cannot be read. (Reading row by row
+        raises an error that names this sample.)
 
-        Raises ShardUnavailableError, and other errors that concern a whole file, as reading by row does.
+        Raises ShardUnavailableError, and other errors that concern a whole file.
         """
         raise NotImplementedError
 
     def is_at_hand(self, samples: Ints) -> bool:
-        """Return True if the files of these samples are open, so that reading them waits for none."""
+        """Return True if the files of these samples are open, so that a read need not wait for a download."""
         raise NotImplementedError
 
 
-def makes_all_samples(dataset: Any) -> bool:
-    """Return True if a dataset is a ColumnSource whose samples all have the values in its columns: no subclass makes
-    samples in a method of its own."""
+def columns_match_samples(dataset: Any) -> bool:
+    """Return True if a dataset is a ColumnSource whose columns have the same values as its samples. Return False if a
+    subclass makes the samples in its own `__getitem__`, for example to tokenize."""
     if not isinstance(dataset, ColumnSource):
         return False
     own = type(dataset)
@@ -74,8 +74,8 @@ def makes_all_samples(dataset: Any) -> bool:
 
 
 def as_python_numbers(values: Array) -> Values:
-    """Return integers or floats with the dtype of the tensor that default_collate makes of the same numbers as Python's
-    int or float. Return a list if a number is too large for that dtype."""
+    """Return integers as int64 and floats as float64, the dtypes that default_collate gives to Python numbers. Return a
+    list if an integer is too large for int64."""
     if values.dtype.kind == "f":
         return values.astype(np.float64)
     if values.dtype == np.uint64 and values.max() > LARGEST_INT:
@@ -84,8 +84,8 @@ def as_python_numbers(values: Array) -> Values:
 
 
 def stacked_slices(values: Array, begins: Ints, size: int) -> Array:
-    """Return slices of `size` values of the array, which begin at the indexes `begins`, as a copy; shape (slices,
-    size). The array must be one-dimensional and contiguous, and contain the slices."""
+    """Return a copy of the slices of `size` values that begin at the indexes `begins` of the array; shape (slices,
+    size). The array must be one-dimensional and contiguous, and contain all slices."""
     count = len(begins)
     first = int(begins[0])
     if not size:
@@ -99,7 +99,7 @@ def stacked_slices(values: Array, begins: Ints, size: int) -> Array:
 
 def stacked(rows: list[Any]) -> Array | None:
     """Return the rows' values as one array, shape (rows, ...), if they are numbers or arrays of numbers. Return None
-    for values of other or several types, shapes or dtypes, and for numbers that are too large."""
+    for other values, for values that differ in type, shape or dtype, and for numbers that are too large."""
     first, kinds = rows[0], set(map(type, rows))
     if kinds == {int}:
         with contextlib.suppress(OverflowError):
@@ -128,9 +128,9 @@ def by_number(numbers: Ints) -> Iterator[tuple[int, Ints]]:
 
 
 def joined(count: int, parts: Sequence[tuple[Ints, Columns]]) -> Columns | None:
-    """Return the columns of `count` rows, joined from parts that together hold all rows. A part is (indexes of its rows
-    among all, columns of its rows); a single part has its rows in order. Return None if the parts have different
-    columns, or the same ones in another order."""
+    """Return the columns of `count` rows, joined from parts that together hold all rows. A part is (places of its rows
+    among all rows, columns of its rows); a single part must have its rows in order. Return None if the parts have
+    different columns, or the same columns in another order."""
     columns = parts[0][1]
     if len(parts) == 1:
         return columns
@@ -141,8 +141,8 @@ def joined(count: int, parts: Sequence[tuple[Ints, Columns]]) -> Columns | None:
 
 
 def placed(count: int, parts: Sequence[tuple[Ints, Values]]) -> Values:
-    """Return the values of a column in `count` rows, joined from parts that together hold all rows. A part is (indexes
-    of its rows among all, values in its rows)."""
+    """Return the values of one column in `count` rows, joined from parts that together hold all rows. A part is (places
+    of its rows among all rows, values in its rows)."""
     first = parts[0][1]
     if isinstance(first, np.ndarray):
         kind = first.dtype, first.shape[1:]
@@ -159,7 +159,7 @@ def placed(count: int, parts: Sequence[tuple[Ints, Values]]) -> Values:
 
 
 def _by_row(values: Values) -> list[Any]:
-    """Return a list of the values as each row has them: Python's numbers, or an array for each row."""
+    """Return a list with the value of each row: a Python number or an array."""
     if isinstance(values, list):
         return values
     return values.tolist() if values.ndim == 1 else list(values)

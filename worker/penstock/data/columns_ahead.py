@@ -1,9 +1,9 @@
 """Reading of the columns of several batches in one call of a dataset.
 
-A call costs about as much for a batch of small rows as for a dozen of them: shuffled rows come from as many row groups,
-and each takes a look-up of each column. So rows of the next batches are read with those of the present one, some
-hundred KiB of them. Each batch still gets arrays of its own: saving a batch, or keeping it, must not save or keep the
-others.
+A call costs about as much for one batch of small rows as for a dozen batches. The shuffled rows of all of them come
+from the same row groups, and each row group takes one look-up of each column. So a call also reads the rows of the next
+batches, some hundred KiB in all. Each batch still gets arrays of its own, so that saving or keeping one batch does not
+save or keep the others.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ AHEAD_BYTES = 512 << 10
 AHEAD_BATCHES = 32
 """Largest number of batches that are read in one call."""
 FEWEST = 4
-"""Smallest number of batches that are read together. Fewer save less than the copy of their arrays costs."""
+"""Smallest number of batches that are read together. For fewer batches, copying the arrays costs more than the common
+call saves."""
 MEASURED_ROWS = 8
-"""Rows of a list of values whose sizes are measured."""
+"""Number of values of a list whose sizes are measured, to estimate the size of the whole list."""
 
 
 class ColumnsAhead:
-    """Columns of the next batches of an epoch."""
+    """Reader of the columns of an epoch's batches, which reads several batches in one call of the dataset."""
 
     def __init__(self, source: ColumnSource) -> None:
         self._source = source
         self._read: list[tuple[BatchPlan, Columns]] = []
-        """Batches that were read and not taken, in reverse order."""
+        """Batches that were read and not taken yet, the next one last."""
         self._count = 1
-        """Number of batches to read in the next call. It begins with one, because a loop may take no more."""
+        """Number of batches to read in the next call. At first it is 1, because a loop may take only one batch."""
 
     def take(self, plan: BatchPlan, plans: Sequence[BatchPlan] = ()) -> Columns | None:
-        """Return the columns of a batch, see `ColumnSource.get_columns`. `plans`: plans of the batches that come after
-        it in the same epoch, in reverse order; plan itself may be the last of them."""
+        """Return the columns of the batch `plan`, see `ColumnSource.get_columns`. `plans`: plans of the batches that
+        follow it in the same epoch, the next one last; `plan` itself may be the very last."""
         if self._read and self._read[-1][0] is plan:
             return self._read.pop()[1]
         self._read = []
@@ -50,12 +51,12 @@ class ColumnsAhead:
         if len(chosen) >= FEWEST and self._take(chosen):
             return self._read.pop()[1]
         columns = self._source.get_columns(plan.ids)
-        self._count = self._next_count(columns, len(plan.ids), 1)
+        self._count = self._next_count(columns, 1)
         return columns
 
     def _take(self, plans: list[BatchPlan]) -> bool:
-        """Read these batches together. Returns False if that would wait for a file, or fails: the error belongs to the
-        batch that needs the sample, and may never be needed."""
+        """Read these batches together. Return False if this would have to wait for a file, or if it fails. No error is
+        raised then: the loop may never take the batch whose sample cannot be read."""
         ids = np.concatenate([plan.ids for plan in plans])
         if not self._source.is_at_hand(ids):
             return False
@@ -65,14 +66,15 @@ class ColumnsAhead:
             return False
         if columns is None:
             return False
-        self._count = self._next_count(columns, len(ids), len(plans))
+        self._count = self._next_count(columns, len(plans))
         bounds = pairwise([0, *accumulate(len(plan.ids) for plan in plans)])
         own = [{name: _part(values, *bound) for name, values in columns.items()} for bound in bounds]
         self._read = list(zip(reversed(plans), reversed(own), strict=True))
         return True
 
-    def _next_count(self, columns: Columns | None, rows: int, batches: int) -> int:
-        """Return the number of batches of the next call, after a call for `batches` of them with `rows` rows."""
+    def _next_count(self, columns: Columns | None, batches: int) -> int:
+        """Return the number of batches to read in the next call, after a call that read `batches` batches and returned
+        `columns`."""
         if columns is None:
             return 1
         batch_bytes = max(1, sum(map(_nbytes, columns.values())) // batches)
@@ -81,7 +83,7 @@ class ColumnsAhead:
 
 
 def _nbytes(values: Values) -> int:
-    """Return the approximate number of bytes of some values."""
+    """Return the approximate size of some values, in bytes."""
     if isinstance(values, np.ndarray):
         return values.nbytes
     measured = values[:MEASURED_ROWS]
@@ -99,5 +101,5 @@ def _size(value: Any) -> int:
 
 
 def _part(values: Values, begin: int, end: int) -> Values:
-    """Return some rows as a column of their own."""
+    """Return the values of the rows `begin` to `end` - 1 of a column. An array is copied."""
     return values[begin:end].copy() if isinstance(values, np.ndarray) else values[begin:end]

@@ -100,8 +100,8 @@ class EpochFetches:
     shards: int = 0
     """Number of units that were downloaded: shards, or parts of large files."""
     again: int = 0
-    """Number of repeated downloads: of shards, or parts of large files, that the node had downloaded already in this
-    epoch, and that its cache has evicted since."""
+    """Number of repeated downloads. A unit (shard, or part of a large file) is downloaded again if the cache evicted it
+    after its first download in this epoch."""
     bytes: int = 0
     """Number of bytes that were transferred to the node."""
     wait_s: float = 0.0
@@ -130,15 +130,17 @@ class NodeFetches:
 
 @dataclass(frozen=True)
 class _Uses:
-    """Uses of units by a node (a machine), in order. A unit (shard, or part of a large file) has one entry for each
-    tick in which it is used; a tick is a part of an epoch."""
+    """Uses of units (shards, or parts of large files) by a node (a machine), in the order of time. An epoch is divided
+    into ticks. There is one entry for each unit and each tick in which it is used."""
 
     tick: Ints
+    """Number of the tick, counted over all epochs."""
     step: Ints
     """Training step of the unit's first use in the tick, counted over all epochs."""
     last: Ints
     """Training step of the unit's last use in the tick, counted over all epochs."""
     fetch: Ints
+    """Number of the unit."""
 
 
 @dataclass
@@ -151,8 +153,8 @@ class _Cache:
     bytes: int = 0
 
     def make_room(self, size: int, spared: npt.NDArray[np.int64] | None) -> bool:
-        """Evict units until `size` bytes fit. Return False if they do not fit. `spared`: number of coming uses of each
-        unit; units with coming uses are not evicted."""
+        """Evict units until `size` bytes fit. Return False if they do not fit. `spared`: for each unit, its number of
+        coming uses; units with coming uses are not evicted. None: any unit is evicted."""
         if self.limit is None:
             return True
         excess = self.bytes + size - self.limit
@@ -171,8 +173,8 @@ class _Cache:
 
 
 def planned(run: PlannedRun, order: ShardedOrder, fetches: Fetches) -> list[NodeFetches]:
-    """Return the downloads of each node (a machine whose boxes share a cache), for a dataset of these units that is
-    read in this order."""
+    """Return the downloads of each node (a machine whose boxes share a cache). `fetches`: units of the dataset;
+    `order`: order in which its samples are read."""
     steps = run.steps(order)
     return [_Node(run, steps, fetches, _uses(run, order, fetches, node), node).result() for node in range(run.nodes)]
 
@@ -199,8 +201,9 @@ def _uses(run: PlannedRun, order: ShardedOrder, fetches: Fetches, node: int) -> 
 
 
 def _by_tick(fetch: Ints, step: Ints, tick: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return (tick, first step, last step, unit) once for each pair of tick and unit. `fetch`, `step`, `tick`: unit,
-    training step and tick (part of an epoch) of each use, in ascending order of the steps."""
+    """Return four arrays with an entry for each pair of tick (part of an epoch) and unit: the tick, the first and the
+    last training step that uses the unit in the tick, and the unit. `fetch`, `step`, `tick`: unit, training step and
+    tick of each use, in ascending order of the steps."""
     key = (tick - tick[0]) * (int(fetch.max()) + 1) + fetch
     _, first = np.unique(key, return_index=True)
     _, from_end = np.unique(key[::-1], return_index=True)
@@ -221,7 +224,8 @@ class _Node:
         self._fetched_in = np.full(len(fetches.kept), -1, np.int64)
         """Epoch in which each unit was transferred last; -1: never."""
         self._arrivals: list[tuple[int, int, int]] = []
-        """(step at which a transfer may begin, step that needs its unit, bytes), in the order of the transfers."""
+        """(step at which a transfer may begin, step that needs the transferred unit, size in bytes) for each transfer,
+        in their order."""
         self._found = NodeFetches(node, [EpochFetches() for _ in range(run.epochs)])
 
     def result(self) -> NodeFetches:
@@ -238,7 +242,7 @@ class _Node:
         bounds = [0, *(np.flatnonzero(np.diff(uses.tick)) + 1).tolist(), len(steps)]
         seen = 0
         waiting: deque[int] = deque()
-        """Indexes into `uses` of those in the next `predownload` samples whose units are not fetched yet."""
+        """Indexes in `uses` of the uses that lie in the next `predownload` samples and are not prefetched yet."""
         for begin, end in pairwise(bounds):
             now = steps[begin] if begin < len(steps) else 0
             until = (steps[end] if end < len(steps) else now) + ahead
@@ -253,7 +257,8 @@ class _Node:
             self._coming[uses.fetch[begin:end]] -= 1
 
     def _touch(self, fetch: int, now: int, needed: int) -> None:
-        """Model the use of a unit. Model its transfer first if the unit is not in the cache."""
+        """Model a use of unit `fetch`, with its transfer if the unit is not in the cache. `now`: present training step;
+        `needed`: training step that uses the unit."""
         cache = self._cache
         if fetch in cache.there:
             cache.there.move_to_end(fetch)
@@ -264,7 +269,8 @@ class _Node:
             self._transfer(fetch, now, needed)
 
     def _ahead(self, fetch: int, now: int, needed: int, *, used: bool) -> bool:
-        """Model the prefetch of a unit. Return False if the cache has no space for it."""
+        """Model the prefetch of unit `fetch`. Return False if the cache has no space for it. `now`, `needed`: as in
+        `_touch`; `used`: True if the use is modelled already, so that there is nothing to prefetch."""
         cache = self._cache
         if used or fetch in cache.there:
             return True
@@ -308,11 +314,12 @@ class _Node:
         return largest
 
     def _clock(self, bandwidth: float) -> None:
-        """Compute when each step begins: after the previous step has ended and all data of the step have arrived."""
+        """Compute how long steps wait for their data. A step begins when the previous step has ended and all data of
+        the step have arrived."""
         step_s, steps = self._run.step_s, self._steps
         wait, free = 0.0, 0.0
         begun: dict[int, float] = {0: 0.0}
-        """Training step after which a transfer may begin -> time in seconds at which the step began."""
+        """Training step -> time in seconds at which it began, for each step at which a transfer may begin."""
         pending = sorted({now for now, _, _ in self._arrivals} | {needed for _, needed, _ in self._arrivals})
         arrived: dict[int, float] = {}
         number = 0

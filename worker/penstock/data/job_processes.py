@@ -1,11 +1,11 @@
-"""Processes that run one program of this package and share the *jobs* of one task, such as the parts of a conversion. A
-job is known by a number.
+"""Processes that run one program of this package and share the *jobs* of one task, such as the parts of a conversion.
+Each job has a number.
 
     python -m PROGRAM PLAN JOBS OUTPUT PARENT
 
-PLAN: descriptor of a file with the task. JOBS: descriptor of a file with the numbers of the jobs, which all processes
-read from one common position. OUTPUT: descriptor of a pipe for reports, one JSON object per line. PARENT: id of the
-parent process; when it ends, these processes end.
+PLAN: file descriptor of a file with the task. JOBS: file descriptor of a file with the numbers of the jobs. All
+processes share the position in this file, so each number is read by one process. OUTPUT: file descriptor of a pipe for
+reports, one JSON object per line. PARENT: ID of the parent process; these processes end when it ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.runtime.process.watch import wait_for_any, wait_for_parent_end
 __all__ = ["JOB", "do_jobs", "in_processes", "memory_file", "serve_jobs"]
 
 JOB = struct.Struct("<Q")
-"""Layout of one record, a job's number, in the file from which processes take jobs."""
+"""Layout of a job's number in the file JOBS, from which processes take jobs."""
 END_S = 60.0
 """Seconds to wait for processes to end by themselves."""
 
@@ -39,12 +39,12 @@ Begun = Callable[[bytes], AbstractContextManager[Work]]
 
 
 def in_processes(program: str, plan: bytes, jobs: Sequence[int], count: int) -> Iterator[dict[str, Any]]:
-    """Let several processes do jobs, and yield the report of each job when it is done. Raise the error of the first job
-    that fails, after the other processes have finished the jobs that they have begun.
+    """Let several processes do jobs, and yield the report of each job when it is done. If a job fails, let the other
+    processes finish the jobs that they have begun, then raise the error of the first job that failed.
 
     Args:
         program: name of a module that calls `serve_jobs`.
-        plan: the task, which `serve_jobs` passes on.
+        plan: description of the task, as bytes that the program understands.
         jobs: numbers of the jobs.
         count: number of processes.
     """
@@ -82,8 +82,9 @@ def in_processes(program: str, plan: bytes, jobs: Sequence[int], count: int) -> 
 
 
 def serve_jobs(begun: Begun) -> int:
-    """Do jobs in this process, as its command line says, until none is left. Return the exit status. `begun`: function
-    from the plan to a context manager, whose value is a function that does a job."""
+    """Do jobs in this process, as its command line says, until none is left. Return the exit status: 1 if a job has
+    failed, else 0. `begun`: function that gets the plan and returns a context manager; the value of its `with` block is
+    a function that does one job (`Work`)."""
     *descriptors, parent = map(int, sys.argv[1:])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     return do_jobs(begun, *descriptors)
@@ -115,8 +116,8 @@ def _end_with(parent: int) -> None:
 
 
 def memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
-    """Return the descriptor of a file in memory with this content, positioned at its beginning; `stack` closes it.
-    Processes that share the descriptor share its position, so each record is read once."""
+    """Return the file descriptor of a file in memory with this content, positioned at its beginning; `stack` closes it.
+    Processes that inherit the descriptor share its position, so each record is read by one of them."""
     made = os.memfd_create("penstock-jobs", os.MFD_CLOEXEC)
     try:
         with open(made, "wb", closefd=False) as file:

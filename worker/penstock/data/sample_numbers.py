@@ -12,7 +12,7 @@ __all__ = ["many_numbers", "one_number"]
 
 
 def one_number(index: Any, length: int, name: str, what: str = "a sample's number") -> int:
-    """Return the sample number that an index means: from 0 to `length - 1`, where a negative index counts from the end.
+    """Return the sample number, from 0 to `length - 1`, that an index stands for; a negative index counts from the end.
     Raise IndexError for an index out of range, TypeError for anything but an integer.
 
     name: name of the dataset, for errors. what: what the number is, for errors.

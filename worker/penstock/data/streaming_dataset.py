@@ -26,7 +26,7 @@ from penstock.data.cache.decode_ahead import DecodeAhead
 from penstock.data.cache.index_watch import IndexWatch
 from penstock.data.cache.open_shards import MIN_OPEN, OpenShards
 from penstock.data.cache.part_tables import PartTables
-from penstock.data.cache.prefetch import FetchStats, process_group
+from penstock.data.cache.prefetch import FetchStats, host_process_id
 from penstock.data.cache.shard_cache import HeldShard, ShardCache
 from penstock.data.formats.decoded_blocks import MEMORY
 from penstock.data.formats.format_table import reads_by_column
@@ -59,8 +59,8 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["StreamingDataset"]
 
 LISTED_BOUNDS = 1 << 14
-"""Largest number of shards of a dataset that keeps the number of each shard's first sample in a list, which is searched
-faster than an array."""
+"""Largest number of shards for which the numbers of their first samples are kept in a list. A list is searched faster
+than an array, but takes more memory."""
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
@@ -112,9 +112,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             timeout_s: seconds to wait for a shard.
             download_threads: number of shards that a stream fetches at a time.
             prefetch_bytes: largest number of bytes, or a text such as "4gb", of shards that are fetched before their
-                samples are needed, over all streams together: those that are needed first. The boxes of a host that use
-                the same cache folder share it evenly. What the present batch needs is fetched in any case. None: no
-                limit but cache_limit and the loader's `prefetch_seconds`.
+                samples are needed, for all streams together. The boxes of a host that use the same cache folder share
+                the number evenly. What the present batch needs is fetched in any case. None: only cache_limit and the
+                loader's `prefetch_seconds` limit the prefetch.
             cache_group: name or ID of a Unix group whose members share the cache folders. None: folders that another
                 user made or can write to are refused.
             allow_unsafe_types: True: read columns of pickles. A pickle can run any code when it is read, so use this
@@ -123,16 +123,16 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 shape (height, width, channels), or (height, width) for one channel, with the dtype and values of
                 `numpy.asarray(image)`. They are decoded when a sample is read: in parallel if the loader has
                 `fetch_threads`.
-            clips: frames or samples to decode of columns of encoded videos and sounds, by the column's name; None: such
-                columns stay bytes. Needs penstock[media].
+            clips: name of a column of encoded videos or sounds -> the frames or audio samples to decode of each. None:
+                such columns stay bytes. Needs penstock[media].
             columns: names of the columns that samples have; None: all. Of Parquet files no other column is read. The
                 order of samples, and so a saved state, does not depend on the columns.
             decoded_limit: largest number of bytes, or a text such as "1gb", of decoded row groups that this process
                 keeps in memory; the least recently used ones are dropped first. All datasets of a process share one
                 limit, the largest that any of them was given. None: 256 MiB.
             version: number of the version to read, if the dataset has versions (docs/datasets.md). None: the newest
-                one; a StreamingLoader that loads a state goes to the version of the state. "newest": the same, but at
-                an epoch's end the loader goes on with the newest one.
+                version, or that of the state which a StreamingLoader loads. "newest": the same, but with a state that
+                lies between two epochs the loader stays at the newest version.
 
         Raises:
             ShardUnavailableError: an index cannot be fetched.
@@ -154,12 +154,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         limit = byte_count("cache_limit", cache_limit)
         self.prefetch_bytes = byte_count("prefetch_bytes", prefetch_bytes)
         self.decoded_limit = byte_count("decoded_limit", decoded_limit)
-        """Bytes of decoded row groups that this dataset asks its process to keep in memory; None: the default."""
+        """Argument `decoded_limit` in bytes; None: the default of the process."""
         remotes = [remote_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in remotes[:3]) + (", ..." if len(remotes) > 3 else "")
         """Name of the dataset, for errors."""
         self.stream_names = stream_names([name for _, _, name in remotes])
-        """Name of each stream: the last part of its address. Streams with the same name get their numbers too."""
+        """Name of each stream: the last part of its address, with the stream's number if several have the same name."""
         if images not in ("pil", "array"):
             raise InvalidArgumentError(f'images must be "pil" or "array", got {images!r}')
         decoded = check_clips(clips)
@@ -190,16 +190,16 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self.asked_versions: list[Version] = [
             version if stream.version is None else stream.version for stream in self.streams
         ]
-        """Version of each stream that the user asked for, see the argument `version`."""
+        """For each stream, the version that the user asked for, see the argument `version`."""
         for asked in self.asked_versions:
             check_version("version", asked)
         self._open_versions(self.asked_versions)
 
     def at_versions(self, versions: Sequence[int | None]) -> Self:
-        """Return a copy of this dataset that reads these versions of its streams; None for a stream without
-        versions."""
+        """Return a copy of this dataset that reads other versions of its streams. `versions`: one for each stream; None
+        for a stream without versions."""
         other = copy.copy(self)
-        for cache in other._caches:
+        for cache in other._caches:  # the copy's own, see __getstate__
             cache.close()
         other._open_versions(versions)
         return other
@@ -214,7 +214,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         ]
         self._caches = [cache for cache, _, _ in opened]
         self.versions = [number for _, _, number in opened]
-        """Number of the version of each stream that is read; None for a dataset without versions."""
+        """For each stream, the number of the version that is read; None for a dataset without versions."""
         self._open = OpenShards()
         self._decoder = DecodeAhead(self._decode)
         self._relieve_caches()
@@ -240,9 +240,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 except DatasetError as error:
                     raise DatasetError(f"{name}: {error.message}") from None
         self._ahead: dict[int, None] = {}
-        """Numbers of the opened pieces (opened_units.py) that `fetch_ahead` admitted last, as the keys of a dict."""
+        """Opened pieces (opened_units.py) that the last `fetch_ahead` prefetches. The keys are their numbers."""
         self._to_decode: list[int] = []
-        """Numbers of the units to decode in the background whose files `fetch_ahead` has not admitted yet."""
+        """Numbers of the units that are to be decoded in the background once `fetch_ahead` prefetches their files."""
         self.layouts = [
             OrderLayout.noted(file_notes(index), own, name)
             for index, own, (_, _, name) in zip(indexes, self._tables, remotes, strict=True)
@@ -262,8 +262,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         ]
         self._units = Units(self._tables, by_unit)
         self._bounds_of_units: list[Ints] | None = None
-        """Two arrays of first sample numbers: of the units that are read, and of the units of `layouts`; each with the
-        number of all samples at the end. None if the units are the same."""
+        """Numbers of the first samples of the units that are read, and of the units of `layouts`: two arrays, each with
+        the number of all samples at the end. None if the units are the same."""
         if any(self._units.finer) or not all(each.own for each in self.layouts):
             order_bounds = np.concatenate([[0], np.cumsum(self._order_sizes())])
             self._bounds_of_units = [self._units.unit_bounds, order_bounds]
@@ -281,8 +281,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                     "its end, or leave the stream out"
                 )
         self.fingerprint = joint_fingerprint(self.layouts)
-        """Digest of all data. It changes with the data, and not with the place where they are stored, or the format to
-        which `penstock data convert` has converted them."""
+        """Digest of all data. It changes only with the data. It stays the same if they are moved to another place, or
+        converted to another format by `penstock data convert`."""
 
     def _set_starts(self) -> None:
         # For a single sample, bisect on a memoryview or list is faster than on an array. A list of a million numbers
@@ -297,8 +297,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     @property
     def unit_starts(self) -> Ints | None:
-        """Number of the first sample of each unit of `layouts`, and at the end the number of samples, if they are in
-        memory that processes share; None otherwise."""
+        """Number of the first sample of each unit of `layouts`, and at the end the number of samples. None if the
+        dataset does not keep this array; ShardedOrder then computes it."""
         return self._tables[0].starts if len(self.layouts) == 1 and self.layouts[0].own else None
 
     def sources_of(self, numbers: Ints) -> list[str]:
@@ -392,10 +392,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             raise
 
     def fetch_ahead(self, units: Ints, *, needed: int = 0, group: str = "") -> int:
-        """Fetch the files of these units (see `units_of`) in the background, in this order, as far as `prefetch_bytes`
-        allows. The list replaces that of the previous call. `needed`: how many units from the first on are fetched in
-        any case; `group`: name of the processes that fetch the same. Returns how many units are fetched."""
-        count = self._admitted(units, needed, group or process_group())
+        """Prefetch the files of these units (see `units_of`) in the background, in this order, up to `prefetch_bytes`.
+        The list replaces that of the previous call. Return how many of the units are prefetched. `needed`: number of
+        units at the beginning that are fetched in any case; `group`: name shared by processes that need the same."""
+        count = self._admitted(units, needed, group or host_process_id())
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         self._ahead = dict.fromkeys(self._opened_for(units[:count]))
         for number in self._ahead:
@@ -408,8 +408,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return count
 
     def _admitted(self, units: Ints, needed: int, group: str) -> int:
-        """Return how many of these units fit into the share of `prefetch_bytes` of this group of processes. Units whose
-        files are open already need no space there, nor do the first `needed` units."""
+        """Return how many of these units may be prefetched: their sizes must fit into this group's share of
+        `prefetch_bytes`. The first `needed` units, and units whose files are open already, do not count."""
         if self.prefetch_bytes is None:
             return len(units)
         free = self.prefetch_bytes // max(cache.reading_groups(group) for cache in self._caches)
@@ -425,7 +425,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return len(units)
 
     def _opened_for(self, units: Ints) -> list[int]:
-        """Return the numbers of the opened pieces (files, or parts fetched alone; opened_units.py) for these units."""
+        """Return, for each unit, the number of its opened piece (a file, or a part fetched alone; opened_units.py)."""
         opened: list[int] = self._units.opened_of(units).tolist()
         return opened
 
@@ -447,9 +447,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             self._open.keep(needed)
 
     def decode_ahead(self, units: Ints) -> None:
-        """Decode these units (see `layouts`) in the background, in this order, as far as half of the memory for decoded
-        row groups suffices, once `fetch_ahead` has admitted them. The list replaces that of the previous call. Does
-        nothing if the index lists no row groups."""
+        """Decode these units (see `layouts`) in the background, in this order, once `fetch_ahead` prefetches their
+        files. They may fill half of the memory for decoded row groups; further units are ignored. The list replaces
+        that of the previous call. Do nothing if the index lists no row groups."""
         if not self.has_blocks:
             return
         units = self.read_units(units)
@@ -459,8 +459,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._decoder.want(self._decodable())
 
     def _decodable(self) -> list[int]:
-        """Remove from `_to_decode` and return the units whose files are read in place, open, or being prefetched.
-        Decoding must not fetch more than the prefetch does."""
+        """Return the units of `_to_decode` whose files are read in place, open, or being prefetched, and remove them
+        from it. Other units wait, because decoding must not fetch files that are not prefetched."""
         opened = self._units.opened_of(np.array(self._to_decode, np.int64)).tolist()
         known = list(zip(self._to_decode, opened, strict=True))
         ready = [unit for unit, number in known if number in self._ahead or self._is_at_hand(number)]
@@ -472,8 +472,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return self._caches[self._file(number)[0]].in_place or self._open.peek(number) is not None
 
     def forget(self, units: Ints) -> None:
-        """Let the memory of these units (see `layouts`) be freed if they are decoded, because their samples are not
-        needed soon."""
+        """Free the memory of these units (see `layouts`) if they are decoded: their samples are not needed soon."""
         units = self.read_units(units)
         for unit, opened in zip(units.tolist(), self._units.opened_of(units).tolist(), strict=True):
             reader = self._open.peek(opened)
@@ -484,7 +483,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return np.concatenate(self.sizes)
 
     def read_units(self, units: Ints) -> Ints:
-        """Return the numbers of the units that are read for these units of `layouts`, in their order."""
+        """Return the numbers of the units that must be read to get the samples of these units of `layouts`."""
         if self._bounds_of_units is None:
             return units
         own, wanted = self._bounds_of_units
@@ -501,8 +500,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             reader.load(unit - self._units.first_unit(opened))
 
     def _file(self, number: int) -> tuple[int, Shard, int | None]:
-        """Return the stream and the file of an opened piece (opened_units.py), and the number of its only part; None:
-        the whole file."""
+        """Return (number of its stream, its file, number of its part within the file) for an opened piece
+        (opened_units.py). The last value is None if the piece is the whole file."""
         stream, file, part = self._units.file(number)
         return stream, self._tables[stream][file], part
 
@@ -549,8 +548,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:
-        """Let each cache call a function of this dataset when it needs space; the function closes open shards. The
-        cache has only a weak reference, so it does not keep the dataset alive."""
+        """Make each cache close the open shards of this dataset when it needs space. The caches get only a weak
+        reference to the shards, so they do not keep the dataset alive."""
         open_shards = weakref.ref(self._open)
 
         def relieve() -> None:

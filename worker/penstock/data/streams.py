@@ -36,8 +36,8 @@ __all__ = [
 PREPARED_WAIT_S = 60.0
 """Longest wait in seconds for a remote's answer whether Energon has prepared its folder."""
 _plain: set[tuple[str, str]] = set()
-"""(identity of a remote folder, split) of folders that Energon has not prepared, as the remote has answered. A process
-asks only once for each, until the folder's index is in the cache."""
+"""(identity of a remote folder, split) for each folder of which the remote has answered that Energon has not prepared
+it. So the process asks only once for each. Later the folder's index in the cache makes the question unnecessary."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Stream:
     """Name of a subfolder that is appended to `remote` and `local`. For a folder that Energon prepared: the name of a
     split in its split.yaml, or "*" for all splits."""
     proportion: float | None = None
-    """Weight of this stream's samples in an epoch, relative to the other streams'."""
+    """Share of this stream's samples in an epoch, relative to the proportions of the other streams: 3 and 1 give 75%
+    and 25%."""
     repeat: float | None = None
     """Number of times that an epoch takes each sample of this stream."""
     choose: int | str | None = None
@@ -83,8 +84,8 @@ def local_source(stream: Stream) -> Path | None:
 
 
 def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
-    """Return the remote folder of a stream (None without one), the folder of its cache or of the dataset itself, and
-    the stream's name for errors."""
+    """Return (remote folder of a stream, local folder, name of the stream for errors). The local folder is the cache;
+    for a stream without a remote folder, for which the first value is None, it is the dataset itself."""
     below = stream.split or ""
     if Path(below).is_absolute() or ".." in Path(below).parts:
         raise InvalidArgumentError(
@@ -105,9 +106,9 @@ def remote_of(stream: Stream) -> tuple[RemoteFolder | None, Path, str]:
 
 
 def prepared_folder(stream: Stream) -> Path | None:
-    """Return the local folder with the files in which Energon has described a dataset's splits: the stream's own
-    folder, or the cache of its remote folder, into which the files are copied. Return None if Energon has not prepared
-    the stream's folder, or if it is remote and the stream has no split."""
+    """Return the local folder that has Energon's description of the dataset's splits. For a local stream it is the
+    dataset's folder. For a remote stream it is the cache, and the description is copied there first. Return None if
+    Energon has not prepared the stream's folder, or if the stream is remote and has no split."""
     source = local_source(stream)
     if source is not None or not stream.split:
         return source if source is not None and is_prepared(source) else None
@@ -140,8 +141,8 @@ def _remote_below(stream: Stream, below: str) -> tuple[RemoteFolder, Path]:
 
 
 def stream_names(addresses: Sequence[str]) -> list[str]:
-    """Return a name for each stream: the last part of its address, and the stream's number behind it if several streams
-    have the same last part."""
+    """Return a name for each stream: the last part of its address. If several streams have the same last part, their
+    numbers are appended: "train.0" and "train.1"."""
     last = [address.rstrip("/").rpartition("/")[2] for address in addresses]
     names = [f"{name}.{number}" if last.count(name) > 1 else name for number, name in enumerate(last)]
     return names if len(set(names)) == len(names) else [f"{name}.{number}" for number, name in enumerate(last)]

@@ -39,16 +39,17 @@ from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 SLOTS_PER_MIGRATION = 100
-"""Number of slots in the fleet for each migration at a time: balance migrates at most one slot in a hundred at once,
-but always at least one."""
+"""Number of slots in the fleet per migration that may be under way at once: in a fleet of 1,000 slots, at most 10 slots
+migrate at the same time. One migration is always allowed."""
 STRAGGLER_WAIT_SHARE = 0.10
-"""Share of its time that a loop must wait for a slot before the slot is moved."""
+"""Smallest share of a training loop's time, from 0 to 1, for which the loop must wait for one slot before balance moves
+the slot to another worker."""
 MAX_STRAGGLER_MOVES = 3
 """Largest number of moves of one straggler. A slot that is slow on every worker has slow data, and moving it does not
 help."""
 SLICES = 4
-"""Largest number of checks in one slice, as a multiple of `limits.slots_at_once`. Checking a slot costs a quarter of
-what placing one costs."""
+"""Number of slots checked in one slice of the balance check, as a multiple of `limits.slots_at_once`, which limits how
+many slots are placed in one call. Checking a slot takes a quarter of the time of placing one."""
 MIN_LOAD_DIFFERENCE = 0.25
 """Smallest difference in load that is worth a move, as a share of a worker's capacity."""
 
@@ -157,8 +158,8 @@ def _straggler_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove | N
 
 
 def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
-    """Return the box's bottleneck, in a list, if one slot costs the loop so much time that the slot should move; else
-    an empty list."""
+    """Return the box's bottleneck, in a list of one, if the loop waits for a slot for at least STRAGGLER_WAIT_SHARE of
+    its time, so that the slot should move; else an empty list."""
     finding = find([facts(cluster, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
         return []
@@ -167,7 +168,8 @@ def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
 
 def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
     """Return a worker that can take the straggler `slot`, on another machine if possible; None if no worker can.
-    `slow`: names of further workers that are excluded."""
+    `slow`: names of workers that must not get the slot, because a straggler runs or ran there. The slot's present
+    worker and the workers that its box cannot reach are excluded too."""
     _, box = cluster.box_of(slot)
     opening = box.opening
     owner = cluster.workers.get(slot.worker)

@@ -32,16 +32,16 @@ from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["BoxRecord", "StoppedCoordinator", "past", "track_of", "with_snapshots"]
+__all__ = ["BoxHistory", "StoppedCoordinator", "history_of", "past", "with_snapshots"]
 
 KNOWN = 8
-"""Approximate number of positions stored for each box. With 65,536 slots in all, one position of every box takes
-400 KB."""
+"""Approximate number of a box's positions that the journal keeps for `penstock replay`. With 65,536 slots in the
+cluster, one position of every box takes 400 KB."""
 
 
 @dataclass(frozen=True)
-class BoxRecord:
-    """History of one box in one attempt, copied from the cluster state at one moment and serialised later. Serialising
+class BoxHistory:
+    """History of one box in one attempt, copied from the cluster state. Another thread serialises the copy. Serialising
     the histories of all boxes of a large attempt takes seconds, in which the event loop would receive no heartbeat."""
 
     attempt: int
@@ -49,11 +49,12 @@ class BoxRecord:
     opening: pb.OpenRunRequest
     start: Position
     settled: bool
-    """True if the last position of `known` is certain: a restart of the coordinator has not hidden later batches."""
+    """True if `known` ends with the box's newest reported position. False if the coordinator has restarted since and
+    the box has not reported again: the box may then have taken more steps, of which the coordinator knows nothing."""
     known: Sequence[Position | records_pb2.BoxPosition]
     """Known positions of the box, sorted by step."""
     abandoned: Mapping[int, int]
-    """Abandoned epoch -> the epoch's last step."""
+    """Number of each abandoned epoch -> the last step that the loop took of the epoch."""
     slots: Sequence[tuple[Mapping[tuple[int, int], int], records_pb2.LoaderCapabilities | None]]
     """For each slot, by number: its skipped batches, as (epoch, total) -> count, and the capabilities of its loader."""
     mixture_changes: Sequence[records_pb2.MixtureChange] = ()
@@ -75,31 +76,31 @@ class BoxRecord:
             history.slots[key.slot].snapshots.extend(headers)
         return history
 
-    def thinned(self) -> BoxRecord:
+    def thinned(self) -> BoxHistory:
         """Return a copy for the journal, with the last known position and about KNOWN of the earlier ones."""
         few = self.known[:-1][:: max(1, len(self.known) // KNOWN)]
         return replace(self, known=[*few, *self.known[-1:]])
 
-    def kept(self) -> bytes:
-        """Return the record as bytes of a History message for the journal. Snapshots are left out: they have an index
-        of their own."""
+    def serialised(self) -> bytes:
+        """Return the history as the bytes of a History message, for the journal. It has no snapshots, because these
+        have an index of their own."""
         return self.message().SerializeToString()
 
 
-def track_of(attempt: Attempt, box: Box) -> BoxRecord:
+def history_of(attempt: Attempt, box: Box) -> BoxHistory:
     """Return the history of a box of an open attempt, from the cluster state, without its snapshots."""
     reports = box.presence is BoxPresence.LIVE and attempt.state is AttemptState.OPEN
     settled = (box.reported and (reports or box.presence is BoxPresence.CLOSED)) or box.settled
     slots = [(dict(slot.skips), slot.capabilities) for slot in box.slots]
     changes = [change for change in attempt.mixture_changes if change.attempt <= attempt.number]
-    return BoxRecord(
+    return BoxHistory(
         attempt.number, attempt.seed, box.opening, box.start, settled, _known(box), dict(box.abandoned), slots, changes
     )
 
 
 def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
-    """Return the known positions of the box, sorted by step, with those that earlier processes of the coordinator
-    recorded."""
+    """Return the known positions of the box, sorted by step. They include the positions that were recorded before the
+    coordinator restarted."""
     found: dict[int, Position | records_pb2.BoxPosition] = {at.step: at for at in box.earlier}
     found |= {at.step: at for at in box.history}
     if box.delivered.slots:
@@ -107,10 +108,10 @@ def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
     return [found[step] for step in sorted(found)]
 
 
-def with_snapshots(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex) -> BoxRecord:
+def with_snapshots(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex) -> BoxHistory:
     """Return the history of a box of an open attempt, with the box's durable snapshots."""
     snapshots = {slot.key: list(snapshot_index.snapshots(slot.key)) for slot in box.slots}
-    return replace(track_of(attempt, box), snapshots=snapshots)
+    return replace(history_of(attempt, box), snapshots=snapshots)
 
 
 def _opened(attempt: int, opening: pb.OpenRunRequest, start: Position, seed: int) -> pb.History:

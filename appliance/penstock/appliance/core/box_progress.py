@@ -1,11 +1,12 @@
 """Progress that a box (a data-parallel rank) reports to the coordinator: its position, the ends of its slots' epochs,
-abandoned epochs. Snapshots from before the retention window are dropped as the position advances.
+abandoned epochs. The states of the last `retention_steps` steps may be requested. Snapshots that no such state needs
+are dropped as the position advances.
 
 A box also reports workers that it cannot reach, although both can reach the coordinator. A lane goes from the training
 host directly to the worker's host, so only the box can notice a broken route or a firewall between the two. The box
-reports the slots whose lanes it could not open or keep while its connection to the coordinator worked, which shows that
-its own network worked. Such a slot moves to a worker that the box can reach, if one has free capacity. Otherwise the
-slot stays where it is, and the box keeps trying to open the lane.
+reports the slots whose lanes it could not open or keep while its connection to the coordinator worked. (The connection
+shows that the box's own network worked.) Such a slot moves to a worker that the box can reach, if one has free
+capacity. Otherwise the slot stays where it is, and the box keeps trying to open the lane.
 
 A report moves only the slots of its own box. A box that can reach no worker at all must not move its slots through the
 whole fleet, with a runner started in vain each time. So the reports of a box count for only a few workers at a time
@@ -29,7 +30,8 @@ _MAX_REASON = 300
 
 
 def note_opening(cluster: ClusterState, run: Run, request: pb.OpenRunRequest) -> None:
-    """Mark a new run as unused. The mark is removed when its first step is reported or a state is loaded."""
+    """Mark a new run as unused, so that its next launch may begin it anew on another topology. Remove the mark if the
+    request loads a state; `advance` removes it when a box reports the first step."""
     if resumes(request):
         _note_use(cluster, run)
     elif run.attempt == 0:
@@ -44,8 +46,8 @@ def _note_use(cluster: ClusterState, run: Run) -> None:
 
 
 def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-    """Record the position that the box reports, `request.delivered`; it must not be before the recorded one. Drop
-    snapshots that only older steps need."""
+    """Record the position that the box reports, `request.delivered`, which must not be before the recorded one. Drop
+    the slots' snapshots that only states before the last `retention_steps` steps need."""
     position = Position.received(request.delivered, InvalidArgumentError)
     steps, box.delivered = position.step - box.step, owned(request.delivered)
     if position.step > 0:
@@ -65,15 +67,16 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
 
 
 def note_epoch_starts(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
-    """Record the positions at which the box began epochs. After a restart of the coordinator, the box counts as
-    reported only after a report with all of them. Raises InvalidArgumentError for a position that starts no epoch."""
+    """Record the positions at which the box began epochs. After a restart of the coordinator, a client sends all of
+    these positions again, perhaps in several reports. Set `box.reported` with the last of these reports. Raises
+    InvalidArgumentError for a position that is not the start of an epoch."""
     spacing = max(1, box.retention // cluster.limits.history_entries)
     for message in request.epoch_starts:
         start = Position.received(owned(message), InvalidArgumentError)
         if not box.is_fresh(start) or start.step < box.start.step:
             raise InvalidArgumentError(
-                f"an epoch's start must have no batch of its epoch, and must be after step {box.start.step} of epoch "
-                f"{box.start.epoch}, where this launch began, got step {start.step} of epoch {start.epoch}. "
+                f"an epoch's start must have no batch of its epoch, and must be after step {box.start.step} (epoch "
+                f"{box.start.epoch}), where this launch began, got step {start.step} (epoch {start.epoch}). "
                 f"{SAME_RELEASE}"
             )
         _note_ends(cluster, attempt, box, start)
@@ -86,15 +89,16 @@ def note_epoch_starts(cluster: ClusterState, attempt: Attempt, box: Box, request
 
 
 def note_sources(box: Box, request: pb.WatchRunRequest) -> None:
-    """Record what the box reports about its data sources: counts of samples by source, and the imbalance of cost."""
+    """Record what the box reports about its data sources: the number of samples from each source, and the cost of the
+    most expensive box's batch divided by the mean over all boxes (`Box.imbalance`)."""
     if request.sources:
         box.imbalance = request.imbalance
         box.sources = {count.source: owned(count) for count in request.sources}
 
 
 def note_fence(cluster: ClusterState, box: Box, request: pb.WatchRunRequest) -> None:
-    """Record that the box has received the fence of a mixture change, and the last step that it had taken by then. (See
-    Attempt.fence.)"""
+    """Record that the box has received a fence: the step before which all boxes wait while a change of the mixture is
+    decided. Record also the last step that the box had taken when the fence arrived."""
     fence = request.fence_key, request.fence_taken
     if fence != box.fence:
         box.fence = fence
@@ -102,8 +106,11 @@ def note_fence(cluster: ClusterState, box: Box, request: pb.WatchRunRequest) -> 
 
 
 def ask(cluster: ClusterState, run_name: str, number: int) -> Box | None:
-    """Answer the long poll of a live box, so that its client reports its present position with the next poll, at once.
-    A box reports once in a third of its lease otherwise. Return the box; None if no live client holds it."""
+    """Ask a box for a report of its present position: answer its client's long poll, because the client reports with
+    each new poll. Otherwise the next report comes after up to a third of the lease. Do not wait for the report.
+
+    Return the box; None if the run is not open or the box has no live client. `number`: the box's number.
+    """
     run = cluster.runs.get(run_name)
     attempt = run.current if run is not None else None
     box = attempt.boxes.get(number) if attempt is not None else None

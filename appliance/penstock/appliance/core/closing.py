@@ -1,8 +1,8 @@
 """Ends of runs: a training job closes its boxes one by one, and an operator ends a whole run (`penstock run close`).
 
-An operator ends a run whose training job is gone, or hangs, before the job's lease or grace period is over. The
-coordinator cannot tell a dead job from a hanging one, so it also ends a live one: the next call of the job gets
-SupersededError with the reason. The run itself remains, and the next launch opens it again.
+An operator ends a run whose training job is dead or hangs, so as not to wait until the coordinator ends it. The
+coordinator cannot tell a hanging job from a live one, so it ends the run in any case. The next call of a job that still
+lives gets SupersededError with the reason. The run itself remains, and the next launch opens it again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 def close_box(cluster: ClusterState, attempt: Attempt, box: Box, now: float, *, forget: bool) -> None:
-    """Close a box at its client's request. With the last open box the attempt ends. `forget`: also remove the run
-    then."""
+    """Close a box at its client's request. If no other box of the attempt is live, end the attempt. `forget`: when the
+    attempt ends, also remove the run from the coordinator's memory and journal."""
     attempt.set_presence(box, BoxPresence.CLOSED)
     attempt.set_ended(box, True)
     if attempt.any_live():
@@ -24,7 +24,7 @@ def close_box(cluster: ClusterState, attempt: Attempt, box: Box, now: float, *, 
         for slot in box.slots:
             cluster.waiting.pop(slot.key, None)
         cluster.save_box(attempt, box)
-        cluster.save_track(attempt, box)
+        cluster.save_history(attempt, box)
         cluster.touch(attempt, box)
     else:
         cluster.end(attempt, AttemptState.ENDED, f"attempt {attempt.number} of run {attempt.run} was closed")

@@ -44,11 +44,11 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 BOX_COST = 4
-"""Cost of releasing a box in addition to its slots (its rows and its event), as a number of slots."""
+"""Fixed time for releasing a box, in multiples of the time for one slot: added to the box's number of slots."""
 FREE_AFTER_S = 5.0
-"""Seconds after the end of an attempt, after which no thread uses the attempt's objects any more."""
+"""Seconds from the end of an attempt until its objects are freed. By then no other thread uses them."""
 Topic = tuple[str | int, ...]
-"""Thing that changed, by which waiting calls are woken, such as ("worker", name) or ("box", run, attempt, box)."""
+"""Name of a thing whose change wakes waiting calls, such as ("worker", name) or ("box", run, attempt, box)."""
 
 
 class ClusterState:
@@ -73,7 +73,7 @@ class ClusterState:
         self.fleet, self.fleet_at = 0, 0.0
         """Number of workers that the lease policy assumes, and the time when it was set: see `count_fleet`."""
         self.load_factor = 1.0
-        """Factor by which peers are asked for fewer calls; 1 = not overloaded: see lease_policy.updated_load_factor."""
+        """Divisor of the calls per second that peers may make; 1 = not overloaded: lease_policy.updated_load_factor."""
         self.live_boxes = 0
         self.slots_held: Counter[str] = Counter()
         """Digest of a credential token -> number of slots in the open attempts that it opened."""
@@ -84,7 +84,7 @@ class ClusterState:
         self.waiting: dict[SlotKey, Slot] = {}
         """Slots of live boxes that have no worker, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
-        """Slots of `waiting` that `place_waiting` has not yet tried in this round, which may take several calls."""
+        """Slots still to try in this round of `place_waiting`. A round tries all `waiting` slots, in several calls."""
         self._is_round_unfinished = False
         """True if the last call of `place_waiting` ended before it had tried every waiting slot."""
         self._stuck: set[str] = set()
@@ -218,11 +218,11 @@ class ClusterState:
     def save_abandoned(self, attempt: Attempt, box: Box, epoch: int) -> None:
         self.journal.put("abandoned", journal_rows.abandoned_row(attempt, box, epoch))
 
-    def save_track(self, attempt: Attempt, box: Box) -> None:
+    def save_history(self, attempt: Attempt, box: Box) -> None:
         """Save the box's history in the journal, for `penstock replay` after the attempt's end."""
-        self.journal.put("tracks", _track_row(attempt, box))
+        self.journal.put("tracks", _history_row(attempt, box))
 
-    def track(self, run_name: str, box_number: int) -> box_history.BoxRecord | None:
+    def history(self, run_name: str, box_number: int) -> box_history.BoxHistory | None:
         """Return the box's history in the run's open attempt; None if the run is not open or the box not in it."""
         run = self.runs.get(run_name)
         attempt = run.current if run is not None else None
@@ -230,7 +230,7 @@ class ClusterState:
         return None if attempt is None or box is None else box_history.with_snapshots(attempt, box, self.snapshot_index)
 
     def forget(self, run: Run) -> None:
-        """Remove a run that will not be opened again from memory and from the journal."""
+        """Remove from memory and from the journal a run that will not be opened again."""
         for table in TABLES:
             self.journal.drop(table, run=run.name)
         del self.runs[run.name]
@@ -291,7 +291,7 @@ class ClusterState:
         run.past[attempt.number] = ClosedAttempt(attempt.number, attempt.key, state, why, attempt.clients)
         which: dict[str, str | int] = {"run": attempt.run, "attempt": attempt.number}
         self.journal.put_all("boxes", lambda: (journal_rows.box_row(attempt, box) for box in boxes), **which)
-        self.journal.put_all("tracks", lambda: (_track_row(attempt, box) for box in boxes), **which)
+        self.journal.put_all("tracks", lambda: (_history_row(attempt, box) for box in boxes), **which)
         for table in ("slots", "skips", "abandoned", "reserved"):
             self.journal.drop(table, **which)
         self.save_attempt(attempt)
@@ -345,7 +345,7 @@ class ClusterState:
         kind = "box lost" if presence is BoxPresence.GONE else "box closed"
         self.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
         if box.reported:
-            self.save_track(attempt, box)
+            self.save_history(attempt, box)
         for slot in box.slots:
             self.waiting.pop(slot.key, None)
             self.cancel_migration(slot)
@@ -459,8 +459,8 @@ class ClusterState:
         self.bump_box(attempt, box)
 
     def note_rate(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """Record what a worker's report says of the slot's runner: its speed, and how many batches it is ahead of the
-        loop. Of a runner that is not ready, record its place in the start queue and its start stage."""
+        """Record the speed of the slot's runner, and how many batches it is ahead of the loop, from a worker's report.
+        While the runner starts, record its stage, and its place among the runners that wait to start on the worker."""
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
         _, box = self.box_of(slot)
@@ -532,7 +532,7 @@ class ClusterState:
             self.drop_worker(worker, note, now)
 
     def drop_worker(self, worker: Worker, note: str, loss_at: float | None) -> None:
-        """Take all slots from the worker, as `move` does. The worker itself stays in `workers`."""
+        """Take all slots from the worker, as `move` does. A caller that lost the worker removes it from `workers`."""
         for key in sorted(worker.slots):
             slot = self.slot(key)
             if slot is not None and slot.worker == worker.name:
@@ -596,5 +596,5 @@ class ClusterState:
             self.bump_worker(worker)
 
 
-def _track_row(attempt: Attempt, box: Box) -> journal_rows.Row:
-    return journal_rows.track_row(attempt, box, box_history.track_of(attempt, box).thinned().kept)
+def _history_row(attempt: Attempt, box: Box) -> journal_rows.Row:
+    return journal_rows.history_row(attempt, box, box_history.history_of(attempt, box).thinned().serialised)

@@ -33,8 +33,8 @@ HEADROOM = 1.25
 """Factor by which the recommended number of slots exceeds the computed one, because batches do not all take equally
 long."""
 MAX_WAIT_SHARE = 0.98
-"""Largest share of waiting with which the formula is used. A loop that only waits would need infinitely many
-workers."""
+"""Largest share of waiting that the formula uses; a larger measured share counts as this one. By the formula, a loop
+that only waits would need infinitely many workers."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ class Migrations:
         self._cluster = cluster
         self._balanced_at = 0.0
         self._moves: Iterator[balance.SlotMove | None] | None = None
-        """Moves of the balance check under way, of which each tick takes one slice; None if no check is under way."""
+        """Iterator of the balance check that is under way, which yields the slots to move. Each tick continues it for
+        one slice. None: no check is under way."""
 
     # ---- reports of workers
 
@@ -118,8 +119,8 @@ class Migrations:
         return other
 
     def owned(self, worker: Worker) -> list[Slot]:
-        """Return the slots that run on the worker; those of which it is only the migration target are not among
-        them."""
+        """Return the slots that run on the worker, without the slots for which the worker is only the migration
+        target."""
         slots = [self._cluster.slot(key) for key in sorted(worker.slots)]
         return [slot for slot in slots if slot is not None and slot.worker == worker.name]
 

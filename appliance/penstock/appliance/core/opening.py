@@ -5,8 +5,8 @@ Each rule decides whether the sender belongs to the launch that holds the run, o
 the request decides this directly. Without a key, a request for a free box of an attempt in which all boxes are alive
 comes from the same launch, which is still starting. If a box of the attempt is lost, the request comes from the next
 launch, because no process can rejoin a launch whose slots have moved to other workers. A request for a box that a live
-client holds is an error, because it may be a mistake. The exception is a run with one box: there the next launch never
-has to wait for the end of the dead launch's lease.
+client holds is an error, because it may be a mistake. In a run with one box, however, such a request always opens the
+next attempt. So a job that is started again need not wait for the end of the lease of the dead launch.
 
 Pure functions: the cluster state is read, not changed.
 """
@@ -85,15 +85,15 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
     live = len(request.start.live)
     if given not in (0, count) or live > given:
         raise InvalidArgumentError(
-            f"the start position must have one entry for each of the box's {count} workers, got {given} entries "
-            f"and {live} workers whose epoch goes on: load a state that was saved with {count} workers per box"
+            f"the start position must have one entry for each of the box's {count} workers, got {given} entries, of "
+            f"which {live} are live: load a state that was saved with {count} workers per box"
         )
     return start_of(request)
 
 
 def start_of(request: pb.OpenRunRequest) -> Position:
-    """Return the position where the box starts: that of a saved state, or the beginning of an epoch in which all its
-    slots take part."""
+    """Return the position where the box starts. The request contains it if the box resumes from a saved state on the
+    same topology; otherwise it is the start of an epoch, with no batch taken from any slot."""
     start = request.start
     if start.slots:
         return Position.received(start, InvalidArgumentError)
@@ -118,8 +118,9 @@ def without_secret(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
 def check_limits(
     request: pb.OpenRunRequest, run: Run | None, runs: int, snapshot_index: SnapshotIndex, limits: Limits
 ) -> None:
-    """Check a new request to open a run. Raises OverloadedError or InvalidArgumentError for one that exceeds a limit,
-    because it would delay every other call, or that names an unknown blob. `runs`: number of known runs.
+    """Check a new request to open a run against the coordinator's limits. A request above a limit would delay every
+    other call. Raises OverloadedError for too many runs; InvalidArgumentError for a request that is too large or has
+    too many slots per box, and for a blob that the coordinator does not have. `runs`: number of known runs.
 
     Requests that are in the journal are not checked again, because another release may have accepted them.
     """

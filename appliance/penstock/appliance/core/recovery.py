@@ -1,8 +1,9 @@
 """Recovery of the cluster state from the journal after a restart of the coordinator.
 
 Every worker and client gets a full new lease. The workers in the journal are restored as not registered. The reply to a
-worker's next heartbeat asks it to register again. If the worker registers under the same session, it keeps its slots,
-and no batch is lost or computed twice. The boxes' progress comes with the next reports of their clients.
+worker's next heartbeat asks it to register again. If the same process of the worker registers again (it sends the same
+session id), it keeps its slots, and no batch is lost or computed twice. The boxes' progress comes with the next reports
+of their clients.
 """
 
 from __future__ import annotations

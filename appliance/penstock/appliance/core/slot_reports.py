@@ -17,7 +17,8 @@ _MAX_ACTIVITY, _MAX_STACK = 300, 12_000
 """Longest texts taken from a report of a hang or a crash, in characters: what the runner is doing, and its stack. Both
 are bounded because every view of the box contains them."""
 END_COST = 2
-"""Cost of a report that a runner has ended, as a number of slots: handling it takes 75 us of the event loop."""
+"""Time for handling the report that a runner has ended (75 us), in multiples of the time for placing one slot. One
+heartbeat call handles at most `limits.slots_at_once` / END_COST of these reports."""
 _NO_REASON = records_pb2.ErrorDetail(
     name="PenstockError", message="the slot's runner failed, and the worker reported no reason: see the worker's log"
 )

@@ -65,7 +65,7 @@ from penstock.proto.rpc.credentials.tickets import expiry
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
-class Registry:
+class StateMachine:
     """State machine of the coordinator. All methods run in the coordinator's event loop.
 
     Args:
@@ -75,7 +75,7 @@ class Registry:
         clock: returns monotonic seconds.
         wall: returns seconds since the Unix epoch, for replies.
         fresh_seed: returns a seed for a run whose request has none.
-        changed: called with every topic whose view has changed; it must not call back.
+        changed: called with every topic whose view has changed; it must not call the state machine.
         host: host on which this coordinator runs.
     """
 
@@ -232,7 +232,7 @@ class Registry:
         box_progress.note_abandoned(self.cluster, attempt, box, request)
         box_progress.note_fence(self.cluster, box, request)
         if delivered.step >= box.delivered.step:  # else a later report was received before this one
-            passed = attempt.left_between(box.step, delivered.step)
+            passed = attempt.abandoned_between(box.step, delivered.step)
             if request.epoch_ended != box.epoch_ended or delivered.epoch != box.delivered.epoch or passed:
                 self.cluster.touch(attempt, box)
             attempt.set_ended(box, request.epoch_ended)
@@ -411,8 +411,8 @@ class Registry:
     # ----------------------------------------------------------------------------------------------- snapshots, blobs
 
     def slot_to_recover(self, key: SlotKey, generation: int) -> Slot:
-        """Return the slot for a worker that prepares it: `generation` must be the present one or that of the slot's
-        migration target. Raises UnknownRunError, SupersededError."""
+        """Return the slot for a worker whose runner starts or prepares to take it over. `generation` must be the slot's
+        present one or that of its migration target. Raises UnknownRunError, SupersededError."""
         slot = self.cluster.slot(key)
         if slot is not None and slot.target is not None and slot.target.generation == generation:
             return slot
@@ -502,7 +502,8 @@ class Registry:
 
     def tick(self, unreceived_s: float = 0.0) -> None:
         """End the leases that are over, and do all other periodic work. The server calls this several times per lease.
-        `unreceived_s`: age in seconds of the oldest call that may still be queued in gRPC."""
+        `unreceived_s`: age in seconds of the oldest call that may still be queued in gRPC. The call may be a heartbeat,
+        so an overloaded coordinator extends leases by this time."""
         now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now
         cluster.load_factor = updated_load_factor(cluster.load_factor, max(gap, unreceived_s), limits.tick_s)

@@ -27,7 +27,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 _Key = tuple[str, int, int, str]
 
 ANSWERS_FREED = ("answers_freed",)
-"""Topic that is announced when memory of answers was freed."""
+"""Topic that is announced when memory of workers' answers was freed, so that further answers can be taken."""
 
 
 class StateQueries:
@@ -36,7 +36,7 @@ class StateQueries:
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self._open: dict[int, StateQuery] = {}
-        """Queries with callers or open requests, by serial."""
+        """Serial number of a query -> the query, if a caller waits for it or a worker has still to answer it."""
         self._joinable: dict[_Key, StateQuery] = {}
         self._finished: OrderedDict[_Key, StateQuery] = OrderedDict()
         self._by_request: dict[str, StateQuery] = {}
@@ -51,8 +51,9 @@ class StateQueries:
                 yield slot_request, max(0.0, query.deadline - now)
 
     def begin(self, request: pb.FetchStateRequest, caller: int | None, now: float) -> StateQuery:
-        """Start a query, or join one that is open or kept. `caller`: number of the box whose rank calls; None if the
-        caller is not a rank. Raises StateUnavailableError, UnknownRunError, SupersededError, OverloadedError."""
+        """Return the query for the requested step: a new one, one that is under way, or a completed one whose result is
+        kept. `caller`: number of the box whose rank calls; None if the caller is not a rank. Raises
+        StateUnavailableError, UnknownRunError, SupersededError, OverloadedError."""
         run = known_run(self._cluster.runs, request.run)
         attempt = self._cluster.attempt(run.name, request.attempt or run.attempt)
         boxes = list(attempt.boxes.values())
@@ -88,7 +89,8 @@ class StateQueries:
         return self._ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
 
     def begin_trial(self, trial: MixtureTrial, deadline: float) -> StateQuery:
-        """Start a query in which a worker tries whether its loader accepts a change of the mixture's weights."""
+        """Start a query in which a worker tries whether its loader accepts a change of the mixture's weights.
+        `deadline`: in monotonic seconds."""
         return self._ask(trial, deadline)
 
     def are_open(self, run: str) -> bool:
@@ -118,7 +120,8 @@ class StateQueries:
             )
 
     def sent(self, query: StateQuery, box: int) -> None:
-        """Record that the box's states were sent to one of the query's callers."""
+        """Record that the box's states were sent to one of the query's callers. Drop the states that were sent to all
+        callers, if more than half of `limits.answers_max` is used."""
         query.sent[box] += 1
         if query.sent[box] >= query.callers and self.held > self._cluster.limits.answers_max // 2:
             self._release(query)
@@ -263,8 +266,8 @@ class StateQueries:
             self._cluster.changed(ANSWERS_FREED)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
-        """Drop results for steps before `first`. Also drop results with the final state of a box that has delivered
-        more batches since."""
+        """Drop the attempt's kept results for steps before `first`. Also drop results with the final state of a box
+        whose epoch was over (`StateQuery.finals`), if the box has taken further steps since."""
         for key, query in list(self._finished.items()):
             if key[:2] != (attempt.run, attempt.number):
                 continue

@@ -24,19 +24,19 @@ __all__ = ["dashboard"]
 MOST_BOXES = 100
 """Largest number of boxes shown per run: the boxes with the longest waits."""
 MOST_STATES = 6
-"""Largest number of fetched states shown per run: the latest ones."""
+"""Largest number of answered state queries shown per run: the latest ones."""
 STATE_CHARACTERS = {"ready": "", "starting": "\u2026", "waiting": "\u2013", "failed": "\u2715"}
 ALARM_CHARACTERS = {"": "\u2713", "info": "\u2026", "warn": "\u25b2", "bad": "\u25b2"}
 """Alarm level -> the character before the title of a finding of this level."""
 STATE_COLOURS = {"live": "live", "done": "live", "epoch ended": "idle", "draining": "idle"}
 """State -> the colour in which the page draws the state. All other states are drawn as lost."""
 BARS = ("slots used>", "waits>", "waited for>")
-"""Headings of the columns whose shares the page draws as bars."""
+"""Headings of the columns that the page draws as bars. A final ">" in a heading marks a column of numbers."""
 
 Cell = str | Mapping[str, Any]
 """Cell of a table of the page: a text, or a dict of one of three kinds. `text` with `state` (live, idle or lost);
-`text` with `share` (0 to 1, drawn as a bar) and `hot` (the share is above the threshold); `text` with `at` (a time, in
-seconds since the Unix epoch)."""
+`text` with `share` (0 to 1, drawn as a bar) and `hot` (true if the share is above INPUT_BOUND); `text` with `at` (a
+time, in seconds since the Unix epoch)."""
 
 
 def dashboard(found: ClusterView) -> dict[str, Any]:

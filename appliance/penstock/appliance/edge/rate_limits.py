@@ -2,8 +2,9 @@
 peers together.
 
 A peer is identified by its address without the port. A refused peer gets the time after which to retry; the refusal
-itself costs a comparison of two numbers. Above a limit, the peers that called least recently are forgotten, and start
-with a full bucket when they call again. The bucket of all peers limits many peers together.
+itself costs a comparison of two numbers. Buckets are kept for at most `peers_max` peers. Beyond that number, the peers
+that called least recently are forgotten, and start with a full bucket when they call again. The common bucket still
+limits them.
 
 Pure: the clock is passed in.
 """

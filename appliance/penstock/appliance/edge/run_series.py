@@ -26,8 +26,8 @@ BOXES = 64
 """Number of boxes that are read before a sample pauses, so that other tasks run."""
 
 Point = tuple[float, float, float, float]
-"""Point of a series: the time in seconds since the Unix epoch; the mean steps/s of a box; the share of its time that
-the box which waited most has waited; the batches/s that all slots produce."""
+"""Point of a series: the time in seconds since the Unix epoch; the mean steps/s of the run's boxes; the share of its
+time, from 0 to 1, that the box with the longest waits waited for data; the batches/s of all slots together."""
 COLUMNS = ("at", "steps_per_s", "waited_share", "batches_per_s")
 
 
@@ -117,7 +117,7 @@ def _shares(point: tuple[float, array[float]]) -> list[float]:
 
 @dataclass
 class OneRunSeries:
-    """Speed, waits and shares of one run over time."""
+    """Time series of one run: its speed, its waits, and the shares of its data sources."""
 
     seconds: deque[Point] = field(default_factory=lambda: deque(maxlen=SECONDS))
     minutes: deque[Point] = field(default_factory=lambda: deque(maxlen=MINUTES))
@@ -135,7 +135,7 @@ class OneRunSeries:
 
 
 class RunSeries:
-    """Speed, waits and shares of the latest runs over time."""
+    """Time series of the latest RUNS runs: speed, waits, and shares of data sources."""
 
     def __init__(self) -> None:
         self._tracks: OrderedDict[str, OneRunSeries] = OrderedDict()

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from secrets import randbits
 
-from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.edge.dashboard_server import DashboardServer
 from penstock.appliance.edge.event_log import log_event
 from penstock.appliance.edge.garbage_collection import paced
@@ -75,8 +75,8 @@ async def serve(
         parent_pid: id of the process whose end also ends the coordinator; None: no such process.
         ready: called with the coordinator's address, once calls are accepted.
         limits: leases, budgets and other limits; None: the defaults.
-        stop: event that stops the coordinator; None: SIGTERM and SIGINT stop it, because no other code runs in the
-            process.
+        stop: event that stops the coordinator, for a process that runs other code too; None: SIGTERM and SIGINT stop
+            the coordinator.
         http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
         http_any_port: use a free port if that of `http` is in use.
         http_on_demand: without `http`, start the dashboard on loopback once an operator asks for it (OpenDashboard).
@@ -112,7 +112,7 @@ async def serve(
         snapshot_index = SnapshotIndex(limits)
         snapshot_index.load(*store.index(), time.monotonic())
         signals = TopicSignals()
-        registry = Registry(
+        state_machine = StateMachine(
             journal,
             snapshot_index,
             limits,
@@ -122,9 +122,9 @@ async def serve(
             changed=signals.changed,
             host=host_id(),
         )
-        registry.cluster.events.listen(log_event)
+        state_machine.cluster.events.listen(log_event)
         probe = _queue_probe(limits, closing)
-        service = Service(registry, store, signals, limits, probe.unreceived_s if probe else lambda: 0.0)
+        service = Service(state_machine, store, signals, limits, probe.unreceived_s if probe else lambda: 0.0)
         closing.callback(service.close)
         calls = CallCounters()
         served: RunningServer | None = None
@@ -166,7 +166,7 @@ async def serve(
             with contextlib.suppress(asyncio.CancelledError):
                 await ticker
             with contextlib.suppress(JournalError):  # the disk may be full; only `penstock replay` needs these rows
-                await service.note_tracks()
+                await service.save_histories()
 
 
 def _queue_probe(limits: Limits, closing: contextlib.ExitStack) -> QueueProbe | None:

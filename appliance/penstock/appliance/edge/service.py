@@ -24,7 +24,7 @@ import grpc.aio
 
 from penstock.appliance.core import box_history, box_progress
 from penstock.appliance.core.cluster_state import Topic
-from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.core.state_queries import ANSWERS_FREED
 from penstock.appliance.edge.rate_limits import RateLimiter, address_of
 from penstock.appliance.edge.topic_signals import TopicSignals
@@ -49,7 +49,7 @@ from penstock.proto.errors import (
     ProtocolError,
     StateUnavailableError,
 )
-from penstock.proto.rpc.auth_interceptor import alone, credential
+from penstock.proto.rpc.auth_interceptor import credential, jobs_share_token
 from penstock.proto.rpc.calls import blob_name, pieces
 from penstock.proto.rpc.channel import CHUNK, detail_of, error_of
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.appliance")
 
 REPORT_S = 2.0
-"""Longest wait for the report of a live box, in seconds."""
+"""Longest wait for a box's report of its present position, before its history is sent to a caller, in seconds."""
 
 _Result = TypeVar("_Result")
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -72,7 +72,7 @@ class Service(CoordinatorServicer):
     """The Coordinator service of coordinator.proto. All methods run in one event loop.
 
     Args:
-        registry: state machine that decides about every call.
+        state_machine: state machine that decides about every call.
         store: database with the data of snapshots and blobs; only the writer's thread uses it.
         signals: topics and the calls that wait for them; the state machine must announce its changes to it.
         unreceived_s: returns the age in seconds of the oldest call that may still be queued in gRPC.
@@ -80,20 +80,20 @@ class Service(CoordinatorServicer):
 
     def __init__(
         self,
-        registry: Registry,
+        state_machine: StateMachine,
         store: Store,
         signals: TopicSignals,
         limits: Limits,
         unreceived_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._unreceived_s = unreceived_s
-        self._registry = registry
-        self._snapshot_index = registry.cluster.snapshot_index
+        self._state_machine = state_machine
+        self._snapshot_index = state_machine.cluster.snapshot_index
         self._store = store
         self._signals = signals
         self._limits = limits
-        self._rate_limiter = RateLimiter(limits.admissions, time.monotonic)
-        self._journal = GroupCommit(registry.cluster.journal)
+        self._rate_limiter = RateLimiter(limits.rate_limits, time.monotonic)
+        self._journal = GroupCommit(state_machine.cluster.journal)
         self._disk = SnapshotWriter(store)
         self._snapshots_in, self._blobs_in = InflowBudget(limits.transfers_max), InflowBudget(limits.transfers_max)
         self._reads = InflowBudget(limits.reads_max)
@@ -105,7 +105,7 @@ class Service(CoordinatorServicer):
         """(name, session) of a worker -> number of its heartbeats under way."""
         self._closing = False
         self._fetches = RecentQueries(time.monotonic, time.time)
-        self._mixtures = MixtureCalls(registry, signals.on, self._complete)
+        self._mixtures = MixtureCalls(state_machine, signals.on, self._complete)
         self._closed = ClosedRuns(store.closed(), limits, time.time)
         self._status_task: asyncio.Task[pb.StatusReply] | None = None
         self.dashboard = ""
@@ -116,14 +116,14 @@ class Service(CoordinatorServicer):
     async def run_ticker(self) -> None:
         """Check the leases and remove dropped snapshots and blobs from disk, until cancelled. Raises JournalError if a
         peer's report shows that commits are missing in the journal."""
-        journal = self._registry.cluster.journal
+        journal = self._state_machine.cluster.journal
         while True:
             await asyncio.sleep(self._limits.tick_s)
             if journal.lost is not None:
                 raise journal.lost
             try:
                 async with self._journal.synced():
-                    self._registry.tick(self._unreceived_s())
+                    self._state_machine.tick(self._unreceived_s())
                 await self._keep_closed()
                 self._drops += self._snapshot_index.take_drops()
                 if self._drops and not self._disk.is_dropping:
@@ -133,8 +133,8 @@ class Service(CoordinatorServicer):
                 log.error("%s", error)  # e.g. a full disk; no call was acknowledged, and the next tick tries again
 
     async def _keep_closed(self) -> None:
-        """Write to disk the last state of each run that has ended since the last call."""
-        for query in self._registry.state_queries.take_closed():
+        """Write to disk the last fetched state of each run that has ended since the last call of this method."""
+        for query in self._state_machine.state_queries.take_closed():
             parts = parts_of(query)
             one = self._closed.of(query, parts)
             gone = self._closed.superfluous(one)
@@ -167,13 +167,13 @@ class Service(CoordinatorServicer):
         self._closing = True
         self._signals.wake_all()
 
-    async def note_tracks(self) -> None:
+    async def save_histories(self) -> None:
         """Write the history of every box to the journal, before the coordinator ends."""
-        cluster = self._registry.cluster
+        cluster = self._state_machine.cluster
         for attempt in cluster.open_attempts():
             for box in attempt.boxes.values():
                 if box.reported:
-                    cluster.save_track(attempt, box)
+                    cluster.save_history(attempt, box)
         await self._journal.sync()
 
     def close(self) -> None:
@@ -181,8 +181,8 @@ class Service(CoordinatorServicer):
         self._journal.close()
 
     async def _hold(self, topic: Topic, hold_s: float, seen: float, version: Callable[[], float]) -> None:
-        """Hold a long poll: wait until `version()` differs from `seen`, for at most `hold_s` seconds. The topic wakes
-        it."""
+        """Hold a long poll until `version()` differs from `seen`, for at most `hold_s` seconds. `version` is called
+        again each time the topic changes."""
         loop = asyncio.get_running_loop()
         until = loop.time() + hold_s
         if hold_s <= 0 or version() != seen:
@@ -201,21 +201,21 @@ class Service(CoordinatorServicer):
         # checked only here, because the journal may hold names that older releases accepted
         check_name("job", request.job)
         async with self._journal.synced():
-            return self._registry.open_run(request, credential())
+            return self._state_machine.open_run(request, credential())
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: _Context) -> pb.WatchRunReply:
-        registry = self._registry
+        state_machine = self._state_machine
         async with self._journal.synced():
-            registry.report_box(request)
+            state_machine.report_box(request)
             self._signals.changed(("report", request.run, request.box))
             topic = ("box", request.run, request.attempt, request.box)
-            hold_s, seen = registry.box_hold(request), request.seen_version
-            await self._hold(topic, hold_s, seen, lambda: registry.box_version(request))
-            return registry.box_view(request)
+            hold_s, seen = state_machine.box_hold(request), request.seen_version
+            await self._hold(topic, hold_s, seen, lambda: state_machine.box_version(request))
+            return state_machine.box_view(request)
 
     async def CloseRun(self, request: pb.CloseRunRequest, context: _Context) -> pb.CloseRunReply:
         async with self._journal.synced():
-            self._registry.close_run(request)
+            self._state_machine.close_run(request)
         await self._keep_closed()
         return pb.CloseRunReply()
 
@@ -237,7 +237,7 @@ class Service(CoordinatorServicer):
                 return
             try:
                 async with self._journal.synced():
-                    query = self._registry.begin_state(request)
+                    query = self._state_machine.begin_state(request)
                 noted.of(query)
                 while sent < query.num_boxes:
                     async with self._journal.synced():
@@ -252,11 +252,11 @@ class Service(CoordinatorServicer):
                         until, before = until + loop.time() - before, loop.time()
                         query.deadline = max(query.deadline, until)
                     for _ in states:
-                        self._registry.sent_state(query, sent)
+                        self._state_machine.sent_state(query, sent)
                         sent += 1
             finally:
                 if query is not None:  # the query counts this caller, even if the journal could not be written
-                    self._registry.end_state(query, sent)
+                    self._state_machine.end_state(query, sent)
 
     @contextlib.contextmanager
     def _counted_query(self, token: str) -> Iterator[None]:
@@ -277,7 +277,7 @@ class Service(CoordinatorServicer):
 
     def _is_over(self, request: pb.FetchStateRequest) -> bool:
         """Return whether the request asks for the last state of a run that has ended."""
-        run = self._registry.cluster.runs.get(request.run)
+        run = self._state_machine.cluster.runs.get(request.run)
         own = request.HasField("progress") or request.aggregate_blob
         return run is not None and run.current is None and not own
 
@@ -290,8 +290,8 @@ class Service(CoordinatorServicer):
     async def _message(
         self, query: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
-        """Return the states of the boxes in the next message. The first is box `number`, as soon as all its slots have
-        answered. If the caller accepts packed messages, add the following complete boxes that fit into the message:
+        """Wait for the states of the boxes in the next message, and return them. The first is box `number`. If the
+        caller accepts packed messages, wait also for the following boxes, and add those that fit into the message:
         otherwise each caller would get hundreds of messages. `until`: deadline, in the event loop's time."""
         states: list[BoxState] = []
         free_bytes = CHUNK
@@ -330,25 +330,26 @@ class Service(CoordinatorServicer):
         self._rate_limiter.admit(address_of(context.peer()), "RegisterWorker")
         check_name("worker", request.worker)
         async with self._journal.synced():
-            return self._registry.register_worker(request)
+            return self._state_machine.register_worker(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:
-        registry, who = self._registry, (request.worker, request.session)
+        state_machine, who = self._state_machine, (request.worker, request.session)
         self._heartbeats[who] += 1
         try:
             async with self._journal.synced():
-                registry.report_worker(request)
-                hold_s, seen = registry.worker_hold(request), request.seen_version
-                await self._hold(("worker", request.worker), hold_s, seen, lambda: registry.worker_version(request))
+                state_machine.report_worker(request)
+                hold_s, seen = state_machine.worker_hold(request), request.seen_version
+                topic = ("worker", request.worker)
+                await self._hold(topic, hold_s, seen, lambda: state_machine.worker_version(request))
                 reply = pb.HeartbeatReply()
-                for _ in registry.worker_view_steps(request, reply):
+                for _ in state_machine.worker_view_steps(request, reply):
                     await asyncio.sleep(0)  # thousands of slots go into the reply in steps
                 return reply
         except asyncio.CancelledError:
             # A worker with another heartbeat under way is alive: the worker has reconnected before the old
             # connection's end was noticed.
             if self._heartbeats[who] == 1 and not self._closing:
-                registry.worker_hung_up(*who)
+                state_machine.worker_hung_up(*who)
             raise
         finally:
             self._heartbeats[who] -= 1
@@ -359,12 +360,12 @@ class Service(CoordinatorServicer):
         self, request: pb.DeregisterWorkerRequest, context: _Context
     ) -> pb.DeregisterWorkerReply:
         async with self._journal.synced():
-            self._registry.deregister_worker(request)
+            self._state_machine.deregister_worker(request)
         return pb.DeregisterWorkerReply()
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: _Context) -> pb.DrainWorkerReply:
         async with self._journal.synced():
-            return self._registry.drain_worker(request)
+            return self._state_machine.drain_worker(request)
 
     async def PutSnapshot(self, parts: AsyncIterator[pb.SnapshotPart], context: _Context) -> pb.PutSnapshotReply:
         coming = MinimumRate("PutSnapshot", parts, self._limits)
@@ -374,7 +375,7 @@ class Service(CoordinatorServicer):
             check_counts(epoch=header.epoch, total=header.total, delivered=header.delivered)
             check_counts(samples=header.samples, step=header.step)
             key = SlotKey(header.run, header.attempt, header.box, header.slot)
-            self._registry.slot_of_generation(key, header.generation)
+            self._state_machine.slot_of_generation(key, header.generation)
             if refused := self._snapshot_index.why_refused(key, header.size):
                 return pb.PutSnapshotReply(refused=refused, free_bytes=self._snapshot_index.free)
             transfer = Transfer("PutSnapshot", header.size)
@@ -386,16 +387,16 @@ class Service(CoordinatorServicer):
                     transfer.add(first.data)
                     async for part in coming:
                         transfer.add(part.data)
-                    self._registry.slot_of_generation(key, header.generation)
+                    self._state_machine.slot_of_generation(key, header.generation)
                     self._spare(DropSnapshot(key, header.total, header.epoch))
                     await self._disk.put_snapshot(header, transfer.all())
-            self._registry.snapshot_stored(header)
+            self._state_machine.snapshot_stored(header)
             return pb.PutSnapshotReply(free_bytes=self._snapshot_index.free)
 
     async def GetSnapshots(self, request: pb.GetSnapshotsRequest, context: _Context) -> AsyncIterator[pb.SnapshotPart]:
         key = SlotKey(request.run, request.attempt, request.box, request.slot)
         async with self._journal.synced():
-            self._registry.slot_to_recover(key, request.generation)
+            self._state_machine.slot_to_recover(key, request.generation)
         for kept in self._snapshot_index.snapshots(key):
             async with self._reads.taken(kept.size, credential()):
                 found = await self._disk.run(self._store.snapshot, key, kept)
@@ -415,22 +416,22 @@ class Service(CoordinatorServicer):
                 f"a worker's state must have at most {self._limits.value_max} bytes, got {answer.state_bytes}: return "
                 "less from the loader's state_dict()"
             )
-        if not self._registry.answer_wanted(answer):
+        if not self._state_machine.answer_wanted(answer):
             return pb.PutStateReply()  # a late answer: no query needs its bytes
         await self._admitted(answer)
-        if not self._registry.answer_wanted(answer):
+        if not self._state_machine.answer_wanted(answer):
             return pb.PutStateReply()  # its callers left while it waited, so no query counts its bytes
         transfer = Transfer("PutState", answer.state_bytes)
         try:
             transfer.add(first.data)
             async for part in coming:
-                if not self._registry.answer_wanted(answer):
+                if not self._state_machine.answer_wanted(answer):
                     return pb.PutStateReply()
                 transfer.add(part.data)
             async with self._journal.synced():
-                self._registry.answer_state(answer, transfer.all())
+                self._state_machine.answer_state(answer, transfer.all())
         except BaseException:
-            self._registry.answer_lost(answer)
+            self._state_machine.answer_lost(answer)
             raise
         return pb.PutStateReply()
 
@@ -438,7 +439,7 @@ class Service(CoordinatorServicer):
         """Wait until the coordinator has memory for the data of a worker's answer. Raises DeadlineError if the deadline
         of its query passes first."""
         with self._signals.on(ANSWERS_FREED) as event:
-            while (left_s := self._registry.admit_state(answer)) is not None:
+            while (left_s := self._state_machine.admit_state(answer)) is not None:
                 event.clear()
                 try:
                     async with asyncio.timeout(left_s):
@@ -461,11 +462,11 @@ class Service(CoordinatorServicer):
             async with self._blobs_in.taken(size, credential()):
                 if not self._snapshot_index.has_blob(name):  # else another box has sent the same blob meanwhile
                     await self._take_blob(first, coming)
-        self._registry.blob_stored(name, size, credential())
+        self._state_machine.blob_stored(name, size, credential())
         return pb.PutBlobReply(blob=name)
 
     def _check_blob(self, first: pb.BlobPart) -> None:
-        refused = self._snapshot_index.why_blob_refused(first.size, "" if alone() else credential())
+        refused = self._snapshot_index.why_blob_refused(first.size, "" if jobs_share_token() else credential())
         if refused:
             raise InvalidArgumentError(
                 f"the value for run {first.run_hint or '?'} (a state to resume from, or large arguments) cannot be "
@@ -523,24 +524,24 @@ class Service(CoordinatorServicer):
                     yield pb.HistoryPart(data=piece)
             return
         await self._renew_report(request.run, request.box)
-        cluster = self._registry.cluster
-        journal, track = cluster.journal.path, cluster.track(request.run, request.box)
+        cluster = self._state_machine.cluster
+        journal, present = cluster.journal.path, cluster.history(request.run, request.box)
         past = [] if journal is None else await asyncio.to_thread(box_history.past, journal, request.run, request.box)
         for one in past:
-            if track is None or one.attempt != track.attempt:  # else the attempt has ended meanwhile
+            if present is None or one.attempt != present.attempt:  # else the attempt has ended meanwhile
                 yield pb.HistoryPart(history=one)
-        if track is not None:
-            yield pb.HistoryPart(history=await asyncio.to_thread(track.message))
+        if present is not None:
+            yield pb.HistoryPart(history=await asyncio.to_thread(present.message))
 
     async def _renew_report(self, run: str, number: int) -> None:
-        """Wait until a live box has reported its present position, for at most REPORT_S."""
-        box = box_progress.ask(self._registry.cluster, run, number)
+        """Ask box `number` for its present position, and wait for the report, for at most REPORT_S seconds."""
+        box = box_progress.ask(self._state_machine.cluster, run, number)
         if box is not None:
             await self._hold(("report", run, number), REPORT_S, box.reported_at, lambda: box.reported_at)
 
     async def EndRun(self, request: pb.EndRunRequest, context: _Context) -> pb.EndRunReply:
         async with self._journal.synced():
-            reply = self._registry.end_run(request)
+            reply = self._state_machine.end_run(request)
         await self._keep_closed()
         return reply
 
@@ -565,7 +566,7 @@ class Service(CoordinatorServicer):
         calls."""
         from penstock.appliance.edge import coordinator_metrics  # here: only a coordinator with a dashboard needs it
 
-        cluster = self._registry.cluster
+        cluster = self._state_machine.cluster
         boxes = {
             (attempt.run, box.number): (box.start.step, box.waiting_for)
             for attempt in cluster.open_attempts()
@@ -576,7 +577,7 @@ class Service(CoordinatorServicer):
 
     def attempts(self) -> list[Attempt]:
         """Return the open attempts."""
-        return self._registry.cluster.open_attempts()
+        return self._state_machine.cluster.open_attempts()
 
     async def snapshot(self) -> pb.StatusReply:
         """Return a status with everything that an operator may see, as of now. Callers at the same time share one."""
@@ -586,7 +587,7 @@ class Service(CoordinatorServicer):
 
     async def _make_status(self) -> pb.StatusReply:
         reply = pb.StatusReply()
-        for _ in self._registry.status_steps(reply):
+        for _ in self._state_machine.status_steps(reply):
             await asyncio.sleep(0)  # thousands of slots go into the reply in steps, between which other tasks run
         states = self._fetches.messages()
         for run in reply.runs:

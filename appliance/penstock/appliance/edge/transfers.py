@@ -30,7 +30,7 @@ _Part = TypeVar("_Part", bound=_HasData)
 
 
 class MinimumRate(Generic[_Part]):
-    """Iterator over the parts of a value as they arrive. It ends a sender that is slower than a minimum rate.
+    """Iterator over the parts of a value as they arrive, which fails if the sender is slower than a minimum rate.
 
     Args:
         what: name of the call, for errors.
@@ -38,7 +38,7 @@ class MinimumRate(Generic[_Part]):
         limits: longest pause (`part_s`, in seconds) and minimum rate (`least_bytes_per_s`).
 
     Raises:
-        DeadlineError: nothing arrived for `part_s` seconds, or the sender is that many seconds behind the minimum rate.
+        DeadlineError: nothing arrived for `part_s` seconds, or the sender is `part_s` seconds behind the minimum rate.
     """
 
     def __init__(self, what: str, parts: AsyncIterator[_Part], limits: Limits) -> None:
@@ -116,7 +116,7 @@ class TransferReader:
 
 @contextmanager
 def ended_when_slow(what: str, limits: Limits) -> Iterator[TransferReader]:
-    """Cancel the current task if the caller whom it serves reads below the minimum rate, because the value that it
+    """Cancel the current task if the caller that it serves reads below the minimum rate. The value that a slow caller
     reads takes memory for which other calls wait. `what`: name of the call, for the log.
 
     A timeout in the handler would have no effect, because the handler may be waiting inside gRPC. The caller gets the

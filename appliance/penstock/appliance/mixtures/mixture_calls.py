@@ -11,7 +11,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from penstock.appliance.core.cluster_state import Topic
-from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_machine import StateMachine
 from penstock.appliance.mixtures.mixture_orders import MixtureOrders, Proposal
 from penstock.appliance.states.mixture_trial import MixtureTrial
 from penstock.appliance.states.state_query import BoxState, StateQuery
@@ -34,19 +34,19 @@ class MixtureCalls:
     """Handler of ChangeMixture calls, in the coordinator's event loop.
 
     Args:
-        registry: the coordinator's state machine.
+        state_machine: the coordinator's state machine.
         on: returns a context in which a call waits for a topic (TopicSignals.on).
         complete: waits until all slots of a query's box have answered (Service._complete).
     """
 
     def __init__(
         self,
-        registry: Registry,
+        state_machine: StateMachine,
         on: Callable[[Topic], AbstractContextManager[asyncio.Event]],
         complete: _Complete,
     ) -> None:
-        self._registry, self._on, self._complete = registry, on, complete
-        self._orders = MixtureOrders(registry.cluster, registry.state_queries)
+        self._state_machine, self._on, self._complete = state_machine, on, complete
+        self._orders = MixtureOrders(state_machine.cluster, state_machine.state_queries)
 
     async def change(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
         """Try a change of a mixture on a worker, then make it; with `dry_run` only try it. Raises an error if the
@@ -76,14 +76,14 @@ class MixtureCalls:
     async def _tried(
         self, trial: MixtureTrial, turns: asyncio.Semaphore, until: float, deadline_s: float
     ) -> pb.MixturePlan:
-        registry = self._registry
+        state_machine = self._state_machine
         async with turns:
-            registry.state_queries.begin_trial(trial, registry.cluster.events.now + deadline_s)
+            state_machine.state_queries.begin_trial(trial, state_machine.cluster.events.now + deadline_s)
             try:
-                registry.settle()
+                state_machine.settle()
                 state = await self._complete(trial, 0, until, deadline_s)
             finally:
-                registry.end_state(trial)
+                state_machine.end_state(trial)
         try:
             return pb.MixturePlan.FromString(state.records[0][1])
         except DecodeError as error:
@@ -95,11 +95,11 @@ class MixtureCalls:
     async def _make(self, proposal: Proposal, until: float) -> None:
         """Let all boxes wait before the change's step, and make the change once all of them do. Raises DeadlineError at
         `until`, in the event loop's time."""
-        orders, registry = self._orders, self._registry
+        orders, state_machine = self._orders, self._state_machine
         try:
             with self._on(("mixture", proposal.run.name)) as event:
                 orders.fence(proposal)
-                registry.settle()
+                state_machine.settle()
                 while waits_for := orders.undecided(proposal):
                     event.clear()
                     if asyncio.get_running_loop().time() > until:
@@ -111,7 +111,7 @@ class MixtureCalls:
                         async with asyncio.timeout(LOOK_S):
                             await event.wait()
             orders.make(proposal)
-            registry.settle()
+            state_machine.settle()
         finally:
             orders.withdraw(proposal)
 

@@ -6,8 +6,8 @@
     made       no box has taken the step: the change is in the journal, and each slot gets a new generation. Its runner
                is recovered as after a loss, and knows the change from its assignment
 
-A box learns in one reply that the fence is gone and which generations its slots have, so a batch of the step or a later
-one comes only from a runner that knows the change. Batches that were made ahead are made again.
+One reply tells a box both that the fence is gone and which generations its slots have. So every batch from the step on
+comes from a runner that knows the change. Batches that were made ahead are made again.
 
 Until the change is made, the fence is the only thing that has changed, and the fence is not in the journal. So if the
 order is refused or withdrawn, or the coordinator ends, the boxes continue with the next reply. If the change is in the
@@ -52,13 +52,13 @@ _ENDED = "ended while the change was decided: run `penstock mix` again"
 
 @dataclass
 class Proposal:
-    """Order that was tried, and that is made unless something has changed meanwhile."""
+    """Order whose trials have succeeded. It is carried out unless something has changed meanwhile."""
 
     run: Run
     attempt: Attempt
     change: records_pb2.MixtureChange
     epoch: int
-    """Epoch of the boxes in which the change's step lies."""
+    """Epoch that contains the step of the change, the same on all boxes."""
     fence: str
     """Key of the fence, unique to this order."""
     shares: list[pb.MixtureShare] = field(default_factory=list)
@@ -129,7 +129,9 @@ class MixtureOrders:
             )
         self._check_step(attempt, request.from_step)
         if len(run.mixture_changes) != trial.changes:
-            raise OverloadedError(f"another change of the mixture of run {run.name} was made meanwhile: retry after it")
+            raise OverloadedError(
+                f"another change of the mixture of run {run.name} was made meanwhile: run `penstock mix` again"
+            )
         if _position(_furthest(attempt)).epoch != trial.epoch:
             raise StateUnavailableError(f"an epoch of run {run.name} {_ENDED}")
         change = records_pb2.MixtureChange()
@@ -148,8 +150,8 @@ class MixtureOrders:
 
     @staticmethod
     def patience(proposal: Proposal) -> float:
-        """Return the longest time in seconds for which the boxes may wait before the step: half of the shortest
-        deadline of their training loops, which would fail at the deadline."""
+        """Return the longest time in seconds for which the boxes may wait before the step: FENCE_S, or half of the
+        shortest `timeout_s` of their training loops, whichever is less. A loop that waits for `timeout_s` fails."""
         deadlines = [box.opening.loader.options.timeout_s for box in proposal.attempt.boxes.values()]
         return min([FENCE_S, *(deadline / 2 for deadline in deadlines if deadline > 0)])
 
@@ -234,7 +236,8 @@ class MixtureOrders:
 
     def _attempt(self, run: Run, *, own: bool = False) -> Attempt:
         """Return the run's open attempt. Raises an error unless all of its boxes are live, no slot has failed, and no
-        other change waits. `own`: whether the caller's own fence may stand."""
+        other change of the mixture is being decided. `own`: whether the attempt's fence belongs to the caller's order,
+        and so is no obstacle."""
         attempt = run.current
         if attempt is None:
             raise UnknownRunError(
@@ -254,7 +257,10 @@ class MixtureOrders:
                 "status`, and start the job again"
             )
         if attempt.fence is not None and not own:
-            raise OverloadedError(f"another change of the mixture of run {run.name} is being decided: retry after it")
+            raise OverloadedError(
+                f"another change of the mixture of run {run.name} is being decided: run `penstock mix` again once that "
+                "change is made or refused"
+            )
         return attempt
 
     @staticmethod
@@ -311,5 +317,6 @@ def _check(request: pb.ChangeMixtureRequest) -> None:
     if len(texts) > SOURCES_MAX or any(len(text) > TEXT_MAX or not text.isprintable() for text in texts):
         raise InvalidArgumentError(
             f"a change must have at most {SOURCES_MAX} names and weights, each of at most {TEXT_MAX} printable "
-            f"characters, got {len(texts)}: change fewer sources at once"
+            f"characters, got {len(texts)}, the longest with {max(map(len, texts))} characters: change fewer sources "
+            "at once, or use shorter names"
         )

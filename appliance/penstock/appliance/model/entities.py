@@ -37,12 +37,13 @@ from penstock.runtime.telemetry.units import topology
 
 ASSIGNMENTS_MAX = 10 << 20
 """Total size of a worker's assignments, in bytes, from which on the worker gets no more slots. An assignment is the
-message that tells a worker to run one slot. A heartbeat reply contains all assignments of the worker, and a worker
-whose reply exceeds REPLY_MAX is lost. 10 MiB are 1,024 slots of 10 KiB each; serialising them takes 35 ms."""
+message that tells a worker to run one slot. A heartbeat reply contains all assignments of the worker. A worker cannot
+receive a reply above channel.REPLY_MAX, so its lease would end. 10 MiB are 1,024 slots of 10 KiB each; serialising them
+takes 35 ms."""
 
 ASSIGNMENT_BYTES = 256
-"""Estimated size of the numbers, key and field names of an assignment, in bytes. The loader and the saved state, which
-an assignment also contains, are measured."""
+"""Estimated size of the small fields of an assignment, in bytes: run, numbers and lane key. The large fields (loader,
+saved state, position) are not estimated but measured."""
 
 
 class SlotKey(NamedTuple):
@@ -120,13 +121,14 @@ class Slot:
     """Highest generation reserved for a migration target. It is in the journal, so that no generation is used twice,
     even after a restart of the coordinator."""
     moved_at: float = 0.0
-    """Monotonic time when the slot got its present worker."""
+    """Monotonic time when the slot's runner on its present worker became ready, or when a restarted coordinator found
+    the slot in its journal."""
     left_alone_until: float = 0.0
     """Monotonic time until which the slot stays on its worker after a failed migration."""
     unfit: dict[str, str] = field(default_factory=dict)
     """Workers that failed to get ready as the slot's migration target: name -> the worker's session at that time."""
     migrated: bool = False
-    """True if the slot's last move was a migration."""
+    """True if the slot's last move was planned: a migration, or a change of the mixture."""
     remade: list[tuple[int, int]] = field(default_factory=list)
     """Entries (generation, total), one for each change of the mixture: the first generation of the slot that knows the
     change, and the number of the slot's last batch before the change. A snapshot that an older generation took after
@@ -142,7 +144,7 @@ class Slot:
     batch_delay_s: float = 0.0
     """Seconds per batch, within `batch_s`, in which the runner waited for a processor."""
     doing: str = ""
-    """Activity of the slot's runner, if it takes unusually long; else ""."""
+    """What the slot's runner is doing, if it has been doing this for unusually long; else ""."""
     start_queue_position: tuple[int, int] = (0, 0)
     """Position of the slot's runner in the worker's start queue, from 1, and the length of the queue; (0, 0) = not in
     the queue."""
@@ -152,7 +154,8 @@ class Slot:
     """Python stack of the slot's runner: the present one while `doing` is set, else the one at the runner's last
     death."""
     outgrown: int = 0
-    """Generation of the slot whose runner was replaced for its memory use before its second batch; 0 = none was."""
+    """Generation of the slot's previous runner, if that runner was replaced because it used too much memory before its
+    second batch; else 0. If the next runner does the same, the slot fails."""
     skips: dict[tuple[int, int], int] = field(default_factory=dict)
     """(epoch, total) -> number of batches to skip after the slot's batch number `total`, including those that were
     skipped before the state from which the run resumed."""
@@ -166,8 +169,8 @@ class Slot:
         return {name for name, session in self.unfit.items() if name in workers and workers[name].session == session}
 
     def is_outdated(self, generation: int, total: int) -> bool:
-        """Return whether a snapshot after the slot's batch number `total`, taken by a runner of this generation, is not
-        valid because the runner did not know a change of the mixture that came before this batch."""
+        """Return whether a snapshot is invalid because of a change of the mixture: a runner of this generation, which
+        did not know the change, took it after batch number `total` of the slot, which came after the change."""
         return any(generation < first and total > last for first, last in self.remade)
 
     def is_migrating_to(self, worker: str, generation: int) -> bool:
@@ -205,8 +208,8 @@ class Box:
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
     """Position of the box in its client's newest report; empty before the first report."""
     reported: bool = True
-    """True if the client has reported since the coordinator's restart. Until then the box's position and abandoned
-    epochs may be out of date."""
+    """False from a restart of the coordinator until the client has reported its epoch starts again. Until then the
+    box's position and abandoned epochs may be out of date."""
     restored: bool = False
     """True if the box was restored from the journal. `history` then begins at the attempt's start again, although
     workers may have dropped the snapshots of steps that are more than `retention` steps old."""
@@ -219,7 +222,8 @@ class Box:
     abandoned: dict[int, int] = field(default_factory=dict)
     """Epoch -> its last step, for epochs that the loop abandoned by `break`."""
     ends: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(slot, epoch) -> number of the slot's last batch in the epoch, counted over the run, as reported by workers."""
+    """(slot, epoch) -> number of the slot's last batch in the epoch, counted over the run. The box's positions and the
+    workers' answers show it."""
     waiting_for: int = 0
     waited_s: float = 0.0
     steps_per_s: float = 0.0
@@ -306,9 +310,8 @@ class Box:
         """Return the newest known position at or before `step` from which the record of `step` can be computed; None if
         all known positions are later. (The record is Penstock's part of a saved state.)
 
-        The record of a step is the position directly after the step, even if an epoch ends there. But if the loop had
-        already passed the end of the epoch when it reported this step, the reported position is the start of the next
-        epoch. A loader can resume from there, but it is not the record of the step, so it is not returned for this
+        Where an epoch ends at a step, two positions belong to the step: the end of the epoch, and the start of the next
+        one. The record of the step is the end. The box may have reported the start, which is then not returned for this
         step.
         """
         fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
@@ -316,8 +319,8 @@ class Box:
 
     def is_refuted(self, position: Position) -> bool:
         """Return whether a later report of the box contradicts `position`, which was computed from an earlier report.
-        It does if it has a smaller total of some slot, or another start of the same epoch. Such a position was computed
-        before the end of an epoch was known."""
+        A contradiction is a smaller total of some slot, or another start of the same epoch. Such a `position` was
+        computed before the end of an epoch was known."""
         later = min((at for at in self._known() if at.step >= position.step), key=lambda at: at.step, default=None)
         if later is None:
             return False
@@ -351,7 +354,7 @@ class Box:
 
 @dataclass
 class Attempt:
-    """Launch of a training job, in one run."""
+    """One launch of a training job, as far as it concerns one run (one of the job's loaders)."""
 
     run: str
     number: int
@@ -369,10 +372,10 @@ class Attempt:
     """Numbers of the boxes whose epoch has ended, and whose loop has not begun another one."""
     live: set[int] = field(default_factory=set)
     """Numbers of the boxes whose presence is LIVE, kept so that closing a box need not look at all boxes."""
-    left: dict[int, int] = field(default_factory=dict)
+    abandoned_after: dict[int, int] = field(default_factory=dict)
     """Step after which some box abandoned an epoch -> number of the first box that reported it."""
-    _left: list[int] = field(default_factory=list)
-    """Keys of `left`, sorted."""
+    _abandoned_steps: list[int] = field(default_factory=list)
+    """Keys of `abandoned_after`, sorted."""
     fence: pb.MixtureFence | None = None
     """Fence: step before which the boxes wait while a change of the mixture is decided; see mixture_orders.py. None: no
     fence."""
@@ -411,26 +414,28 @@ class Attempt:
         (self.ended.add if ended else self.ended.discard)(box.number)
 
     def note_abandoned(self, box: Box, epoch: int, step: int) -> bool:
-        """Record that the box abandoned an epoch after `step`. Return True if no box had reported an epoch abandoned
-        after this step before."""
+        """Record that the box abandoned an epoch after `step`. Return True if this is the first report, from any box,
+        of an epoch abandoned after this step."""
         box.abandoned[epoch] = step
-        if step in self.left:
+        if step in self.abandoned_after:
             return False
-        self.left[step] = box.number
-        insort(self._left, step)
+        self.abandoned_after[step] = box.number
+        insort(self._abandoned_steps, step)
         return True
 
-    def left_between(self, first: int, last: int) -> list[int]:
+    def abandoned_between(self, first: int, last: int) -> list[int]:
         """Return the steps from `first` to `last` - 1 after which some box abandoned an epoch."""
-        return self._left[bisect_left(self._left, first) : bisect_left(self._left, last)]
+        steps = self._abandoned_steps
+        return steps[bisect_left(steps, first) : bisect_left(steps, last)]
 
-    def behind(self, box: Box, step: int) -> int | None:
-        """Return the first step before `step` after which another box abandoned an epoch and this box may have done the
-        same, because its reports do not reach that step yet; None if no such step exists. Until this box reports an
+    def unreported_abandonment(self, box: Box, step: int) -> int | None:
+        """Return a step at which this box may have abandoned an epoch without having reported it yet. Boxes usually
+        abandon an epoch at the same step. So this is the first step before `step` that the reports of this box do not
+        reach, and after which another box abandoned an epoch; None if there is none. Until this box reports an
         abandoned epoch, or a later step, its position at `step` is unknown."""
         if box.epoch_ended or box.presence is not BoxPresence.LIVE:
             return None
-        ahead = self.left_between(box.step, step)
+        ahead = self.abandoned_between(box.step, step)
         own = max(box.abandoned.values(), default=-1) if ahead else -1
         return next((left for left in ahead if left > own), None)
 
@@ -443,7 +448,7 @@ class Attempt:
 
 @dataclass
 class ClosedAttempt:
-    """Summary of an attempt that is over."""
+    """Summary of an attempt that is over, kept so that its late calls are refused with the reason."""
 
     number: int
     key: str
@@ -455,7 +460,7 @@ class ClosedAttempt:
 
 @dataclass
 class Run:
-    """Loader of a training job, over all launches of the job."""
+    """One loader of a training job, over all launches of the job."""
 
     name: str
     """Name, as JOB/ORDINAL. The ordinal counts the job's loaders from 0."""
@@ -533,8 +538,8 @@ class Worker:
     local_address: str
     tcp_address: str
     registered: bool
-    """True if the worker has registered since the coordinator's start. A worker restored from the journal keeps its
-    slots until then, and gets no new ones."""
+    """True if the worker has registered since the coordinator's start. Until a worker from the journal registers, it
+    keeps its slots and gets no new ones."""
     lease_until: float
     seen_at: float
     version: int

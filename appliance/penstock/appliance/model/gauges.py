@@ -55,7 +55,8 @@ class SlotGauge:
 
 @dataclass
 class BoxWaits:
-    """Waiting of a box's loop for each of its slots, measured in seconds and counted from the first batch on."""
+    """Seconds that a box's loop has waited for each of its slots, from the first batch on. Older seconds lose weight:
+    half of it every HALF_S seconds."""
 
     span_s: float = 0.0
     """Seconds over which the waits were measured, where older seconds lose weight as the waits do."""

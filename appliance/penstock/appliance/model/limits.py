@@ -35,12 +35,12 @@ class Limits:
     this much silence means that the worker is dead, stopped or cut off. The lease grows with the fleet: see
     lease_policy.py."""
     hung_up_s: float = 1.5
-    """Remaining lease of a worker whose connection ends during a heartbeat. Its process has probably died; a worker
-    that only lost the connection is back within half a second. It grows in proportion to the lease, which grows with
-    the fleet."""
+    """Remaining lease of a worker whose connection ends during a heartbeat, in seconds. Its process has probably died;
+    a worker that only lost the connection is back within half a second. If a large fleet makes the lease n times as
+    long, this time is n times as long too."""
     client_lease_s: float = 10.0
-    """Lease of a training process, longer than a worker's because user code may hold the GIL for seconds (a compile, a
-    large pickle), in which the process cannot report."""
+    """Lease of a training process. It is longer than a worker's lease, because user code may hold the GIL for seconds
+    (a compile, a large pickle). The process cannot report meanwhile."""
     return_s: float = 25.0
     """Shortest lease of every peer that is in the journal when a coordinator starts on another host. Peers get no
     signal that the old host is down. Their pings fail after 15 s (channel.py), and after 5 s more the peers give up the
@@ -66,13 +66,14 @@ class Limits:
     watches_per_s: float = 200.0
     """Largest rate of WatchRun calls of all boxes: above 200 boxes their interval grows, above 660 their lease."""
     shrinks_after_s: float = 60.0
-    """Time after which a smaller fleet makes heartbeat interval and lease shorter."""
+    """Time for which the fleet must have been smaller before the heartbeat interval and the lease become shorter."""
     lease_max_s: float = 300.0
     """Longest lease that the coordinator believes when a peer reports its promised lease."""
     stall_s: float = 1.0
-    """Delay of the coordinator's own timer from which every lease is extended by the delay: the coordinator was stopped
-    and received no calls. A coordinator that is only late extends leases by its delay too, because a call may wait in
-    the queue. An overloaded coordinator drops no peer before two leases of silence: see lease_policy.patience_s."""
+    """Delay of the coordinator's own timer, in seconds, above which the coordinator counts as having been stopped. A
+    stopped coordinator receives no calls, so it extends every lease by the whole delay. After a shorter delay it
+    extends every lease by the part above two periods of the timer (`tick_s`). An overloaded coordinator drops no peer
+    before two leases of silence: see lease_policy.patience_s."""
     linger_s: float = 60.0
     """Time that a closed box keeps its workers while other boxes of the run are open. A rank that saves after its last
     step needs the states of the boxes that closed before it."""
@@ -88,8 +89,9 @@ class Limits:
     left_alone_s: float = 30.0
     """Time that a slot stays on its worker after a failed migration."""
     balance_after_s: float = 30.0
-    """Time that a slot stays on its worker before balance may move the slot; 0 = balance never moves a slot. The waits
-    of loops are measured over the same time. A move takes about a second, far less than this time."""
+    """Time that a slot stays on its worker before balance may move the slot; 0 = balance never moves a slot. After this
+    time the measured waits of the loop are mostly those with the slot's present worker. A move itself takes about a
+    second."""
     balance_every_s: float = 5.0
     """Time between two checks whether slots should move to other workers."""
 
@@ -100,11 +102,11 @@ class Limits:
 
     budget: int = 4 * GIB
     """Largest number of bytes of snapshots and blobs on disk."""
-    cadence_share: float = 0.9
+    replay_share: float = 0.9
     """Share of `budget` that is open to snapshots whose only use is a shorter replay. The rest is reserved for the
     first snapshot of each slot and for saved states, without which no run can start."""
     value_max: int = VALUE_MAX
-    """Largest snapshot, blob or state. SQLite's own limit on a value is 1,000,000,000."""
+    """Largest snapshot, blob or state, in bytes. SQLite's own limit on a value is 1,000,000,000 bytes."""
     transfers_max: int = 64 * MIB
     """Largest number of bytes in memory of received snapshots that wait to be written. The same limit holds for blobs.
     Half of it is reserved for small values."""
@@ -123,8 +125,8 @@ class Limits:
     blob_idle_s: float = 3600.0
     """Age at which a blob is dropped if no open attempt uses it. Boxes send blobs before they open the run."""
     snapshot_bytes_per_s: float = 32 * MIB
-    """Largest rate of snapshots of the whole fleet, not counting the first one of each slot. 10,000 snapshots of 76 kB
-    take 23 s."""
+    """Largest rate at which the whole fleet sends snapshots, in bytes per second, without the first snapshot of each
+    slot. 10,000 snapshots of 76 kB take 23 s."""
     snapshots_per_s: float = 400.0
     """Largest number of snapshots per second of the whole fleet. Small snapshots cost the coordinator one call each,
     however few bytes they have."""
@@ -137,35 +139,38 @@ class Limits:
     """Shortest interval between snapshots of one slot, however small the fleet."""
     answers_max: int = 256 * MIB
     """Largest number of bytes in memory of answers to state queries: answers to be sent, and answers kept for other
-    ranks that request the same step. When it is reached, each query may still take the records of one more box."""
+    ranks that request the same step. When it is reached, each query may still take the answers of one more box."""
     asked_at_once: int = 1024
-    """Number of slots whose states a query requests at the same time, or one box if the box has more slots. gRPC itself
-    may buffer 64 KiB of each incoming answer, and 10,000 answers at once would delay heartbeats."""
+    """Largest number of slots whose states a query requests at the same time. A box with more slots is requested as a
+    whole. gRPC itself may buffer 64 KiB of each incoming answer, and 10,000 answers at once would delay heartbeats."""
 
     closed_s: float = 7 * 86400.0
     """Time for which the last state of an ended run is kept: a week, so that it is still there after a weekend."""
     closed_bytes: int = 256 * MIB
-    """Bytes on disk for the last states of all ended runs, in addition to `budget`. The oldest states are dropped
-    first."""
+    """Largest number of bytes on disk of the last states of all ended runs. They do not count in `budget`. The oldest
+    states are dropped first."""
     closed_runs: int = 1000
     """Largest number of ended runs whose last states are kept."""
     json_max: int = 8 * MIB
-    """Largest state of one worker that is sent as JSON. Encoding it takes some 50 ms, in which heartbeats wait."""
+    """Largest state of one slot that is sent as JSON, in bytes. Encoding it takes some 50 ms, in which heartbeats
+    wait."""
 
     past_attempts: int = 16
     """Number of earlier attempts of a run that are remembered by number, key and clients, so that their late calls are
     refused."""
     registration_max: int = 16 * KIB
-    """Largest registration of a worker, which is kept in memory and is part of every status."""
+    """Largest registration of a worker, in bytes. It is kept in memory and is part of every status reply."""
     capabilities_max: int = 16 * KIB
-    """Largest capabilities of a slot's loader, which are kept in memory and in the journal."""
+    """Largest size of a slot's capabilities (what its loader can do), in bytes. They are kept in memory and in the
+    journal."""
     past_sessions: int = 64
-    """Number of sessions of replaced worker processes that are remembered, so that late calls of these are refused."""
+    """Number of replaced worker processes whose sessions (random names) are remembered, so that late calls of these
+    processes are refused."""
     runs_max: int = 100_000
     """Largest number of runs in the journal, open or not. Each is kept for its seed and takes about 1 KB."""
     workers_max: int = 100_000
     """Largest number of workers that are registered at a time."""
-    admissions: RateLimits = field(default_factory=lambda: RateLimits())
+    rate_limits: RateLimits = field(default_factory=lambda: RateLimits())
     """Limits on the rate of registrations of workers and openings of runs."""
     slots_max: int = 16_384
     """Largest number of slots of a run (boxes times workers), and of all open runs of one credential token. The limit
@@ -192,8 +197,8 @@ class Limits:
     queries_of_token_max: int = 1024
     """Largest number of state queries that one credential token may have open at a time, over all runs."""
     queries_max: int = 64
-    """Largest number of open state queries of a run, to which two for each of its boxes are added. Each query sends a
-    request to all workers of the run."""
+    """Number of open state queries that every run may have. A run may have two more for each of its boxes: 64 + 16 for
+    a run of 8 boxes. Each query sends a request to all workers of the run."""
     abandoned_max: int = 1 << 19
     """Largest number of epochs that a box may abandon by `break` in one attempt."""
     abandoned_at_once: int = 4096
@@ -208,8 +213,8 @@ class Limits:
     answer_ends_max: int = 4096
     """Largest number of ends of epochs in a worker's answer to a state request. A worker remembers 1,024."""
     history_entries: int = 64
-    """Number of reported positions kept per box. From them the coordinator finds the oldest step whose state it must be
-    able to give."""
+    """Approximate number of reported positions kept per box, spread over its last `retention_steps` steps. States at
+    these steps are computed from them, and snapshots before the first one are dropped."""
 
     @property
     def tick_s(self) -> float:

@@ -26,7 +26,8 @@ FAULTS = frozenset(
     ("worker lost", "slot lost", "slot failed", "batch quarantined", "box lost", "coordinator restarted")
 )
 """Kinds of events that are faults. The other kinds are: worker joined, worker drains, worker back, worker left; slot
-moved, slot migrated, slot recovered; box opened, box back, box closed; attempt superseded, attempt ended."""
+moved, slot migrated, slot recovered; box opened, box back, box closed; attempt superseded, attempt ended; mixture
+changed."""
 
 
 @dataclass

@@ -36,8 +36,8 @@ def check_measures(**values: float) -> None:
 
 
 def check_reports(reports: Sequence[pb.SlotReport], capacity: int, limits: Limits) -> None:
-    """Raise InvalidArgumentError if a worker's reports about its slots have an invalid measurement, too large
-    capabilities of a loader, or more entries than `capacity` slots need."""
+    """Raise InvalidArgumentError if a worker's reports about its slots have an invalid measurement or too large
+    capabilities of a loader, or if there are more than REPORTS_PER_SLOT reports for each of its `capacity` slots."""
     check_number("slots in a heartbeat", len(reports), REPORTS_PER_SLOT * capacity)
     for report in reports:
         check_capabilities(report, limits.capabilities_max)

@@ -1,13 +1,13 @@
 """Bottleneck of a run: the training loop, one worker, too few workers, or the network between loop and workers.
 
 If a loop seldom waits, the loop itself is the bottleneck, and faster input would not help. If it waits, its waits alone
-could suggest the wrong slot: the loop takes the slots in turn, so if all are equally slow, it waits for the first one,
-and the others use that time. So two measurements decide: the number of batches that the other slots have ready, and the
-time that each slot takes for a batch. A slot is the bottleneck if the other slots have batches ready while the loop
-waits for this slot, and if this slot takes at least 1.5 times as long for a batch. Ready batches alone prove nothing,
-because over time any small difference in speed fills a ring. If no other slot has batches ready, or if all take equally
-long, there are too few slots, or input_fn is too slow. If the slot that the loop waits for has batches ready itself,
-the batches are made in time and arrive late: the bottleneck is the network.
+could suggest the wrong slot: the loop takes the slots in turn, so if all are equally slow, it waits for one slot, and
+the others make their batches meanwhile. So two measurements decide: the number of batches that the other slots have
+ready, and the time that each slot takes for a batch. A slot is the bottleneck if the other slots have batches ready
+while the loop waits for this slot, and if this slot takes at least 1.5 times as long for a batch. Ready batches alone
+prove nothing, because over time any small difference in speed fills a ring. If no other slot has batches ready, or if
+all take equally long, there are too few slots, or input_fn is too slow. If the slot that the loop waits for has batches
+ready itself, the batches are made in time and arrive late: the bottleneck is the network.
 
 Collectives usually keep the boxes of a run in step, so the run is as fast as the box that waits most.
 
@@ -27,7 +27,7 @@ from penstock.runtime.telemetry.units import INPUT_BOUND, percent
 LEAST_S = 3.0
 """Shortest time over which waits must be measured before a bottleneck is reported, in seconds."""
 MIN_BLAME = 0.5
-"""Smallest share of a box's waiting that one slot or worker must cause to be the bottleneck."""
+"""Smallest share of a box's waiting, from 0 to 1, that one slot or worker must cause to be called the bottleneck."""
 STRAGGLER_FACTOR = 1.5
 """Smallest ratio of a straggler's time per batch to that of the other slots."""
 
@@ -72,7 +72,10 @@ class Bottleneck:
     """Answer to the question what limits the speed of a run."""
 
     kind: str
-    """Kind of limit: starting, loop, straggler, workers, network, unplaced or recovering."""
+    """Kind of limit. starting: first batches are being made, or too little is measured. loop: the training loop itself.
+    straggler: one slow slot or worker. network: batches arrive late. workers: too few slots, or a slow input_fn.
+    unplaced: no worker has free capacity for a slot. recovering: a slot's new runner is starting or replaying, or the
+    slot has failed."""
     text: str
     wait_share: float = 0.0
     box: int | None = None

@@ -16,7 +16,7 @@ coordinator need not remember the promise, which therefore also holds after rest
 Long polls that were answered together, at the start of a job or after a restart, would stay synchronised. So each peer
 has its own moment within the interval, derived from its name, and its poll is held until that moment.
 
-This module only computes the leases. `Registry.tick` (core/state_machine.py) decides that a worker or box is dead,
+This module only computes the leases. `StateMachine.tick` (core/state_machine.py) decides that a worker or box is dead,
 because its lease has ended.
 
 Pure, except that promised leases are recorded in the journal.
@@ -47,8 +47,8 @@ class LeasePolicy:
         return max(self.lease_s, min(known_s, longest_s))
 
     def left(self, now: float, name: str) -> float:
-        """Return the seconds until the moment in the interval at which the long poll of the peer `name` is answered;
-        always above 0."""
+        """Return the seconds until the long poll of the peer `name` is answered even without news; always above 0. This
+        moment in the heartbeat interval is derived from the name, so that the polls of a fleet are spread over it."""
         digest = blake2b(name.encode(), digest_size=4).digest()
         moment = int.from_bytes(digest) / (1 << 32) * self.heartbeat_s
         return self.heartbeat_s - (now - moment) % self.heartbeat_s
@@ -103,8 +103,8 @@ def patience_s(load_factor: float, lease_s: float, unreceived_s: float = 0.0) ->
 
 
 class PromisedLease:
-    """Longest lease that may still have been promised to a peer of one kind (worker or client). The journal keeps it
-    for the next process of the coordinator.
+    """Longest promised lease that a peer of one kind (worker or client) may still rely on. The journal keeps it for the
+    next process of the coordinator.
 
     The recorded value has a margin, so that a growing fleet seldom causes a write. The value is lowered when it is
     older than the lease itself. By then every peer that was promised this lease has a newer promise, or has lost its

@@ -73,7 +73,8 @@ class FreeCapacity:
         self._workers = workers
         self._heaps: dict[tuple[str, ...], _Heaps] = {}
         self._entries = 0
-        """Number of entries pushed since the heaps were last rebuilt."""
+        """Number of entries added since the heaps were last rebuilt. Above a limit, `offer` rebuilds the heaps to
+        remove stale entries."""
 
     def offer(self, worker: Worker) -> None:
         """Add an entry for the worker. Call this method whenever the worker has changed."""

@@ -19,8 +19,8 @@ from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import records_pb2
 
 _MOST_STEPS = 100_000
-"""Largest number of steps by which a runner can be ahead of its box's last report. A position beyond that is
-invalid."""
+"""Largest number of steps that `name_of` counts on from a box's last reported position to find a batch's step. A batch
+further ahead is named without its step."""
 
 
 def is_valid_position(making: records_pb2.Skip) -> bool:

@@ -37,8 +37,8 @@ class AggregationTask(SlotStateRequest):
 
 @dataclass(eq=False)
 class Aggregation(StateQuery):
-    """State query for an aggregation. It sends one request, to the first ready slot of the box `box`, and is planned
-    like a query of a run with one box."""
+    """State query for an aggregation. It sends one request, to the first ready slot of the box `box`. The result counts
+    as the state of box 0 of a run with one box, so `StateQuery` needs no other code to wait for it and send it."""
 
     box: int = 0
     blob: str = ""
@@ -48,11 +48,11 @@ class Aggregation(StateQuery):
         return (self.run, self.attempt, self.step, self.blob)
 
     def task(self, *given: Any) -> AggregationTask:
-        """Return the request to a worker. `given`: arguments of the request's class."""
+        """Return the request to a worker. `given`: arguments for the constructor of the request's class."""
         return AggregationTask(*given)
 
     def able(self, box: Box) -> list[Slot]:
-        """Return the slots of which one may do the task."""
+        """Return the slots whose workers may do the task. The first of these slots that is ready does it."""
         return box.slots
 
     def is_next(self, slot_request: SlotStateRequest) -> bool:

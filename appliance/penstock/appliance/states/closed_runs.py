@@ -23,7 +23,8 @@ __all__ = ["ClosedRun", "ClosedRuns", "boxes_of", "parts_of"]
 
 @dataclass(frozen=True)
 class ClosedRun:
-    """Description of the kept last state of a run, without the state itself."""
+    """Description of the state that is kept of an ended run: the newest that was fetched while the run was open. The
+    state itself is in the database."""
 
     run: str
     attempt: int
@@ -35,7 +36,7 @@ class ClosedRun:
 
 
 class ClosedRuns:
-    """Index of the kept last states of ended runs.
+    """Index of the states that are kept of ended runs, one for each run.
 
     Args:
         found: descriptions that the database holds at the coordinator's start.

@@ -69,11 +69,13 @@ class SlotStateRequest:
     """Total of the slot at the box's nearest reported position. The worker returns the digests of the slot's batches
     after it, with which the box's stream digest is continued."""
     round: int
-    """Number of ends of epochs that the slot has answered so far, so that a repeated request has a new id."""
+    """Number of the slot's answers so far that reported the end of an epoch instead of a state. It gives a request that
+    is repeated after such an answer a new id."""
     serial: int
     """Serial number of the query that sends the request."""
     abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
-    """Epochs that the loop abandoned, as (epoch, the slot's total there), complete from epoch `abandoned_from` on."""
+    """Epochs that the loop abandoned, as (epoch, the slot's total when the loop left it). All abandoned epochs from
+    `abandoned_from` on are in the tuple."""
     abandoned_from: int = field(default=0, compare=False, kw_only=True)
 
     @property
@@ -100,8 +102,8 @@ class SlotStateRequest:
 
 def _abandoned_before(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
     """Return the epochs that the box's loop abandoned before this position, at most EPOCHS_SENT, and the epoch from
-    which on the list is complete. An entry is (epoch, {slot: the slot's total there}), with the slots that had not
-    ended."""
+    which on the list is complete. An entry is (epoch, {slot: the slot's total when the loop left the epoch}). Slots
+    that had already ended the epoch are missing in the entry."""
     left: list[tuple[int, dict[int, int]]] = []
     for epoch in reversed(box.abandoned):
         if epoch >= position.epoch:
@@ -129,8 +131,8 @@ class BoxState:
     records: list[tuple[pb.WorkerRecord, bytes]]
     position: records_pb2.BoxPosition | None = None
     final: int | None = None
-    """Last step of the box if its epoch was over: the states are then those of this step, and valid while the box stays
-    there. None otherwise."""
+    """Last step of the box if its epoch had ended before the requested step. The states are then those after this last
+    step, and are valid until the box takes another step. None: the states are those at the requested step."""
 
     @property
     def size(self) -> int:
@@ -157,8 +159,8 @@ class GatheredState:
     records: list[tuple[pb.WorkerRecord, bytes]]
     positions: dict[int, records_pb2.BoxPosition]
     finals: dict[int, int]
-    """Box -> its last step, for boxes whose epoch was over. The result is valid while these boxes stay at these
-    steps."""
+    """Box -> its last step, for each box whose epoch had ended before the requested step. The result has the final
+    states of these boxes, and is valid until one of them takes another step."""
 
 
 @dataclass(eq=False)
@@ -204,8 +206,9 @@ class StateQuery:
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
     _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
-    """(box, slot) -> the slot's position and the known ends of epochs when it answered with an end that was already
-    known. Another slot then made the plan wrong. So the slot gets no new request until more ends are known."""
+    """(box, slot) -> position that the slot's worker refused without reporting a new end of an epoch; the ends of
+    epochs known then; the epochs abandoned by then. The worker would refuse the position again, so the slot gets no new
+    request until one of the three has changed."""
     _starts: dict[int, Position] = field(default_factory=dict)
     """Box -> the newest reported position after which digests were requested. It is used even after the cluster state
     has got a later one."""
@@ -329,8 +332,8 @@ class StateQuery:
             if not attempt.any_live():
                 raise StateUnavailableError(
                     f"the state of run {self.run} at step {self.step} is not available, because its training processes "
-                    f"have stopped reporting, that of box {number} too, and their workers were freed. Retry once they "
-                    "report again; if they are dead, resume from an earlier state"
+                    f"have stopped reporting (also that of box {number}), and their workers were freed. Retry once the "
+                    "training processes report again; if they are dead, resume from an earlier state"
                 )
             missing.append(
                 f"box {number} (its training process has stopped reporting, and its workers were freed: if the process "
@@ -338,9 +341,9 @@ class StateQuery:
             )
             self._ask(number, {})
             return
-        behind = attempt.behind(box, self.step)
+        behind = attempt.unreported_abandonment(box, self.step)
         if behind is not None:
-            other = attempt.left[behind]
+            other = attempt.abandoned_after[behind]
             missing.append(
                 f"box {number} (has not reported a step beyond {behind}, after which box {other} abandoned an epoch)"
             )

@@ -188,8 +188,8 @@ class CommitNumber:
         self.number += 1
 
     def expect(self, number: int) -> None:
-        """Write `number` to the file, without such a commit. Later starts then refuse this database, because it lacks
-        the commit."""
+        """Write `number` to the file, although the database has no commit of this number. Later starts then refuse the
+        database, because it lacks the commit."""
         if self._fd >= 0:
             self._record(number)
 

@@ -43,8 +43,9 @@ class GroupCommit:
 
     @asynccontextmanager
     async def synced(self) -> AsyncIterator[None]:
-        """Return a context in which a reply or an error is made. At its end it waits until all changes so far are on
-        disk. A call that is cancelled does not wait: its rows are written with the next call or tick."""
+        """Return a context in which the state machine handles a call. Leaving the context waits until all changes so
+        far are on disk, so that the caller gets the reply or the error only after that. A call that is cancelled does
+        not wait: its rows are written with the next call or tick."""
         try:
             yield
         except Exception:

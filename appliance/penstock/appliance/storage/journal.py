@@ -195,7 +195,7 @@ class Journal:
         self._add(("meta", name), "INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def noted(self, name: str, default: str) -> str:
-        """Return the value that was stored under this name before the start, else `default`."""
+        """Return the value that is stored under this name. If there is none, store `default` and return it."""
         try:
             return self._meta(name, default)
         except sqlite3.Error as error:
@@ -217,9 +217,9 @@ class Journal:
         self._add(key, _INSERT[table], (*(row[column] for column in _COLUMNS[table]), _SUM))
 
     def put_all(self, table: str, rows: Callable[[], Iterable[Mapping[str, Any]]], **which: str | int) -> None:
-        """Write many rows of the table with the next commit, all with the column values `which`. `rows` is called at
-        the commit, possibly in another thread and more than once, so the objects that it reads must not change any
-        more."""
+        """Write many rows of the table with the next commit. `rows` returns them. It is called at the commit, possibly
+        in another thread and more than once, so the objects that it reads must not change any more. `which`: names the
+        set of rows. Of two calls with the same table and `which` before a commit, only the later one counts."""
 
         def values() -> Iterator[tuple[Any, ...]]:
             return ((*(row[column] for column in _COLUMNS[table]), _SUM) for row in rows())

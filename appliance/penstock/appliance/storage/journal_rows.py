@@ -43,7 +43,7 @@ def abandoned_row(attempt: Attempt, box: Box, epoch: int) -> Row:
     return _box(attempt, box) | {"epoch": epoch, "step": box.abandoned[epoch]}
 
 
-def track_row(attempt: Attempt, box: Box, history: Callable[[], bytes]) -> Row:
+def history_row(attempt: Attempt, box: Box, history: Callable[[], bytes]) -> Row:
     """Return the row of a box's history. `history`: returns the history as bytes; it is called when the row is
     written."""
     return _box(attempt, box) | {"over": attempt.state is not AttemptState.OPEN, "history": history}

@@ -37,7 +37,8 @@ class DurableSnapshot:
     @property
     def is_sure(self) -> bool:
         """True if every loader can restart from this snapshot: it was taken after a batch, or at the start of epoch 0.
-        (Kept in penstock.worker.slots.snapshots gives the reason.)"""
+        The state at the start of a later epoch may still be that of the epoch before, because some loaders begin an
+        epoch only in the first next(). Such a loader, restored there, would end at once."""
         return not self.epoch_start or self.epoch == 0
 
 
@@ -148,7 +149,7 @@ class SnapshotIndex:
                 f"a snapshot must have at most {self._limits.value_max} bytes, got {size}: return less from the "
                 "loader's state_dict()"
             )
-        share = self._limits.cadence_share if self._of(key) else 1.0
+        share = self._limits.replay_share if self._of(key) else 1.0
         limit = int(self._limits.budget * share)
         if self.used + self.coming + size > limit:
             used = f"{self.used} of {limit} bytes of the coordinator's snapshot budget are in use"
@@ -198,8 +199,9 @@ class SnapshotIndex:
             self._snapshots[key.run, key.attempt][key].remove(old)
 
     def discard(self, key: SlotKey, kept: DurableSnapshot) -> None:
-        """Drop a snapshot that was written but is not needed. It may have replaced one of the same position, which is
-        dropped with it."""
+        """Drop a snapshot that was written to disk too late: its attempt is over, or a change of the mixture has made
+        it invalid. If the index has a snapshot of the same position, drop that one too, because the late one has
+        replaced it on disk."""
         for old in [one for one in self._of(key) if (one.total, one.epoch) == (kept.total, kept.epoch)]:
             self.used -= old.size
             self._snapshots[key.run, key.attempt][key].remove(old)

@@ -27,7 +27,7 @@ import torch
 
 from penstock.client.api.appliance_settings import ApplianceSettings, Torchrun, attempt_key, resolve
 from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
-from penstock.client.api.scopes import ApplianceScope
+from penstock.client.api.scopes import EnteredScope
 from penstock.client.embedded import Embedded
 from penstock.client.states.code_reference import forbid_in_runner, search_path
 from penstock.client.states.run_opening import Opening
@@ -104,16 +104,16 @@ class Appliance:
         tls_cert, tls_key: files with this client's certificate, for servers that request one, and its key.
         tls_name: name that the certificates of coordinator and workers must have, instead of their addresses.
         lane: transport of batches: "auto" (shared memory on this host, TCP from others) or "tcp" ("auto").
-        compression: codec of batches over TCP: None, "lz4" or "zstd" (None). Compression speeds up a stream that
-            shrinks if the network gives a lane (the connection to one worker slot) less than 7 ("lz4") or 4 Gbit/s
-            ("zstd"), for 1.3 or 2.4 to 3.2 processor seconds a GB (benchmarks/compression.md). Payloads that do not
-            shrink travel uncompressed. Requires `pip install penstock[compression]`; a worker without this package
-            sends batches uncompressed.
+        compression: codec of batches over TCP: None, "lz4" or "zstd" (None). Compression is faster than none where the
+            data shrink and the network gives a lane (the connection to one worker slot) less than 7 Gbit/s ("lz4") or 4
+            Gbit/s ("zstd"). It costs 1.3 processor seconds a GB ("lz4"), or 2.4 to 3.2 ("zstd"):
+            benchmarks/compression.md. Batches that do not shrink are sent uncompressed. Requires `pip install
+            penstock[compression]`; a worker without this package sends batches uncompressed.
         max_batch_bytes: largest size of a batch in bytes; a larger batch is an error (1 GiB).
         digest: bytes that a batch's digest covers: "sample" (all of a small batch, the ends and a sample of a large
-            one, 1 to 2 us), "full" (every byte, 9 us a MiB), or "rows" (every byte of each row, summed, so that digests
-            can be compared over other numbers of boxes, see DataExecutor.digest; about 0.5 us more for each row of each
-            tensor) (that of the loaded state, else "sample").
+            one, 1 to 2 us), "full" (every byte, 9 us a MiB), or "rows" (every byte, as the sum of the digests of all
+            rows, so that runs on different numbers of boxes can be compared, see DataExecutor.digest; about 0.5 us more
+            for each row of each tensor). Default: that of the loaded state, else "sample".
         strict_structure: refuse a batch whose structure or dtypes differ from those of the first batch (False).
         replay: save loaders without state methods too, by counting their batches and replaying them (False).
         retention_steps: number of last delivered steps whose states stay available (256).
@@ -300,8 +300,8 @@ class Appliance:
         """Open a run of a loader for this box. Return the run, and the reader that returns its batches.
 
         Args:
-            owner: the DataLoader. It gets its number in the job when its first run is opened. opening: code, seed,
-                position and state of the run.
+            owner: the DataLoader. It gets its number in the job when its first run is opened.
+            opening: code, seed, position and state of the run.
         """
         if self.in_process:
             return self._open_here(owner, opening)
@@ -391,8 +391,8 @@ class Appliance:
 
     def _patiently(self, deadline: float, run: OpenRun, call: Callable[[], None]) -> None:
         """Run `call`, a call to the coordinator, and repeat it while the coordinator cannot be reached. The repetition
-        is safe, because the coordinator recognises a repeated call. Raises CoordinatorUnavailableError after REACH_S,
-        and the error that has ended `run`."""
+        is safe, because the coordinator recognises a repeated call. Raises CoordinatorUnavailableError at `deadline`,
+        at the latest after REACH_S seconds; any other error of `call` at once. `run`: the run that `call` opens."""
         give_up = min(deadline, time.monotonic() + REACH_S)
         while True:
             try:
@@ -473,8 +473,8 @@ class Appliance:
 
 
 class _Deaths:
-    """Function for the case that an embedded daemon dies: it ends all runs of an appliance with an error. It has only a
-    weak reference to the appliance, so it does not keep the appliance alive."""
+    """Callback for the death of an embedded daemon: it ends all runs of an appliance with an error. The callback has
+    only a weak reference to the appliance, so it does not keep the appliance alive."""
 
     def __init__(self, appliance: Appliance) -> None:
         self._appliance = weakref.ref(appliance)
@@ -515,7 +515,7 @@ def _close_all() -> None:
         appliance.close()
 
 
-_entered: ApplianceScope[Appliance] = ApplianceScope(
+_entered: EnteredScope[Appliance] = EnteredScope(
     "penstock-appliances",
     "one appliance must be open for this thread, got {count} in `with` statements of other threads: pass "
     "DataExecutor(loader, appliance=...), or open the appliance in the thread that uses it",
@@ -530,9 +530,9 @@ class _Default:
     """Default appliance, for loaders that are iterated without an open appliance, and the ids of the loaders that use
     it.
 
-    The finalizer of a loader removes the loader's id. A finalizer may run inside the garbage collector, so it only
-    removes the id from a set and writes to an eventfd. A thread waits for this, and closes the appliance when the set
-    is empty.
+    The finalizer of a loader removes the loader's id from a set. When the set is empty, the appliance is closed. The
+    finalizer cannot close it, because it may run inside the garbage collector. So it writes to an eventfd, and a thread
+    that waits for the eventfd closes the appliance.
     """
 
     def __init__(self) -> None:

@@ -100,8 +100,8 @@ def _resolved(kind: type[ApplianceSettings], given: dict[str, Any]) -> Appliance
         )
     if settings.num_workers_per_box == 0 and settings.synthetic:
         raise InvalidArgumentError(
-            "Appliance: synthetic must be False with num_workers_per_box=0, got True: only with workers is a job "
-            "measured without the cost of its input. Leave out synthetic= and PENSTOCK_SYNTHETIC, or use workers"
+            "Appliance: synthetic must be False with num_workers_per_box=0, got True: synthetic batches are made by "
+            "workers, and there are none. Leave out synthetic= and PENSTOCK_SYNTHETIC, or pass num_workers_per_box >= 1"
         )
     return settings
 
@@ -123,7 +123,8 @@ def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
 
 
 class Torchrun:
-    """Variables that torchrun sets for its processes; outside torchrun, empty strings and the values of one process."""
+    """Variables that torchrun sets for its processes. Outside torchrun: strings are empty, local_rank is 0, and both
+    world sizes are 1."""
 
     def __init__(self) -> None:
         env = os.environ

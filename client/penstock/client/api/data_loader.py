@@ -9,9 +9,9 @@ in `iter()`, which raises the errors of the opening. From then on the generator'
 after its last batch, by `break`, by an exception, or because the iterator is dropped.
 
 An epoch that the loop leaves by `break` is abandoned when the next executor starts, not at the `break`. Until then the
-state is that of the last step, in the middle of the epoch. An epoch that is left after its last batch, which len() of
-the loaders tells, counts as complete, not as abandoned. An epoch that a persistent executor leaves is not abandoned
-either: the next executor continues with the next batch.
+state is that of the last step, in the middle of the epoch. If the loop leaves after the epoch's last batch, the epoch
+counts as complete, not as abandoned. (len() of the loaders tells which batch is the last.) An epoch that a persistent
+executor leaves is not abandoned either: the next executor continues with the next batch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader as TorchLoader
 from penstock.client.api.appliance import Appliance
 from penstock.client.api.progress_line import ProgressLine
 from penstock.client.api.resumable_loader import ResumableLoader
-from penstock.client.api.scopes import ApplianceScope
+from penstock.client.api.scopes import EnteredScope
 from penstock.client.api.session import Session
 from penstock.client.states.batch_sizes import batch_size_of
 from penstock.client.states.code_reference import forbid_in_runner
-from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, CheckpointSteps, positive
+from penstock.client.stream.checkpoint_schedule import CheckpointSchedule, CheckpointSteps, checked_int
 from penstock.client.stream.stream_interfaces import EPOCH_ENDED, StreamStats
 from penstock.proto.errors import EmptyInputError, PenstockError
 from penstock.proto.state.position import EPOCHS_AHEAD
@@ -94,8 +94,8 @@ class DataLoader(ResumableLoader):
 
     @property
     def dataloader(self) -> Any:
-        """Loader that input_fn returns in this process when it is called as the only worker. A torch DataLoader gets
-        num_workers=0.
+        """Loader that input_fn returns when this process calls it, as if this process were the only worker. It serves
+        to inspect the loader, for example its dataset. A torch DataLoader gets num_workers=0.
 
         The loader is built at the first access and kept. Its batches are not part of the run's stream. Raises
         InputFnError if input_fn fails in this process, for example because its data are missing.
@@ -151,11 +151,11 @@ def wrap(loader: TorchLoader[Any]) -> DataLoader:
         for batch in wrap(torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True)):
             ...
 
-    A map-style dataset is read by a penstock.data.MapLoader: unshuffled batches are those of torch, shuffled ones come
-    in the order of the run's seed (of the `generator`, where it has one), and the state resumes on any number of
-    workers and boxes. An IterableDataset must shard itself by torch's get_worker_info(); its state is restored by
-    replay from the start of the epoch, on the same number of workers. The dataset is pickled for the workers, so the
-    appliance must be embedded; for workers on other machines write an input_fn.
+    A map-style dataset is read by a penstock.data.MapLoader: without shuffle the batches are those of torch. With
+    shuffle their order follows from the run's seed, or from the seed of the DataLoader's `generator`. The state resumes
+    on any number of workers and boxes. An IterableDataset must shard itself by torch's get_worker_info(); its state is
+    restored by replay from the start of the epoch, on the same number of workers. The dataset is pickled for the
+    workers, so the appliance must be embedded; for workers on other machines write an input_fn.
 
     Raises:
         InvalidArgumentError: Penstock cannot reproduce the order of the loader's sampler or batch_sampler.
@@ -191,8 +191,9 @@ class DataExecutor:
     Args:
         loader: penstock DataLoader.
         num_steps: number of batches to take, over all epochs that this requires. 0: no batch, and no run is opened, so
-            that a finished job that is started again ends quietly. None: one epoch, or the rest of a begun epoch. The
-            next executor continues with the next batch; after an epoch left by `break`, with the next epoch.
+            that a finished job that is started again ends quietly. None: one epoch, or the rest of a begun epoch. After
+            a `break`, the next executor continues with the next batch if num_steps was given, and begins the next epoch
+            if it was not (see `persistent`).
         checkpoint_steps: steps at which the job saves. None or 0: none. N: each step that N divides, and the last step
             of this executor. Or absolute steps: an iterable of ints and ranges, or a callable from a step to a bool.
             Workers prepare states for steps that are known ahead; a state is available at any other step too.
@@ -201,10 +202,10 @@ class DataExecutor:
         persistent: continue the epoch after a `break` (False): the next executor takes the next batch, as an executor
             with num_steps always does. For code in which each loop over a loader continues the stream, as with Megatron
             Energon.
-        rest_only: with num_steps=None, take no batch if the loaded state is that of an epoch's very end (False: take
-            the next epoch). For code that reads one epoch in all, after any number of restarts. After a change of the
-            number of boxes or workers, the loaders of penstock.data cannot distinguish an epoch's end from the next
-            epoch's beginning, so the next epoch is taken.
+        rest_only: with num_steps=None, take no batch if the loaded state was saved after the last batch of an epoch
+            (False: take the next epoch). For code that reads one epoch in all, after any number of restarts. After a
+            change of the number of boxes or workers, the loaders of penstock.data cannot distinguish an epoch's end
+            from the next epoch's beginning, so the next epoch is taken.
 
     Raises:
         TypeError: the loader is not a penstock.client.DataLoader.
@@ -230,7 +231,7 @@ class DataExecutor:
                 f"{type(loader).__qualname__}: pass the function that makes this loader to DataLoader(input_fn)"
             )
         self._loader = loader
-        self._num_steps = None if num_steps is None else positive("num_steps", num_steps, least=0)
+        self._num_steps = None if num_steps is None else checked_int("num_steps", num_steps, least=0)
         self._schedule = CheckpointSchedule.of(checkpoint_steps)
         self._appliance, self._persistent, self._rest_only = appliance, persistent, rest_only
         if appliance is not None:
@@ -259,7 +260,7 @@ class DataExecutor:
 
     def __len__(self) -> int:
         """Return the number of steps of this executor: num_steps if it was given, else the number of batches in an
-        epoch. Raises TypeError if that is needed and the workers' loaders have no len()."""
+        epoch. Raises TypeError if num_steps was not given and the workers' loaders have no len()."""
         return len(self._loader) if self._num_steps is None else self._num_steps
 
     def __bool__(self) -> bool:
@@ -316,7 +317,7 @@ class DataExecutor:
 
         Equal streams have equal digests. A loaded state continues its digest, on any number of workers. chain(0) = 0,
         chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None if unknown: before the loop
-        begins, after a state was loaded onto another number of boxes, or after a state without a digest.
+        begins, and after a state was loaded onto another number of boxes or a state without a digest was loaded.
 
         With Appliance(digest="rows") the value is this box's part of a digest of all boxes. Add the parts of all boxes
         modulo 2^64: the sum is equal for two streams whose steps deliver the same rows, also if the number of boxes
@@ -395,7 +396,7 @@ class DataExecutor:
             loader.finish(self, left_early=left_early, epoch_ended=stop is None and position.epoch > first_epoch)
 
 
-_iterating: ApplianceScope[DataExecutor] = ApplianceScope(
+_iterating: EnteredScope[DataExecutor] = EnteredScope(
     "penstock-loops",
     "one DataExecutor must be iterating for this thread, got {count} in other threads: call a checkpoint_closure in "
     "the thread of its loop",

@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from penstock.client.api.appliance import Appliance
 from penstock.client.api.data_loader import DataExecutor, DataLoader
-from penstock.client.stream.checkpoint_schedule import CheckpointSteps, positive
+from penstock.client.stream.checkpoint_schedule import CheckpointSteps, checked_int
 
 __all__ = ["Lookahead"]
 
@@ -70,7 +70,7 @@ class Lookahead(IterableDataset[Any]):
         appliance: Appliance | None = None,
     ) -> None:
         self._loader = loader
-        self._depth = positive("depth", depth)
+        self._depth = checked_int("depth", depth)
         self._executor = DataExecutor(loader, checkpoint_steps=checkpoint_steps, appliance=appliance)
         self._epoch_iterator: weakref.ref[Generator[Any, None, None]] | None = None
         """Weak reference to the iterator over the present epoch, which the framework holds."""
@@ -240,8 +240,8 @@ class Lookahead(IterableDataset[Any]):
         return self._loader.mid_epoch
 
     def leave_epoch(self) -> None:
-        """Abandon the epoch of the loaded state: the next iteration begins the next epoch. To be called if the loop
-        that saved the state had finished its own, shorter epoch. It also holds if the same state is loaded once more,
-        as Lightning does."""
+        """Abandon the epoch of the loaded state: the next iteration begins the next epoch. Call this if the framework
+        limits the batches of an epoch, and the loop that saved the state had reached this limit. The call keeps its
+        effect if the same state is loaded once more, as Lightning does."""
         self._over_at = self._loader.step
         self._loader.leave_epoch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Any
 
-from penstock.client.stream.checkpoint_schedule import positive
+from penstock.client.stream.checkpoint_schedule import checked_int
 from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["compute_num_steps"]
@@ -44,20 +44,20 @@ def compute_num_steps(
         )
     if num_steps is None and num_epochs is None and max_steps is None:
         raise InvalidArgumentError("num_steps, max_steps or num_epochs must be given, got none: pass one of them")
-    start = positive("initial_step", initial_step, least=0)
-    accumulated = positive("grad_accum_steps", grad_accum_steps)
+    start = checked_int("initial_step", initial_step, least=0)
+    accumulated = checked_int("grad_accum_steps", grad_accum_steps)
     bounds = []
     if num_steps is not None:
-        bounds.append(positive("num_steps", num_steps))
+        bounds.append(checked_int("num_steps", num_steps))
     if max_steps is not None:
-        bounds.append(positive("max_steps", max_steps) - start)
+        bounds.append(checked_int("max_steps", max_steps) - start)
         if bounds[-1] < 1:
             raise InvalidArgumentError(
                 f"initial_step must be below max_steps={max_steps}, got {start}: the training is complete. Raise "
                 "max_steps to continue"
             )
-    epochs = None if num_epochs is None else positive("num_epochs", num_epochs)
-    wanted = None if steps_per_epoch is None else positive("steps_per_epoch", steps_per_epoch)
+    epochs = None if num_epochs is None else checked_int("num_epochs", num_epochs)
+    wanted = None if steps_per_epoch is None else checked_int("steps_per_epoch", steps_per_epoch)
     length = _length(dataloader)
     if length is None and epochs is not None:
         raise InvalidArgumentError(

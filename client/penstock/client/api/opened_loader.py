@@ -115,7 +115,8 @@ class OpenedLoader:
 
     def begin(self, executor: Any, appliance: Appliance | None) -> Session:
         """Return the loader's session (its run and reader) for an executor that starts to iterate. Open the run if it
-        is not open. `appliance`: appliance passed to the executor; None: the default one."""
+        is not open. `appliance`: appliance passed to the executor; None: that of the open run, else
+        current_appliance()."""
         if self._iterating:
             raise RuntimeError(
                 f"{self.name}: only one executor can iterate a loader at a time: finish the loop of the other executor "
@@ -126,7 +127,7 @@ class OpenedLoader:
             session = self._open(appliance if appliance is not None else current_appliance(self))
             if self._leaves_epoch:
                 self._capabilities(session)  # waits until the epoch's length is known
-                session.cut_due = session.expected_last() != session.reader.position.step
+                session.abandon_due = session.expected_last() != session.reader.position.step
         elif session.run.error is not None:
             raise session.run.error
         elif session.run.closed:
@@ -142,7 +143,7 @@ class OpenedLoader:
         self._executor = weakref.ref(executor)
         session.reader.thread = threading.get_ident()
         try:
-            if session.cut_due:
+            if session.abandon_due:
                 session.abandon_epoch()
             session.run.progress.epoch_ended = False
         except BaseException:
@@ -160,7 +161,7 @@ class OpenedLoader:
         session = self._session
         if session is None or session.run.closed:
             return
-        session.cut_due = left_early
+        session.abandon_due = left_early
         session.reader.flush()
         if epoch_ended:
             session.run.progress.epoch_ended = True
@@ -215,8 +216,8 @@ class OpenedLoader:
         cover = DigestCover.SAMPLE if settings.digest is None else DigestCover[settings.digest.upper()]
         if self._drawn is not None and seed is not None and seed != self._drawn:
             raise StateMismatchError(
-                f"seed must be {self._drawn}, the random seed of a state of {self.name} that was taken before the "
-                f"first loop, got Appliance(seed={seed}): take the state once the loop has begun, or inside `with "
+                f"seed must be {self._drawn}, the random seed that a state of {self.name} got when it was taken before "
+                f"the first loop, got Appliance(seed={seed}): take the state once the loop has begun, or inside `with "
                 "Appliance(...)`"
             )
         start = self._start_of(settings, settings.box)
@@ -278,7 +279,7 @@ class OpenedLoader:
             run,
             reader,
             self.name,
-            first_step=position.step,
+            began_at=position.step,
             epoch_began_at=position.step - sum(position.delivered),
             whole_epoch=start.same_topology or position.step == 0,
         )
@@ -350,8 +351,8 @@ class OpenedLoader:
 
 
 def _on(cover: DigestCover, start_of: Callable[[int], BoxStart], box: int) -> BoxStart:
-    """Return `start_of(box)`, the position and state from which a box starts. In a run with digests by rows
-    (DigestCover.ROWS), set `by_rows` in the position."""
+    """Return `start_of(box)`, the position and state from which a box starts. In the position, set `by_rows` to True if
+    `cover` is DigestCover.ROWS (digests by rows), else to False."""
     start = start_of(box)
     start.position.by_rows = cover == DigestCover.ROWS
     return start

@@ -86,7 +86,7 @@ class ResumableLoader(OpenedLoader):
         if is_to_be_filled():
             return blank()
         session = self._session
-        first = session.first_step if session is not None else self.step
+        first = session.began_at if session is not None else self.step
         if not first <= step <= self.step:
             raise StateUnavailableError(
                 f"{self.name}: state_at(): step must be from {first} to {self.step}, got {step}: pass a step "
@@ -149,8 +149,8 @@ class ResumableLoader(OpenedLoader):
         Raises the errors of state_at(), and StateUnavailableError before the first step.
         """
         session, step = self._session, self.step if step is None else step
-        if session is None or not session.first_step < step <= self.step:
-            first = session.first_step + 1 if session is not None else self.step + 1
+        if session is None or not session.began_at < step <= self.step:
+            first = session.began_at + 1 if session is not None else self.step + 1
             steps = f"steps {first} to {self.step} have" if first <= self.step else "no step has"
             raise StateUnavailableError(
                 f"{self.name}: step {step} has no records for checkpoints(), because {steps} been delivered since the "

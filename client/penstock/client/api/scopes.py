@@ -16,12 +16,12 @@ from typing import Any, Generic, TypeVar
 
 from penstock.proto.errors import AmbiguousContextError
 
-__all__ = ["ApplianceScope"]
+__all__ = ["EnteredScope"]
 
 T = TypeVar("T")
 
 
-class ApplianceScope(Generic[T]):
+class EnteredScope(Generic[T]):
     """Stack of the objects of one kind, appliances or executors, whose `with` or loop is running. An object that is
     entered twice must be left twice.
 

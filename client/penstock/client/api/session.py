@@ -26,7 +26,7 @@ class Session:
     run: StreamRun
     reader: Reader
     name: str
-    first_step: int
+    began_at: int
     """Number of the last step before the session's first batch."""
     epoch_began_at: int
     """Number of the last step before the first batch of the present epoch."""
@@ -35,8 +35,8 @@ class Session:
     warned_ended: set[tuple[int, int]] = field(default_factory=set)
     """Ends of other boxes' epochs of which the user was already warned, as (box, last step of the epoch)."""
     warned_of_abandoned: bool = False
-    cut_due: bool = False
-    """True if the loop left the epoch by `break`, so that the next executor abandons the epoch."""
+    abandon_due: bool = False
+    """True if the loop left the epoch by `break`, so that the next executor will abandon the epoch."""
 
     @property
     def progress(self) -> bool:
@@ -47,7 +47,7 @@ class Session:
         rows = reader.counts.rows()
         return replace(
             reader.stats,
-            steps=reader.position.step - self.first_step,
+            steps=reader.position.step - self.began_at,
             copies=reader.copies,
             waited_by_worker=dict(reader.stats.waited_by_worker),
             sources=by_source(rows),
@@ -76,7 +76,7 @@ class Session:
                 self.reader.position.step,
             )
         self.reader.abandon_epoch()
-        self.cut_due = False
+        self.abandon_due = False
         self.epoch_began_at, self.whole_epoch = self.reader.position.step, True
 
     def warn_of_ended(self, step: int) -> None:

@@ -5,9 +5,9 @@
     files on the disk ─> commit by rank 0's writer <─────────────────────────────────┘
 
 The ranks communicate only in `save` and `restore`, on the training thread: each save needs one small exchange, and a
-larger one when the state has another structure. After that each rank's writer works alone (writer.py). Each rank learns
-from its writer how a save ended, and shares the result with the other ranks at the next save. So either all ranks raise
-an error, or none.
+larger one if the structure of the state has changed since the save before. After that each rank's writer works alone
+(writer.py). Each rank learns from its writer how a save ended, and shares the result with the other ranks at the next
+save. So either all ranks raise an error, or none.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Progress:
     written: int
     """Number of bytes written so far, for all saves that are not on the disk yet."""
     total: int
-    """Number of bytes that these saves must write in all."""
+    """Number of bytes to write in all, for all saves that are not on the disk yet."""
 
 
 class AsyncCheckpointer:
@@ -79,8 +79,8 @@ class AsyncCheckpointer:
         keep_every: keep the checkpoints at steps that are multiples of this number too; needs keep_last. None: keep
             only the newest.
         threads: number of writing threads, and of files, on each rank.
-        separation_hint: beginning of names. Values with such names are saved in files of their own. None: all values
-            share the files.
+        separation_hint: prefix of names. Values whose names begin with this prefix are saved in separate files. None:
+            all values share the files.
         fsync: True: a complete checkpoint survives a power failure. False: it may be lost or incomplete then. (If only
             the process stops, nothing is lost in either case.)
         buffers: number of saves that may be unwritten at a time. 1: save() waits until the previous save is written. 2:
@@ -88,7 +88,7 @@ class AsyncCheckpointer:
         timeout_s: seconds after which a save that is not on the disk has failed, and after which a rank stops waiting
             for the others.
         on_signal: signal or signals (such as `signal.SIGTERM`) that only make `signalled` return True. A second signal
-            has the effect that it has without `on_signal`.
+            acts as it does without `on_signal`: a second Ctrl-C ends the job.
         on_exit: what the writer process does with an unwritten save when the training process ends or is killed:
             "finish" or "abandon" it.
         check_replicas: compare values that several ranks have under one name, because only one copy is saved. An object
@@ -314,8 +314,8 @@ class AsyncCheckpointer:
 
         Raises:
             CheckpointError: a save failed; the error names the rank and the cause.
-            DeadlineError: `timeout_s` seconds have passed; the saves continue. None: no limit besides the
-                checkpointer's timeout_s.
+            DeadlineError: `timeout_s` seconds have passed; the saves continue. With timeout_s=None there is no limit
+                besides the checkpointer's timeout_s.
         """
         self._owner.check(f"AsyncCheckpointer({str(self.folder)!r})")
         wait_all(self._writer, list(self._pending), timeout_s)

@@ -46,8 +46,8 @@ class AsyncFileSystemWriter(FileSystemWriter):
     Args:
         path: folder of the checkpoint; created if missing.
         thread_count: number of writing threads, and of files, on each rank.
-        separation_hint: beginning of names. Values with such names are saved in files of their own. None: all values
-            share the files.
+        separation_hint: prefix of names. Values whose names begin with this prefix are saved in separate files. None:
+            all values share the files.
         sync_files: True: fsync all files before the save ends.
         overwrite: False: raise an error if the folder holds a checkpoint. True: replace that checkpoint.
         transforms: torch's stream extensions, such as ZStandard for compression, which are applied to everything that

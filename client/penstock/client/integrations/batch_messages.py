@@ -2,12 +2,13 @@
 dtypes), its shapes, and its region, one block of memory with the values of all its tensors. A message has memory of its
 own, apart from the ring that the batch came in.
 
-    0       8   S, bytes of the structure          int64, little-endian
-    8       8   D, number of dims
-    16      8   R, bytes of the region
-    64      S   structure, then zeros to a multiple of 64
-            8D  dims, then zeros to a multiple of 64
-            R   region
+    offset  size  content                                         (in bytes)
+    0       8     S, size of the structure                        int64, little-endian, like D and R
+    8       8     D, number of dims: the sizes of all dimensions of all tensors
+    16      8     R, size of the region
+    64      S     structure, then zeros to a multiple of 64
+            8D    dims, then zeros to a multiple of 64
+            R     region
 
 Nothing is pickled. Structure, shapes and region are encoded as on a lane, and checked by the same code.
 """

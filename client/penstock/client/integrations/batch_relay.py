@@ -104,7 +104,8 @@ class Relay:
         return int(total)
 
     def close(self) -> None:
-        """Wait until the queued messages are sent, at most for the timeout, and end the sending thread."""
+        """Wait until the queued messages are sent, and end the sending thread. The wait ends after the timeout of the
+        process groups at the latest."""
         if self._sender is not None:
             self._sender.close(self._timeout_s)
 

@@ -68,8 +68,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         single_file_per_rank: must be True. Each rank writes `thread_count` files, as with Megatron-core's writer.
         sync_files: True: fsync all files before a save is complete.
         thread_count: number of files of each rank, and of threads that write them.
-        separation_hint: beginning of names. Values with such names are saved in files of their own, up to
-            `thread_count` more. None: all values share the files.
+        separation_hint: prefix of names. Values whose names begin with this prefix are saved in up to `thread_count`
+            separate files. None: all values share the files.
         use_msc: must be False, because NVIDIA's multi-storage client is not supported.
         overwrite: False: raise an error if the folder contains a checkpoint.
 

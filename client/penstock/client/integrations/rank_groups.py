@@ -52,8 +52,8 @@ class RankGroups:
     def __post_init__(self) -> None:
         if self.rank not in self.peers or (self.leads and self.rank not in self.leaders):
             raise InvalidArgumentError(
-                f"RankGroups: peers, and leaders if rank {self.rank} is the first of them, must contain rank "
-                f"{self.rank}, got peers={self.peers}, leaders={self.leaders}: list this rank too, or call "
+                f"RankGroups: peers must contain rank {self.rank}, and so must leaders if this rank is the first of "
+                f"peers, got peers={self.peers}, leaders={self.leaders}: add this rank, or call "
                 "RankGroups.of_megatron()"
             )
         if self.leads and len(self.leaders) != self.num_stages:

@@ -167,8 +167,8 @@ def _checked(batch: Any, name: str) -> Batch:
 def _appliance(
     address: str | None, num_workers: int | None, dp_rank: int, dp_world_size: int, seed: int | None
 ) -> Appliance:
-    """Return the appliance with these settings, the same object at each call. So trainer and validator share one
-    appliance, whose start takes seconds."""
+    """Return an appliance with these settings. Calls with equal arguments return the same object until it is closed, so
+    trainer and validator share one appliance, whose start takes seconds."""
     key = (address, num_workers, dp_rank, dp_world_size, seed)
     if key not in _appliances or _appliances[key].closed:
         _appliances[key] = Appliance(
@@ -291,7 +291,9 @@ class PenstockCheckpointManager(CheckpointManager):
 
 
 class _Container:
-    """Adapter for a torchtitan container of optimizers, whose own state_dict names states by parameters already."""
+    """Adapter for torchtitan's container of optimizers, so that AsyncCheckpointer saves the result of the container's
+    state_dict as it is. The container is an Optimizer, whose states AsyncCheckpointer would name by parameters, but its
+    state_dict has done this already."""
 
     def __init__(self, container: Any) -> None:
         self.state_dict = container.state_dict
@@ -299,7 +301,8 @@ class _Container:
 
 
 def _saved_parts(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that torchtitan saves, in the form that `AsyncCheckpointer` takes."""
+    """Return the state that torchtitan saves as a dict for `AsyncCheckpointer`: the optimizers in a _Container, and
+    Penstock's loader in place of the PenstockDataLoader."""
     parts = dict(state)
     if OPTIMIZER in parts:
         parts[OPTIMIZER] = _Container(parts[OPTIMIZER])

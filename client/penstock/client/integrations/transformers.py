@@ -94,8 +94,8 @@ class LoaderState(TrainerCallback, ExportableState):
         self._took()
 
     def _took(self) -> None:
-        """Count a batch that the Trainer's loop has got. For each batch, one of the two hooks above calls this
-        method."""
+        """Count a batch that the Trainer's loop has got. The Trainer calls either on_substep_end or on_step_end for
+        each batch, and both call this method."""
         assert self._ahead is not None
         self._ahead.took()
 

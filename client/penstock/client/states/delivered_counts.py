@@ -12,13 +12,13 @@ from penstock.proto.state.counts import MOST_GROUPS, Rows, is_whole, merged_rows
 __all__ = ["DeliveredCounts"]
 
 FOLDED_AT = 64
-"""Number of batches of a slot after which their changed counts are added up. Until then they are kept undecoded, so
-that a batch costs the training thread little."""
+"""Number of batches of a slot after which the counts that came with them are decoded and added up. Until then the
+counts are kept as bytes, so that a batch costs the training thread little."""
 
 
 class DeliveredCounts:
-    """Counts of the samples in the delivered batches of a box. Each batch brings the rows that it changed. The training
-    thread adds them; any thread may read the sums.
+    """Counts of the samples in the delivered batches of a box, one row for each (source, key). A batch comes with the
+    rows whose counts it changed. The training thread takes these rows; any thread may read the sums over all slots.
 
     Args:
         slots: number of slots of the box.
@@ -30,8 +30,8 @@ class DeliveredCounts:
         self._lock = threading.Lock()
 
     def begin(self, rows: Rows) -> None:
-        """Begin with the counts of a loaded state. They are kept as those of slot 0, because the loader of slot 0
-        continues them."""
+        """Begin with the counts of a loaded state. The counts of the whole box are kept as those of slot 0, because the
+        loader of slot 0 continues them."""
         with self._lock:
             self._rows[0] = dict(rows)
 

@@ -1,10 +1,10 @@
 """Positions at which a box (a data-parallel rank) began its epochs, as the box reports them to the coordinator.
 
 The coordinator computes the box's position at an earlier step from a known position before it, and from the batches
-after which each worker slot ended its epochs. A report every few seconds may skip whole epochs, and a restarted
-coordinator knows no reports. The workers cannot always help: a slot's new runner begins at a late restart point, and
-does not know the ends of earlier epochs. The starts of the epochs answer both: the start of an epoch is a known
-position, and contains the ends of the epoch before.
+after which each worker slot ended its epochs. It may lack both. Reports come every few seconds and may skip whole
+epochs, and a restarted coordinator has had no reports. A slot's new runner begins at a late restart point, and does not
+know the ends of earlier epochs. So the box reports the start of each epoch: a position that also tells after which
+batches the slots ended the epoch before.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ small."""
 
 
 class EpochStarts:
-    """Starts of the newest epochs of a box. The training thread adds them, and the watch thread reports them.
+    """Starts of the newest epochs of a box. The training thread adds starts, and the watch thread reports them.
 
-    Each report contains the starts that no answered report contained. If the coordinator requests it, because it was
-    restarted, the next report contains all of them.
+    Each report contains the starts that the coordinator has not confirmed by an answer to an earlier report. A
+    coordinator that was restarted requests all starts, and the next report contains them.
     """
 
     def __init__(self) -> None:
         self._starts: tuple[records_pb2.BoxPosition, ...] = ()
         self._confirmed = -1
-        """Newest epoch whose start was in an answered report."""
+        """Number of the newest epoch whose start was in an answered report; -1: none."""
 
     def add(self, position: Position) -> None:
         """Add the start of the epoch that begins at this position."""
@@ -41,13 +41,15 @@ class EpochStarts:
         self._starts = (*self._starts, position.to_proto())[-most:]
 
     def put_into(self, request: pb.WatchRunRequest) -> None:
-        """Put the starts that are not confirmed into a report, up to the report's own position."""
+        """Put the starts that are not confirmed into a report. Leave out epochs after the epoch of the position in the
+        report: the training thread may have begun one meanwhile."""
         starts, confirmed = self._starts, self._confirmed
         request.epoch_starts.extend(start for start in starts if confirmed < start.epoch <= request.delivered.epoch)
         request.omits_epoch_starts = bool(starts) and starts[0].epoch <= confirmed
 
     def answered(self, request: pb.WatchRunRequest, reply: pb.WatchRunReply) -> None:
-        """Take note that the coordinator has answered a report."""
+        """Record that the coordinator has answered a report: its starts are confirmed. If the reply requests all
+        starts, none is confirmed."""
         if reply.wants_epoch_starts:
             self._confirmed = -1
         elif request.epoch_starts:

@@ -53,8 +53,8 @@ class LocalLoader:
         return partial(_call, self._fn, self._args, self._kwargs)
 
     def instance(self, purpose: str) -> Any:
-        """Return the loader; call input_fn if that was not done yet. `purpose`: operation that needs the loader, such
-        as "state_dict()", for errors. Raises InputFnError if input_fn fails, and TypeError if check_strict() does."""
+        """Return the loader. The first call makes it by input_fn. `purpose`: operation that needs the loader, such as
+        "state_dict()", for errors. Raises InputFnError if input_fn fails, and TypeError if check_strict() does."""
         instance = self._get(purpose)
         takes_strict(instance)
         return instance
@@ -130,7 +130,8 @@ class LocalLoader:
             return self._of_seed(seed, "restore_sample()").restore_sample(key)
 
     def _of_seed(self, seed: int, purpose: str) -> Any:
-        """Return the loader that input_fn makes in a run with this seed. The last one is kept."""
+        """Return the loader that input_fn makes in a run with this seed. The loader is kept until another seed is
+        requested."""
         if self._seeded is None or self._seeded[0] != seed:
             self._seeded = (seed, self._build(replace(NEUTRAL, seed=seed), purpose))
         return self._seeded[1]

@@ -1,21 +1,25 @@
 """Saved states, as `DataLoader.state_dict()` returns them: pure functions that build and read them.
 
-    {**aggregated, "__penstock__": {"format": 3, "step": S, "record": envelope, "of": {...}}}    with the four methods
-    {"state": aggregated, "__penstock__": ...}                                   the same, if the aggregated state is
-    not a dict {"__penstock__": ...}                                                        any other loader
+    loader                                       its saved state
+    with the four state methods                  {**aggregated, "__penstock__": ours}
+    the same, if `aggregated` is not a dict      {"state": aggregated, "__penstock__": ours}
+    any other                                    {"__penstock__": ours}
 
-The user's part (`aggregated`) stays as the user's code returned it: readable, and free to be changed. Penstock's part
-is one reserved key with an envelope (encoded bytes), so that checkpoint libraries carry it along, even if they change
-nested values. The envelope has a checksum, so damage is found at loading. Nothing in Penstock's part differs between
-boxes, so every rank saves the same value.
+    ours = {"format": 3, "step": S, "record": envelope, "of": {digest: {}}}
+
+`aggregated`, the user's part, is the result of the loader's aggregate_state_dict. It stays as the user's code returned
+it: readable, and free to be changed. Penstock's part is one reserved key with an envelope (encoded bytes), so that
+checkpoint libraries carry it along, even if they change nested values. The envelope has a checksum, so damage is found
+at loading. Nothing in Penstock's part differs between boxes, so every rank saves the same value.
 
 Libraries that load in place (torch.distributed.checkpoint) first request a state from the loader and fill in the values
 that this state has. A value that only the saved state has, such as an open document or one more shard, would be left
 out silently; a value that only the loader has is an error. So the record holds a copy of the user's part, and torch's
-`load` gets a state with only Penstock's values to be filled (`blank`). Other such libraries are detected by `of`, a
-dict with one key: a digest of the record with which the user's part was saved. Its value is an empty dict, which such
-libraries neither save nor load. So if the key does not fit the record, the user's part may be incomplete, and the copy
-in the record is used.
+`load` gets a state with only Penstock's values to be filled (`blank`).
+
+Other libraries that load in place are detected by `of`, a dict from a digest of the record to an empty dict. They
+neither save nor load an empty dict, so after their load `of` still has the digest of the state that was filled, and the
+record is another one. Then the user's part may be incomplete, and the copy in the record is used.
 """
 
 from __future__ import annotations
@@ -257,8 +261,9 @@ class SavedState:
 
 
 def blank() -> dict[str, Any]:
-    """Return an empty state for a library that loads in place, such as torch.distributed.checkpoint. The library fills
-    in its values: only those that every saved state has, which suffice to resume."""
+    """Return an empty state for a library that loads in place, such as torch.distributed.checkpoint. The library
+    replaces its values by saved ones. The empty state has only the keys that every saved state has; they suffice to
+    resume."""
     return {KEY: {"format": 0, "step": 0, "record": b""}}
 
 

@@ -1,4 +1,7 @@
-"""Schedules of checkpoint steps. None or 0             none
+"""Schedule of checkpoint steps, made from an executor's argument `checkpoint_steps`.
+
+    checkpoint_steps      the checkpoint steps
+    None or 0             none
     N                     each step that is a multiple of N, and the executor's last
     iterable              the steps in it; it may contain ranges
     callable              the steps for which the function returns True
@@ -16,7 +19,7 @@ from typing import Any
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["CheckpointSchedule", "CheckpointSteps", "positive"]
+__all__ = ["CheckpointSchedule", "CheckpointSteps", "checked_int"]
 
 CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
@@ -27,7 +30,7 @@ MIN_AHEAD = 2
 takes a snapshot at each announced step, so that the state of such a step needs no replay."""
 
 
-def positive(name: str, value: Any, least: int = 1) -> int:
+def checked_int(name: str, value: Any, least: int = 1) -> int:
     """Return the argument `value`, called `name` in errors, as an int. Raises InvalidArgumentError if it is below
     `least`, and TypeError if it is not an integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -61,7 +64,7 @@ class CheckpointSchedule:
         if hasattr(steps, "__index__") or isinstance(steps, float | str | bytes):
             if not isinstance(steps, bool) and steps == 0:
                 return cls()
-            return cls(every=positive("checkpoint_steps", steps), and_last=True)
+            return cls(every=checked_int("checkpoint_steps", steps), and_last=True)
         if isinstance(steps, range):
             steps = (steps,)
         single, ranges = set(), []
@@ -71,7 +74,7 @@ class CheckpointSchedule:
                     raise InvalidArgumentError(f"checkpoint_steps must be steps >= 1, got {entry}: steps count from 1")
                 ranges.append(entry if entry.step > 0 else entry[::-1])
             else:
-                single.add(positive("a step in checkpoint_steps", entry))
+                single.add(checked_int("a step in checkpoint_steps", entry))
         return cls(steps=tuple(sorted(single)), ranges=tuple(ranges))
 
     def __contains__(self, step: object) -> bool:

@@ -55,8 +55,8 @@ class DeviceBackend(Protocol):
         """
 
     def order_after_copies(self, copies: Sequence[torch.Tensor], event: DeviceEvent) -> None:
-        """Let the device run all work that this thread starts from now on after these copies. Does not wait for the
-        copies. `event`: the event that `copy` returned."""
+        """Make the device wait: work that this thread starts on it from now on runs only after these copies. The thread
+        itself does not wait. `event`: the event that `copy` returned."""
 
 
 class _Done:
@@ -88,8 +88,8 @@ _CARRIED: Final[dict[torch.dtype, torch.dtype]] = {
     for dtype, (_, needed) in CARRIERS.items()
     if needed is not None
 }
-"""Integer dtype of the same size for each dtype that is copied as integers, because some releases of torch cannot copy
-its tensors, or warn."""
+"""Dtypes whose tensors some releases of torch cannot copy, or copy with a warning, and the integer dtype of the same
+size as which each is copied."""
 
 
 def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -33,7 +33,8 @@ as long."""
 
 
 class DeviceLoad:
-    """Batch whose tensors are being copied to the device, from their start to the release of the ring entry."""
+    """Batch whose tensors are being copied to the device. It lasts from the start of the copies until the ring entry is
+    released."""
 
     __slots__ = ("batch", "copies", "counts", "digest", "entry", "event", "lane", "ring", "token")
 

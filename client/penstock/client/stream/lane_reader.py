@@ -25,7 +25,7 @@ import socket
 from collections import deque
 from typing import Any
 
-from penstock.proto.batch.digest import DigestCover, Layouts, region_digest, rows_digest
+from penstock.proto.batch.digest import DigestCover, ShapesCache, region_digest, rows_digest
 from penstock.proto.batch.flatten import Assembler, wrap_buffer
 from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import BatchCorruptError, malformed
@@ -66,10 +66,10 @@ class RingView:
         self.held: set[int] = set()
         """Numbers of the entries of which the loop still has views."""
         self.limit = min(max(2, ring.entries // 2), ring.entries - 1)
-        """Number of entries with views from which on batches are delivered as copies, so that a loop that keeps its
-        batches does not leave the producer without free entries."""
+        """Largest number of entries of which the loop may have views. While it has so many, batches are delivered as
+        copies, so that a loop that keeps its batches does not leave the producer without free entries."""
         self.group = max(1, ring.entries // 4)
-        """Number of batches that are delivered until the next ack is sent."""
+        """Number of delivered batches for which one ack is sent."""
 
 
 class SlotLane:
@@ -358,8 +358,8 @@ class SlotLane:
         self.group = view.group
         return view
 
-    def _compile(self, structure: int) -> tuple[Assembler, Layouts]:
+    def _compile(self, structure: int) -> tuple[Assembler, ShapesCache]:
         assert self.consumer is not None
         found = Structure.from_bytes(self.consumer.structures[structure])
-        compiled = self.consumer.compiled[structure] = Assembler(found), Layouts(found.key)
+        compiled = self.consumer.compiled[structure] = Assembler(found), ShapesCache(found.key)
         return compiled

@@ -68,8 +68,8 @@ AWAY_S = 3600.0
 """Seconds for which a save waits for an unreachable coordinator, which has the state. A coordinator keeps an attempt
 (launch of the run) without heartbeats for as long (Limits.abandoned_s)."""
 AWAY_WARN_S = 30.0
-"""Seconds for which a save waits for the coordinator before the first warning. Each later warning comes after twice the
-time."""
+"""Seconds for which a save waits for the coordinator before the first warning. Each later warning comes when the time
+waited has doubled."""
 
 _Result = TypeVar("_Result")
 _TEXTS = ("note", "doing", "stack", "worker", "target_worker", "host_id", "tcp_address", "ticket")
@@ -136,8 +136,8 @@ class OpenRun:
         """Signed number of the last commit in the coordinator's journal, from its last reply. Each report returns it.
         So a coordinator that was started with an older copy of its journal notices that."""
         self.ended_boxes: dict[int, int] = {}
-        """Last step of the epoch, for each box of the run that has ended its epoch and not begun another, by the box's
-        number."""
+        """Boxes of the run that have ended an epoch and not begun the next one: the epoch's last step, by the number of
+        the box."""
         self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
         self._taken = 0
         """Version of the newest reply that was applied to `views`. The coordinator's versions only increase."""
@@ -148,8 +148,8 @@ class OpenRun:
         self.error: PenstockError | None = None
         """Error that has ended the run, such as a newer attempt of the job; None while the run is open."""
         self.away_since: float | None = None
-        """Start of the first call since which the coordinator has not answered, a time of time.monotonic(); None while
-        it answers."""
+        """Time of time.monotonic() at which the coordinator was first called without an answer, in the present outage;
+        None while it answers."""
         self.replied_at = 0.0
         """Time of the coordinator's last reply, a time of time.monotonic(); 0 before the first."""
         self._reporting: threading.Thread | None = None
@@ -343,8 +343,8 @@ class OpenRun:
         return True
 
     def hold(self, step: int, timeout_s: float) -> None:
-        """Wait until the box may take `step`, because the coordinator has decided about a change of the mixture; see
-        StepFence. Raises DeadlineError after `timeout_s` seconds."""
+        """Wait at a fence (StepFence) until the coordinator has decided about a change of the mixture, so that the box
+        may take `step`. Raises DeadlineError after `timeout_s` seconds."""
         if not self.wait_for(lambda run: step < self.fence.step, timeout_s) and not self._closed:
             raise DeadlineError(
                 f"run {self.name}, box {self.box} waited {timeout_s:.0f} s before step {step} for the coordinator to "
@@ -476,8 +476,9 @@ class OpenRun:
         self._on_closed(self)
 
     def _tell_end(self, *, forget: bool) -> None:
-        """Report the end of the box, for at most CLOSE_S. A coordinator that is restarted just now is called again,
-        because it would wait for the box in each later state query; an embedded one is not restarted."""
+        """Report to the coordinator that this box has left the run. If the coordinator is unreachable, call it again
+        for up to CLOSE_S seconds: it may be restarting, and without the report it would wait for this box in each later
+        state query. An embedded coordinator is called only once, because it is never restarted."""
         until = time.monotonic() + CLOSE_S
         while True:
             left = max(RETRY_S, until - time.monotonic())

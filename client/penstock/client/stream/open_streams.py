@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.client.stream.receiver_process import Receiver
     from penstock.client.stream.stream_interfaces import Reader
 
-__all__ = ["SaveCounters", "feeds", "receivers", "saves"]
+__all__ = ["SaveCounters", "readers", "receivers", "saves"]
 
 _Thing = TypeVar("_Thing")
 
@@ -83,6 +83,6 @@ class SaveCounters:
             self.failed += 1
 
 
-feeds: _Watched[Reader] = _Watched()
+readers: _Watched[Reader] = _Watched()
 receivers: _Watched[Receiver] = _Watched()
 saves = SaveCounters()

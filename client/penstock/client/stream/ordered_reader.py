@@ -59,8 +59,8 @@ from penstock.proto.v1 import lane_pb2, records_pb2
 __all__ = ["OrderedReader"]
 
 OUTRUN = 2 * (MAX_ENTRIES + 8)
-"""Number of a slot's next batches for which checkpoint steps are announced. A worker may be a whole ring ahead of the
-loop, and the next announcement is sent when the loop has taken half of these batches."""
+"""Number of a slot's next batches among which checkpoint steps are announced. It is more than twice a ring: the next
+announcement is sent after half of these batches, and a worker may be a whole ring ahead of the loop."""
 FAILED_GRACE_S = 2.0
 """Seconds to wait, after a slot was reported as failed, for its last batches and its error to arrive on its lane."""
 RETRY_FLUSH_S = 0.02
@@ -80,7 +80,7 @@ class OrderedReader:
     def __init__(self, run: OpenRun, position: Position, label: str, timeout_s: float) -> None:
         self.position = position
         self.stats = StreamStats()
-        self.first_step = position.step
+        self.began_at = position.step
         """Number of the last step before the first batch of this reader."""
         self.wait_s = 0.0
         """Seconds for which the loop waited for the last batch."""
@@ -108,9 +108,9 @@ class OrderedReader:
         self._abandoned: list[tuple[int, int]] = []
         self._warned_unsharded = self._logged_not_used = False
         run.progress.waited_by_slot = [0.0] * run.num_slots
-        run.progress.position = self.snapshot
+        run.progress.position = self.copy_position
         run.progress.unreachable = self._unreachable
-        open_streams.feeds.add(self)
+        open_streams.readers.add(self)
 
     # ---- the hot path
 
@@ -250,7 +250,8 @@ class OrderedReader:
 
     def _unreachable(self) -> list[tuple[int, int, str]]:
         """Return (slot, generation, reason) for all slots on unreachable workers, for the watch thread's reports. If
-        one lane finds its worker unreachable, all slots of this worker are listed, whose batches are not due yet."""
+        one lane finds its worker unreachable, all slots of this worker are listed, also those whose batches are not due
+        yet."""
         views, lanes = self._run.views, list(self._lanes)
         why = {views[lane.slot].worker: lane.unreachable for lane in lanes if lane.unreachable}
         known = [(lane, views[lane.slot]) for lane in lanes]
@@ -326,8 +327,8 @@ class OrderedReader:
             self._waited(lane.slot, worker, time.monotonic() - now)
 
     def _notice_of(self, view: pb.SlotView) -> WaitNotice | None:
-        """Return the notice for a wait for the first batch or for a slot without a worker; None for any other wait."""
-        if self.position.step == self.first_step:
+        """Return the WaitNotice of a wait for the first batch or for a slot without a worker; None for other waits."""
+        if self.position.step == self.began_at:
             return self._notice
         if view.phase in NO_WORKER and self._later_notice is None:
             self._later_notice = WaitNotice()
@@ -335,7 +336,7 @@ class OrderedReader:
 
     def _waiting_for(self, lane: SlotLane, view: pb.SlotView) -> tuple[str, str]:
         """Return two texts for messages: what the loop waits for, and the reason for the wait."""
-        which = "first" if self.position.step == self.first_step else "next"
+        which = "first" if self.position.step == self.began_at else "next"
         slots = f" from worker slot {lane.slot}" if self._run.num_slots > 1 else ""
         why = f"no connection to its worker: {lane.last_failure}" if lane.last_failure else "its runner is making it"
         if view.phase in NO_WORKER:
@@ -462,7 +463,7 @@ class OrderedReader:
             warn_user(f"{self._label}: {note}")
 
     def _log_not_used(self, views: Sequence[pb.SlotView]) -> None:
-        """Log once why the loader's own state methods are not used, so that saves and recoveries are slower."""
+        """Log once why the loader's own state methods are not used. Saves and recoveries are then slower."""
         why = next((view.capabilities.not_used for view in views if view.capabilities.not_used), "")
         if why and not self._logged_not_used:
             self._logged_not_used = True
@@ -533,7 +534,7 @@ class OrderedReader:
         return steps[(len(steps) - 1) // 2] if steps else None
 
     def abandon_epoch(self) -> None:
-        """Abandon the epoch after the last delivered batch. The workers drop the rest and begin the next epoch."""
+        """Abandon the epoch after the last delivered batch. The workers drop the rest of it and begin the next one."""
         position = self.position
         if not any(position.delivered):
             return  # no batch of the epoch was taken
@@ -577,7 +578,7 @@ class OrderedReader:
         """Number of delivered batches of which the loop still has views. May be read from any thread."""
         return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
-    def snapshot(self) -> records_pb2.BoxPosition | None:
+    def copy_position(self) -> records_pb2.BoxPosition | None:
         """Return the position, for the watch thread; None if the training thread changes it during each attempt to read
         it."""
         position = self.position
@@ -592,7 +593,7 @@ class OrderedReader:
 
     def close(self) -> None:
         """Close all lanes. Batches that the loop still holds stay valid."""
-        last = self.snapshot()
+        last = self.copy_position()
         self._run.progress.position = lambda: last  # the run's last report still needs the position
         self._run.progress.unreachable = list
         for lane in self._lanes:

@@ -53,7 +53,7 @@ from xxhash import xxh3_64
 from penstock.proto.errors import BatchCorruptError, PenstockError, ProtocolError, malformed
 from penstock.proto.lane import tcp
 from penstock.proto.lane.compression import Unpacker, check_claim, load
-from penstock.proto.lane.dialer import SHAKE_S, LaneDialer
+from penstock.proto.lane.dialer import HANDSHAKE_S, LaneDialer
 from penstock.proto.lane.frames import (
     BATCH,
     CLOSE,
@@ -206,7 +206,7 @@ class ReceiverLane:
             self.end(f"the consumer sent no valid Hello: {error}")
             return
         self._has_hello = True
-        self.deadline = time.monotonic() + 2 * SHAKE_S
+        self.deadline = time.monotonic() + 2 * HANDSHAKE_S
         self._producer.attach(self._consumer, hello)
         hello_target = hello.target
         # Entry numbers belong to this end's ring; the sender has another ring.
@@ -337,16 +337,17 @@ class ReceiverLane:
                 raise malformed(f"a worker must send frames of known kinds, got kind {kind}")
 
     def _check_claims(self, frame: Frame) -> None:
-        """Check the sizes in a worker's BATCH frame before memory is allocated for the batch. Raises ProtocolError."""
+        """Check the numbers in a worker's BATCH frame before memory is allocated for the batch. Raises
+        ProtocolError."""
         size = frame.nbytes + 8 * frame.size
         if size > self._entry_bytes.get(frame.ring, -1):
             raise malformed(f"a batch must fit into an entry of a ring that the worker announced, got {size} bytes")
         if frame.codec or frame.wire:
             if frame.codec not in self._unpackers:
-                raise malformed(f"a batch must have a compression that was asked for, got number {frame.codec}")
+                raise malformed(f"a batch must have a codec that the receiver requested, got number {frame.codec}")
             check_claim(frame.wire, size)
         if not self._producer.knows_structure(frame.structure):
-            raise malformed(f"a batch's structure must be announced before it, got structure {frame.structure}")
+            raise malformed(f"a worker must announce a structure before its batches, got structure {frame.structure}")
 
     def _fill(self) -> bool:
         """Copy bytes of the payload from the receive buffer to `_target`, the part of the ring entry that is still

@@ -86,7 +86,7 @@ class StepFence:
 
     The training thread writes `taken` before it reads `step`. The watch thread writes `step` before it reads `taken`.
     So one of the two always sees what the other has written. Once the box has reported that it has not taken the step,
-    it does not take the step.
+    it does not take it until the fence is removed.
     """
 
     __slots__ = ("answer", "step", "taken")
@@ -159,8 +159,8 @@ class StreamRun(Protocol):
     views: list[pb.SlotView]
     progress: BoxProgress
     ended_boxes: dict[int, int]
-    """Last step of the epoch, for each box of the run that has ended its epoch and not begun another, by the box's
-    number."""
+    """Boxes of the run that have ended an epoch and not begun the next one: the epoch's last step, by the number of the
+    box."""
     abandoned: bool
     """True once the loader was garbage-collected. The loader's finalizer sets it."""
     away_since: float | None
@@ -194,7 +194,7 @@ class Reader(Protocol):
 
     position: Position
     stats: StreamStats
-    first_step: int
+    began_at: int
     wait_s: float
     layout: tuple[Structure, list[int]] | None
     counts: DeliveredCounts

@@ -1,5 +1,6 @@
-"""Source of a command's token. The token is never an argument, because every user of the machine can read arguments,
-and it is never printed or logged. A coordinator that is given no token makes one and logs the name of its file."""
+"""Where a command gets its credential token from. The token is never an argument, because every user of the machine can
+read arguments. It is never printed or logged. A coordinator that is given no token writes a new one to a file and logs
+the file's name."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ def peer_token(role: Role, file: Path | None) -> str:
 
 
 def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
-    """Return the text of a coordinator's tokens. If no token is given, make one that is valid for all roles.
+    """Return the credential tokens that a coordinator accepts, as text: one token, or lines `role:token`. The text is
+    that of `file`, otherwise of the environment or the settings file. If none of these has a token, make one that is
+    valid for all roles, in the folder `state_dir`.
 
-    `state_dir` None: the coordinator keeps nothing on disk, so no token can be made.
-
-    Raises AuthenticationError for a file that cannot be read, JournalError for a file that cannot be written.
+    Raises AuthenticationError for a file that cannot be read, JournalError for a file that cannot be written, and
+    InvalidArgumentError if there is no token and `state_dir` is None (the coordinator keeps nothing on disk).
     """
     named = os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings()
     if file is not None or named:
@@ -74,8 +76,8 @@ def _refuse_planted(path: Path) -> None:
 
 
 def make_token(path: Path) -> bool:
-    """Write a new token to a file that only this user can read, as a whole. Return False if the file exists already.
-    Raises JournalError if the file cannot be written."""
+    """Write a new token to a file that only this user can read. Return False, without a change, if the file exists
+    already. Raises JournalError if the file cannot be written."""
     if path.exists():
         return False
     beside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")

@@ -31,8 +31,8 @@ _SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
     ("TLS", frozenset(("tls_ca", "tls_cert", "tls_key", "tls_name"))),
     ("General", frozenset(("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"))),
 )
-"""Headings in the help for the options that many commands share, with these options. They come after the command's own
-options."""
+"""Headings in a command's help for the options that many commands share: pairs of a heading and the names of its
+options. These headings follow the command's own options."""
 
 
 def _format_options(self: Any, ctx: Any, formatter: Any) -> None:
@@ -90,7 +90,7 @@ class Group(TyperGroup):
 
 
 def _first_line(command: Any) -> str:
-    """Return the first paragraph of a command's help as one line. Typer alone would cut it off."""
+    """Return the first paragraph of a command's help as one line. (Typer's own short help would be cut off.)"""
     return " ".join((command.help or "").split("\n\n")[0].split())
 
 
@@ -107,8 +107,9 @@ _PEER = {**flags_of(PeerSettings), "job": OwnJob, "token_file": TokenFile, **fla
 
 
 def completed(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the command with more options: `--config`; the options of a coordinator in place of a parameter `peer`;
-    and the flags of the settings in place of each parameter that is `Annotated[Flags, ...]`."""
+    """Return a command with the options that its signature stands for. A parameter `peer` becomes the options that name
+    a coordinator. A parameter `Annotated[Flags, WorkerSettings]` becomes the flags of these settings. The option
+    `--config` is added."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, dict[str, Any]] = {}
     options: dict[str, inspect.Parameter] = {}
@@ -139,8 +140,8 @@ def completed(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one(value: Any) -> Any:
-    """Return the value of a flag. The values of a flag that may be repeated are joined by commas; for such a flag that
-    was not given, Typer passes an empty list."""
+    """Return what Typer passes for a flag as one value. A list, which Typer passes for a flag that may be repeated,
+    becomes one text with commas: ["a", "b"] becomes "a,b". An empty list (flag not given) becomes None."""
     return (",".join(value) if value else None) if isinstance(value, list) else value
 
 

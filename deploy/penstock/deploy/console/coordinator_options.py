@@ -1,5 +1,5 @@
-"""Address and credentials of the coordinator that a command calls. Every such command has seven options for them (see
-penstock.deploy.console.common_options). Values that are not given as options come from variables and the settings file.
+"""Address and credentials of the coordinator that a command calls. Every such command has the same seven options, the
+fields of `Peer`. Values that are not given as options come from environment variables and the settings file.
 
 If none of these names a coordinator, the command takes the one that this user runs here: an embedded appliance, or a
 fleet of `penstock up` (penstock.runtime.process.announcements). If there are several, the error lists them. If there is
@@ -31,8 +31,9 @@ __all__ = ["Peer"]
 
 @dataclass(frozen=True)
 class Peer:
-    """Values of the options that name a coordinator and its credentials; None for those that were not given. Each
-    method raises the errors of the options that it uses."""
+    """Values of the options that name a coordinator and its credentials; None for an option that was not given. Nothing
+    is checked before use: a method raises InvalidArgumentError, TlsError or AuthenticationError if a value that it
+    needs is invalid or missing."""
 
     coordinator: str | None = None
     job: str | None = None
@@ -73,8 +74,8 @@ class Peer:
 
     @property
     def _has_other_token(self) -> bool:
-        """True if the token comes from a variable or the settings file, and not from the coordinator's announcement.
-        This is so for a coordinator that is named by its HOST:PORT."""
+        """True if the token is that of a variable or the settings file, although the coordinator may have announced the
+        path of its token file. This is so if the user names the coordinator as HOST:PORT and has set a token."""
         return self._is_named and not self._named.startswith(UNIX) and _has_token()
 
     @property
@@ -82,18 +83,24 @@ class Peer:
         return resolve(PeerSettings, coordinator=self.coordinator).coordinator
 
     def _unannounced(self, found: list[Announcement]) -> list[str]:
-        """Return the default address in a list, if a `penstock coordinator` of this user may listen there besides the
-        announced ones (`found`); otherwise an empty list. Without a token in the settings the command could not call
-        it, and it may be another user's."""
+        """Return a list with one line about the default address if a `penstock coordinator` may listen there that is
+        not among the announced ones (`found`). A coordinator started by that command announces nothing.
+
+        Return an empty list if nothing listens there, or if neither a variable nor the settings file has a token: the
+        command could not call that coordinator, which may be another user's.
+        """
         if not found or not _has_token() or self._named in [one.address for one in found] or not accepts(self._named):
             return []
         return [f"the default address: {self._named}"]
 
     @cached_property
     def _announcement(self) -> Announcement | None:
-        """Return the announcement (a file about a coordinator that runs here) of the coordinator to call: the one with
-        the named address, or with the name `job`, otherwise the only one. Return None if there is none. Raises
-        InvalidArgumentError if several fit."""
+        """Return the announcement (a file about a coordinator that runs here) of the coordinator to call. If the user
+        named an address, it is the announcement with this address; if the user gave --job, that of this job; otherwise
+        the only one. Return None if no announcement fits an address, or if there are none.
+
+        Raises InvalidArgumentError if several fit, and if none fits --job.
+        """
         if self.job is not None and self.coordinator is not None:
             raise InvalidArgumentError("only one of --coordinator and --job must be given, got both. Omit one")
         found = announced()
@@ -123,5 +130,5 @@ class Peer:
 
 
 def _has_token() -> bool:
-    """Return True if a variable or the settings file has a token, which then belongs to the named coordinator."""
+    """Return True if an environment variable or the settings file has a token or names a token file."""
     return bool(os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings())

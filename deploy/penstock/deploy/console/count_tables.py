@@ -1,4 +1,5 @@
-"""Counts of a run as tables and JSON, for `penstock state`."""
+"""Counts of a run's samples and tokens as tables and JSON, for `penstock state`. They are counted by source (a dataset
+of a mixture) and by key (what the user counts by, such as a language)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ __all__ = ["count_tables", "counts_as_dict", "rows_of_workers"]
 
 
 def rows_of_workers(states: Iterable[Any]) -> Rows:
-    """Return the sum of the sample counts in the states of workers. States without counts add nothing."""
+    """Return the sum of the sample counts in workers' states, as one row for each pair of source and key. States
+    without counts add nothing."""
     counts = [state.get(COUNTS) for state in states if isinstance(state, Mapping)]
     return merged_rows(saved_rows(own.get("rows")) for own in counts if isinstance(own, Mapping) and "rows" in own)
 
@@ -26,8 +28,8 @@ def counts_as_dict(rows: Rows) -> dict[str, Any]:
 
 
 def count_tables(rows: Rows) -> list[Table]:
-    """Return three tables of a run's sample counts: by source, by key, and by number of tokens. They have no rows if
-    nothing was counted."""
+    """Return three tables of a run's sample counts: by source, by key (such as a language), and by number of tokens in
+    a sample. The tables have no rows if nothing was counted."""
     tables = [_table("Counts by source", "source", by_source(rows)), _table("Counts by key", "key", by_key(rows))]
     lengths = Table("Samples by number of tokens", ("tokens", "samples>"))
     total = merged_rows([{("", ""): row} for row in rows.values()])

@@ -202,8 +202,8 @@ def _code_of(command: Callable[[], int | None], *, as_json: bool) -> int:
 
 
 def _print_error(message: str, name: str | None, code: int, as_json: bool) -> None:
-    """Print the error that is being handled. With --debug also print its traceback, and the remote traceback that it
-    carries."""
+    """Print an error to standard error, as a line or as JSON. With --debug also print its traceback, and the remote
+    traceback that it carries. `name`: its class; None for a CommandError. Call this within the `except` block."""
     if _debug:
         traceback.print_exc()
     line = printable(" ".join(message.split()))

@@ -41,8 +41,8 @@ LARGEST_BOX = 2**32 - 1
 LARGEST_SEED = 2**64 - 1
 
 Flags = dict[str, Any]
-"""Type of a command's parameter that stands for all flags of some settings: `Annotated[Flags, WorkerSettings]`. The
-value of a flag that was not given is None. See penstock.deploy.console.common_options."""
+"""Type of a command's parameter that stands for all flags of a settings class: `Annotated[Flags, WorkerSettings]`. The
+command gets a dict: name of the setting -> value of its flag, None if the flag was not given."""
 
 
 def option(section: type[Section], field: str) -> Any:

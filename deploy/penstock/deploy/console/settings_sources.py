@@ -20,7 +20,16 @@ from penstock.runtime.config.job_settings import CLUSTER_KEYS, check_file
 from penstock.runtime.config.settings import Section, field_of, reason_of, stated, variable
 from penstock.runtime.config.settings_file import CLUSTER, likely, read_settings_file
 
-__all__ = ["check_settings_file", "daemon", "describe", "flag", "refuse_unknown", "resolve", "sections", "variable"]
+__all__ = [
+    "check_settings_file",
+    "describe",
+    "flag",
+    "has_own_section",
+    "refuse_unknown",
+    "resolve",
+    "sections",
+    "variable",
+]
 
 _KUBERNETES = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)")
 """Pattern of the variables that Kubernetes puts into every pod for a Service with a name such as
@@ -34,9 +43,9 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def daemon(section: type[Section]) -> bool:
-    """Return True if the class holds the settings of one daemon. Its variables then have a prefix of their own, and the
-    settings file a section of their own."""
+def has_own_section(section: type[Section]) -> bool:
+    """Return True if the settings belong to one kind of process (coordinator, worker or training job). Then they have a
+    section of their own in the settings file, and their variables a prefix of their own, such as PENSTOCK_WORKER_."""
     return section.table not in ("", CLUSTER)
 
 
@@ -53,7 +62,7 @@ def resolve(section: type[_Section], **flags: Any) -> _Section:
     Raises InvalidArgumentError, which names every invalid or missing setting and its source.
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    if daemon(section):
+    if has_own_section(section):
         refuse_unknown(section)
     check_settings_file()
     try:
@@ -70,7 +79,7 @@ def check_settings_file() -> None:
     check_file()
     for table in file.tables:
         for section in sections(table):
-            if daemon(section) and section.table != "client":
+            if has_own_section(section) and section.table != "client":
                 shared = dict.fromkeys(CLUSTER_KEYS, "it is shared by the whole cluster and belongs in [cluster]")
                 known = [name for name in section.model_fields if section.place(name)]
                 file.check(table, known, {**shared, **section.not_in_file})

@@ -1,4 +1,4 @@
-"""Signals that would end a process, turned into exceptions where the process must clean up first."""
+"""Signals that would end a process, turned into exceptions so that the process can clean up first."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-__all__ = ["ending", "raised"]
+__all__ = ["ending_signals", "signals_as_errors"]
 
 
-def ending() -> list[signal.Signals]:
+def ending_signals() -> list[signal.Signals]:
     """Return the signals that would end this process: SIGTERM, and SIGHUP unless it is ignored."""
     kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM] if kept else [signal.SIGTERM, signal.SIGHUP]
 
 
 @contextlib.contextmanager
-def raised(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callable[[], None]]:
+def signals_as_errors(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callable[[], None]]:
     """Turn SIGTERM and SIGHUP (a closed terminal) into an exception within the context, as Python turns Ctrl-C into
     KeyboardInterrupt. Under nohup, SIGHUP stays ignored. `error`: function that returns the exception for a signal.
 
-    Python drops an exception that is raised while a finalizer or the callback of a weak reference runs. So the
-    exception is raised again at the end of the context, and by the function that the context yields. A caller with a
-    loop must call this function in each round.
+    Python drops an exception that a signal handler raises while a finalizer or the callback of a weak reference runs.
+    So the end of the context raises the exception again. A loop within the context would not reach this end, so it must
+    call the function that the context yields: this function raises the exception if a signal has come.
+
+    Example::
+
+        with signals_as_errors(lambda number: SystemExit(128 + number)) as check:
+            while work():
+                check()
     """
     received: list[signal.Signals] = []
 
@@ -35,7 +41,7 @@ def raised(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callabl
         if received:
             raise error(received[0])
 
-    before = {number: signal.signal(number, end) for number in ending()}
+    before = {number: signal.signal(number, end) for number in ending_signals()}
     try:
         yield again
         again()

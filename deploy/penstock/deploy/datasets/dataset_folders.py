@@ -66,7 +66,7 @@ def show_inspection(folder: Path, samples: int, as_json: bool) -> None:
 
 
 def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as_json: bool, **run: Any) -> None:
-    """Print what a run over a dataset will fetch.
+    """Print how many shards and bytes each node of a run over a dataset will download, and the disk space it needs.
 
     Args:
         folder: folder of the dataset, or of its index alone.
@@ -74,7 +74,7 @@ def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as
         boxes: number of boxes.
         order: arguments of StreamingLoader that decide the order and what is fetched ahead.
         as_json: True: print JSON, not tables.
-        run: other settings of a PlannedRun.
+        run: other fields of PlannedRun, such as nodes, epochs, cache_limit and bandwidth.
     """
     from penstock.data import StreamingLoader  # imports torch
     from penstock.data.fetch_plan import Fetches, PlannedRun, planned
@@ -177,8 +177,8 @@ def _counts(folder: str | Path, shards: Sequence[Shard]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    """Return a text with the type of a value, with the dtype and shape of an array and the mode and size of an
-    image."""
+    """Return a description of a value's type: "int", "ndarray of float32, shape (3, 4)", "image, mode RGB, 640 x 480
+    pixels" or "list of 5 (str)"."""
     name = type(value).__name__
     if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
         return f"{name} of {value.dtype}, shape {tuple(value.shape)}"

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.console.signals import raised
+from penstock.deploy.console.signals import signals_as_errors
 from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.local import LocalEngine
@@ -107,7 +107,7 @@ def run_demo(as_json: bool) -> int:
     for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
         del os.environ[name]  # variables of another installation, which the demo must not use
     show("Penstock on this machine: a coordinator, two worker daemons, a training loop. All end with the demo.\n")
-    signals = raised(lambda number: SystemExit(128 + number))  # so that a signal ends the daemons too
+    signals = signals_as_errors(lambda number: SystemExit(128 + number))  # so that a signal ends the daemons too
     with signals, _fleet() as fleet, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the warning about the recovery, which the demo reports itself
         demo = _Demo(fleet, show)

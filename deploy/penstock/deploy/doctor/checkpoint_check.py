@@ -75,7 +75,7 @@ def _at(path: Path) -> list[FoundCheckpoint]:
         if not found:
             raise CheckpointNotFoundError(
                 f"{path} must be a checkpoint of AsyncCheckpointer, which has a penstock.json, or a folder of "
-                "checkpoints, got a folder without any. Pass the folder of AsyncCheckpointer(folder)"
+                "checkpoints, got a folder without any. Pass the folder that AsyncCheckpointer writes to"
             ) from None
         return found
 

@@ -27,7 +27,15 @@ from penstock.proto.state.allowed_modules import module_of, under
 from penstock.proto.v1 import lane_pb2
 from penstock.runtime.telemetry.cluster_view import LATELY_S, ClusterView, EventView, WorkerView, view
 
-__all__ = ["JobQuestion", "check_cluster", "check_lost", "check_skew", "check_slots", "check_version", "check_worker"]
+__all__ = [
+    "JobRequirements",
+    "check_cluster",
+    "check_lost",
+    "check_skew",
+    "check_slots",
+    "check_version",
+    "check_worker",
+]
 
 CONNECT_S = 3.0
 """Longest time in seconds to wait for a TCP connection within a cluster."""
@@ -46,7 +54,7 @@ side may take valid certificates for invalid."""
 
 
 @dataclass(frozen=True)
-class JobQuestion:
+class JobRequirements:
     """Requirements of a job that the cluster must meet. None: no requirement."""
 
     boxes: int | None = None
@@ -56,7 +64,7 @@ class JobQuestion:
 
 
 def check_cluster(
-    address: str, load_tls: Callable[[], Tls | None], read_token: Callable[[], str], job: JobQuestion
+    address: str, load_tls: Callable[[], Tls | None], read_token: Callable[[], str], job: JobRequirements
 ) -> Iterator[Finding]:
     """Yield all findings about a cluster, up to the first failed step without which the rest is meaningless. Errors of
     `load_tls` and `read_token` become findings, too."""
@@ -136,7 +144,8 @@ def _check_connection(address: str, tls: Tls | None) -> Iterator[Finding]:
 
 
 def _connect_error(address: str | None) -> str:
-    """Return the reason why no TCP connection to an address can be made; "" if a connection can be made."""
+    """Return the reason why no TCP connection to an address can be made; "" if one can be made. `address`: None or ""
+    for a worker that has no address for lanes from other machines."""
     if not address:
         return "the worker has no address for lanes from other machines"
     try:
@@ -149,8 +158,9 @@ def _connect_error(address: str | None) -> str:
 
 
 def _lane_error(address: str | None, tls: Tls | None) -> str:
-    """Return the reason why a worker's lanes (connections for batches) cannot be reached from here; "" if they can. A
-    worker that can be reached answers a Hello that names no slot by refusing it."""
+    """Return the reason why a worker's lanes (connections for batches) cannot be reached from here; "" if they can.
+    Connect and send a Hello (the request that opens a lane) for a run that does not exist: any answer, also a refusal,
+    shows that the worker can be reached. `address`: None or "" for a worker without an address for lanes."""
     refused = _connect_error(address)
     if refused or not address:
         return refused
@@ -284,7 +294,7 @@ def check_lost(found: ClusterView) -> Iterator[Finding]:
         )
 
 
-def check_slots(workers: Sequence[WorkerView], job: JobQuestion) -> Finding:
+def check_slots(workers: Sequence[WorkerView], job: JobRequirements) -> Finding:
     """Check whether the workers that may run the job have enough free slots for it."""
     ready = [worker for worker in workers if worker.state == "live"]
     module = module_of(job.input_fn) if job.input_fn else ""

@@ -23,7 +23,7 @@ class Finding:
     level: Level
     found: str
     remedy: str = ""
-    """Remedy, as a command where a command helps; "" if no remedy is needed."""
+    """Remedy, if possible as a command to run; "" if no remedy is needed."""
 
 
 def ok(check: str, found: str) -> Finding:

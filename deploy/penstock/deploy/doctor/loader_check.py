@@ -1,16 +1,17 @@
 """Checks of `penstock doctor` on a loader: whether, and how, it can be saved and resumed exactly.
 
-The loader streams batches, with a snapshot after each. It is restored in fresh processes at several positions: early,
-in the middle, late, at the end of its first epoch and at the start of its epochs. The batches that follow are compared,
-one by one, with those of the first stream. This tests a single restore. So chains of restores follow: a state is taken
-from the restored loader and restored in the next process, and once more. If the states of a four-method loader work
-only on the same worker, launches are tested instead. A launch is a resume of all workers: their states are aggregated,
-deaggregated in fresh processes, and saved again some batches later.
+1. First stream: the loader streams batches without an interruption, with a snapshot after each.
+2. Single restores: it is restored in fresh processes at several positions: early, in the middle, late, at the end of
+   its first epoch and at the start of its epochs. The batches that follow are compared with those of the first stream.
+3. Chains of restores: a state is taken from the restored loader and restored in the next process, and once more.
+4. Launches, for a loader with all four state methods. A launch is a resume of all workers: their states are aggregated,
+   deaggregated in fresh processes, and saved again some batches later. A four-method loader whose load_state_dict
+   accepts only results of deaggregate_state_dict is tested by launches alone, without 2 and 3.
 
-A run verifies states in the same way (worker/slots/verification.py). It does not use a state that does not lead to the
-delivered batches, and replays the batches instead, counting them. So even a loader with wrong states can be saved and
-resumed, if it yields the same batches again from its start. The verdict names the cost of that, and the consequences
-for other numbers of workers.
+A run verifies states in the same way (worker/slots/verification.py). If a state leads to other batches than those that
+were delivered, the run rejects it and replays a counted number of batches instead. So even a loader with wrong states
+can be saved and resumed, if it yields the same batches again from its start. The verdict names the cost of that, and
+the consequences for other numbers of workers.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ __all__ = [
     "STATE",
     "ExaminedLoader",
     "LoaderCheck",
-    "LoaderQuestion",
     "LoaderReport",
+    "LoaderRequest",
     "examine",
     "examine_in",
     "json_option",
@@ -63,8 +64,8 @@ _AGAIN = ("", ", saved by a loader that was restored", ", saved by one that was 
 
 
 @dataclass(frozen=True)
-class LoaderQuestion:
-    """Loader to examine, and the settings of the examination, from the command line."""
+class LoaderRequest:
+    """Loader to examine and settings of the examination, as given on the command line."""
 
     input_fn: str
     args: str
@@ -82,8 +83,8 @@ class LoaderQuestion:
     """Longest time of each child process, in seconds."""
 
     def fields(self, slot: int) -> dict[str, Any]:
-        """Return the fields of a task for a child process that runs the loader as worker `slot`. Raises
-        InvalidArgumentError for an invalid target or invalid JSON."""
+        """Return the fields that every task for a child process has (see loader_trials.py). The process runs the loader
+        as worker `slot`. Raises InvalidArgumentError for an invalid target or invalid JSON."""
         module, _, name = self.input_fn.partition(":")
         if not module or not name:
             raise InvalidArgumentError(
@@ -119,7 +120,7 @@ class LoaderCheck:
 
     where: str
     total: int
-    """Number of batches that the worker makes before the restart point."""
+    """Number of batches before the restart point, over all epochs of the worker."""
     snapshot: bool
     """True if the loader was restored from a worker's own state_dict(); False if it was restored at the start of an
     epoch, or by aggregate_state_dict and deaggregate_state_dict."""
@@ -127,13 +128,13 @@ class LoaderCheck:
     """Number of the restore in its chain of restores, from 1."""
     exact: bool = True
     differs: int | None = None
-    """Number of the first batch that differs from the first stream; None if no batch differs."""
+    """First batch that differs from the first stream, as the number of the worker's batch from 1; None if none does."""
     what: str = ""
     from_beginning: bool = False
-    """True if the restored loader could not begin its next epoch correctly, so that a loader had to stream from the
-    start again to reach that epoch."""
+    """True if the loader, restored within an epoch, began the next epoch with wrong batches. The next epoch was then
+    reached by streaming a new loader from its first epoch on."""
     traceback: str = ""
-    """Traceback of the user code that raised an error in this process; "" if none did."""
+    """Traceback of the error that user code raised in the restored loader's process; "" if it raised none."""
 
 
 @dataclass
@@ -143,15 +144,17 @@ class ExaminedLoader:
     slot: int
     capabilities: dict[str, Any]
     streamed: dict[str, Any]
-    """Results of the first, uninterrupted stream, as loader_trials.py sends them: events, looked_at, samples, unsaved,
-    state_bytes, batch_ms, snapshot_ms."""
+    """Results of the first, uninterrupted stream, from loader_trials.py: `events`; `looked_at` (input_fn has read its
+    assignment); `samples` (number); `unsaved` (why no state could be encoded, or ""); `state_bytes` (largest);
+    `batch_ms` and `snapshot_ms` (times in milliseconds: median and max; None if there are none)."""
     points: dict[str, tuple[int, bool, bytes]]
     """Restart points by name: (number of batches before it, True if it is the start of an epoch, encoded state)."""
     checks: list[LoaderCheck] = field(default_factory=list)
 
     def events_after(self, total: int, *, epoch_start: bool) -> list[list[Any]]:
-        """Return the events (batches and ends of epochs) of the first stream after `total` batches. `epoch_start`: True
-        if the restart point is the start of an epoch; the end of the epoch before is then left out."""
+        """Return the events (batches and ends of epochs) of the first stream after its first `total` batches. If
+        `epoch_start`, begin with the first batch of the new epoch; otherwise, with the end of the old one if it ends
+        there."""
         events: list[list[Any]] = self.streamed["events"]
         start = next(
             (i for i, event in enumerate(events) if event[1] > total or (event[1] == total and event[2] is None)),
@@ -165,32 +168,32 @@ class ExaminedLoader:
 class LoaderReport:
     """All findings about a loader, and the verdict: whether, and how, it can be saved."""
 
-    question: LoaderQuestion
+    request: LoaderRequest
     loaders: list[ExaminedLoader]
     code: int
     verdict: str
     warnings: list[str]
 
 
-def examine(question: LoaderQuestion) -> LoaderReport:
+def examine(request: LoaderRequest) -> LoaderReport:
     """Run all checks of a loader and return the report. Raises the loader's error if it fails before it can be
     examined."""
-    question.fields(0)
-    with TrialProcesses(question.deadline_s) as trials:
-        return examine_in(trials, question)
+    request.fields(0)
+    with TrialProcesses(request.deadline_s) as trials:
+        return examine_in(trials, request)
 
 
-def examine_in(trials: TrialProcesses, question: LoaderQuestion) -> LoaderReport:
+def examine_in(trials: TrialProcesses, request: LoaderRequest) -> LoaderReport:
     """Run all checks of a loader in `trials`, which are running already, and return the report. The deadline of
     `trials` applies to each task."""
-    loaders = [_streamed(trials, question, slot) for slot in range(question.workers)]
+    loaders = [_streamed(trials, request, slot) for slot in range(request.workers)]
     for examined in loaders:
         for name in _restored(examined):
-            _chain(trials, question, examined, name)
+            _chain(trials, request, examined, name)
     if _saves(loaders[0]) and loaders[0].capabilities["state_methods"] == 4:
-        _launches(trials, question, loaders)
-    code, verdict = _verdict(question, loaders)
-    return LoaderReport(question, loaders, code, verdict, list(_warnings(question, loaders)))
+        _launches(trials, request, loaders)
+    code, verdict = _verdict(request, loaders)
+    return LoaderReport(request, loaders, code, verdict, list(_warnings(request, loaders)))
 
 
 def _saves(examined: ExaminedLoader) -> bool:
@@ -201,7 +204,7 @@ def _saves(examined: ExaminedLoader) -> bool:
     )
 
 
-def _by_own_methods(examined: ExaminedLoader) -> bool:
+def _needs_deaggregation(examined: ExaminedLoader) -> bool:
     """Return True if the loader's load_state_dict accepts only results of its deaggregate_state_dict."""
     return bool(examined.capabilities["state_methods"] == 4 and not examined.capabilities["loads_own_state"])
 
@@ -210,14 +213,14 @@ def _restored(examined: ExaminedLoader) -> Iterator[str]:
     """Yield the names of the restart points at which the loader is restored, each once."""
     end = examined.points.get("end", (0, False, b""))[0]
     for name, (total, epoch_start, _) in examined.points.items():
-        alone = _saves(examined) and not _by_own_methods(examined)
+        alone = _saves(examined) and not _needs_deaggregation(examined)
         if name == "start" or (alone and (name in _CHAINED or epoch_start or total != end)):
             yield name
 
 
-def _streamed(trials: TrialProcesses, question: LoaderQuestion, slot: int) -> ExaminedLoader:
-    what = f"streaming {question.batches} batches of {question.input_fn}, worker {slot}"
-    answer = trials.ask(what, "stream", **question.fields(slot), batches=question.batches)
+def _streamed(trials: TrialProcesses, request: LoaderRequest, slot: int) -> ExaminedLoader:
+    what = f"streaming {request.batches} batches of {request.input_fn}, worker {slot}"
+    answer = trials.ask(what, "stream", **request.fields(slot), batches=request.batches)
     points = {
         message.fields["name"]: (message.fields["total"], message.fields["epoch_start"], message.payload)
         for message in answer
@@ -229,7 +232,7 @@ def _streamed(trials: TrialProcesses, question: LoaderQuestion, slot: int) -> Ex
 
 def _ask(
     trials: TrialProcesses,
-    question: LoaderQuestion,
+    request: LoaderRequest,
     examined: ExaminedLoader,
     check: LoaderCheck,
     task: str,
@@ -245,10 +248,10 @@ def _ask(
     examined.checks.append(check)
     try:
         answer = trials.ask(
-            f"restoring {question.input_fn} {check.where}, worker {examined.slot}",
+            f"restoring {request.input_fn} {check.where}, worker {examined.slot}",
             task,
             parts,
-            **question.fields(examined.slot),
+            **request.fields(examined.slot),
             **fields,
         )
     except DeadlineError:
@@ -263,7 +266,7 @@ def _ask(
     return next((message.payload for message in answer if message.kind == "point"), None)
 
 
-def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedLoader, name: str) -> None:
+def _chain(trials: TrialProcesses, request: LoaderRequest, examined: ExaminedLoader, name: str) -> None:
     """Restore a loader at one restart point. If a chain starts there, restore it again from the state that the restored
     loader saved, and so on."""
     total, epoch_start, data = examined.points[name]
@@ -275,16 +278,16 @@ def _chain(trials: TrialProcesses, question: LoaderQuestion, examined: ExaminedL
         until = _up_to_a_batch(events[:COMPARED])
         where = _WHERE[name].format(total=total) if generation == 1 else f"after batch {total}{_AGAIN[generation - 1]}"
         check = LoaderCheck(where, total, not epoch_start, generation)
-        then = [until[-1][1], until[-1][1] * question.workers] if generation < last and until else None
-        following = _ask(trials, question, examined, check, "check", [data], events=events, then=then)
+        then = [until[-1][1], until[-1][1] * request.workers] if generation < last and until else None
+        following = _ask(trials, request, examined, check, "check", [data], events=events, then=then)
         if following is None or then is None or not check.exact:
             return
         total, epoch_start, data = then[0], False, following
 
 
 def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
-    """Return the events up to the last batch. Ends of epochs after it are left out, because no state is taken at the
-    end of an epoch."""
+    """Return the events up to and with the last batch. Ends of epochs after this batch are left out, because a state is
+    taken after a batch and never at the end of an epoch."""
     while events and events[-1][2] is None:
         events = events[:-1]
     return events
@@ -293,23 +296,24 @@ def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
 # ---- launches, by the loader's own aggregate and deaggregate
 
 
-def _launches(trials: TrialProcesses, question: LoaderQuestion, loaders: list[ExaminedLoader]) -> None:
-    """Check launches (resumes of all workers): several after each other, from positions that all workers reach in their
-    first epoch; and one from a step at which workers have made different numbers of batches."""
+def _launches(trials: TrialProcesses, request: LoaderRequest, loaders: list[ExaminedLoader]) -> None:
+    """Check launches (resumes of all workers). Some start where all workers have made the same number of batches, in
+    their first epoch; further launches follow from the states saved then. One starts from a step at which worker 0 is
+    one batch ahead of the others."""
     if _within_first_epoch(loaders[0], "uneven"):
         one, others = (
             loaders[0].points["uneven"],
             [examined.points["early"] for examined in loaders[1:]],
         )
         states = [point[2] for point in (one, *others)]
-        _launch(trials, question, loaders, "uneven", [point[0] for point in (one, *others)], states, 1)
+        _launch(trials, request, loaders, "uneven", [point[0] for point in (one, *others)], states, 1)
     for name in ("early", "mid"):
         if not all(_within_first_epoch(examined, name) for examined in loaders):
             continue
         total, parts = loaders[0].points[name][0], [examined.points[name][2] for examined in loaders]
-        last = GENERATIONS if _by_own_methods(loaders[0]) and name in _CHAINED else 1
+        last = GENERATIONS if _needs_deaggregation(loaders[0]) and name in _CHAINED else 1
         for generation in range(1, last + 1):
-            following = _launch(trials, question, loaders, "resume", [total] * len(loaders), parts, generation)
+            following = _launch(trials, request, loaders, "resume", [total] * len(loaders), parts, generation)
             total += COMPARED
             if following is None:
                 break
@@ -318,19 +322,29 @@ def _launches(trials: TrialProcesses, question: LoaderQuestion, loaders: list[Ex
 
 def _launch(
     trials: TrialProcesses,
-    question: LoaderQuestion,
+    request: LoaderRequest,
     loaders: list[ExaminedLoader],
     name: str,
     totals: list[int],
     parts: list[bytes],
     generation: int,
 ) -> list[bytes] | None:
-    """Resume all workers from the states `parts`, after `totals` batches of each. Return their states some batches
-    later; None if a batch was wrong, or if not all workers are within the same epoch there."""
+    """Resume all workers and compare their next COMPARED batches with the first stream. Return their states after these
+    batches; None if a batch was wrong, or if a worker's epoch ends within them or right after.
+
+    Args:
+        trials: processes that run the loader.
+        request: loader and settings.
+        loaders: workers with their first streams. The results are added to their checks.
+        name: key of _WHERE: "resume" or "uneven". No states are returned for "uneven".
+        totals: number of batches of each worker before the resume.
+        parts: encoded state of each worker.
+        generation: number of the launch in its chain, from 1.
+    """
     where = _WHERE[name].format(total=totals[0]) + _AGAIN[generation - 1]
     try:
         aggregated = trials.ask(
-            f"aggregate_state_dict() of {question.input_fn}", "aggregate", parts, **question.fields(0)
+            f"aggregate_state_dict() of {request.input_fn}", "aggregate", parts, **request.fields(0)
         ).done.payload
     except DeadlineError:
         raise
@@ -350,7 +364,7 @@ def _launch(
         then = [total + COMPARED, step + COMPARED * len(loaders)] if goes_on else None
         check = LoaderCheck(where, total, False, generation)
         data = _ask(
-            trials, question, examined, check, "resume", [part, aggregated], events=events, launch=launch, then=then
+            trials, request, examined, check, "resume", [part, aggregated], events=events, launch=launch, then=then
         )
         following.append(data)
     return [data for data in following if data is not None] if all(following) else None
@@ -366,7 +380,7 @@ def _within_first_epoch(examined: ExaminedLoader, name: str) -> bool:
 # ---- the verdict
 
 
-def saved_by(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> str | None:
+def saved_by(request: LoaderRequest, loaders: list[ExaminedLoader]) -> str | None:
     """Return how the loader can be saved: STATE, METHODS or REPLAY; None if it cannot be saved."""
     capabilities = loaders[0].capabilities
     unsaved = any(examined.streamed["unsaved"] for examined in loaders)
@@ -374,8 +388,8 @@ def saved_by(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> str | N
     if capabilities["not_restartable"] or unsaved or any(check.where == _WHERE["start"] for check in wrong):
         return None
     if not capabilities["state_methods"]:
-        return REPLAY if question.replay else None
-    if _by_own_methods(loaders[0]):
+        return REPLAY if request.replay else None
+    if _needs_deaggregation(loaders[0]):
         return METHODS if all(_is_uneven(check) for check in wrong) else REPLAY
     return REPLAY if wrong else STATE
 
@@ -384,7 +398,7 @@ def _is_uneven(check: LoaderCheck) -> bool:
     return "one batch behind" in check.where
 
 
-def _verdict(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> tuple[int, str]:
+def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int, str]:
     capabilities, unsaved = (
         loaders[0].capabilities,
         next((p.streamed["unsaved"] for p in loaders if p.streamed["unsaved"]), ""),
@@ -397,7 +411,7 @@ def _verdict(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> tuple[i
     if any(check.where == _WHERE["start"] for check in wrong):
         return DIFFERS, _not_deterministic(capabilities, wrong[0])
     if not capabilities["state_methods"]:
-        if question.replay:
+        if request.replay:
             return 0, "can be saved and resumed exactly, by replay from the start of the epoch (Appliance(replay=True))"
         return CANNOT_SAVE, (
             "cannot be saved as it is: the loader has no state_dict and load_state_dict. Give it the methods of "
@@ -433,13 +447,13 @@ def _describe_failure(check: LoaderCheck) -> str:
     return f"restored {check.where}, {check.what}"
 
 
-def _warnings(question: LoaderQuestion, loaders: list[ExaminedLoader]) -> Iterator[str]:
+def _warnings(request: LoaderRequest, loaders: list[ExaminedLoader]) -> Iterator[str]:
     digests = [[event[2] for event in examined.streamed["events"] if event[2] is not None] for examined in loaders]
     reads_assignment = any(examined.streamed["looked_at"] for examined in loaders)
-    if question.workers > 1 and (not reads_assignment or all(of_one == digests[0] for of_one in digests)):
+    if request.workers > 1 and (not reads_assignment or all(of_one == digests[0] for of_one in digests)):
         why = "and all stream the same batches" if reads_assignment else "and the loader never reads its assignment"
         yield (
-            f"there are {question.workers} workers, {why}, so each worker streams the whole input. Shard the input by "
+            f"there are {request.workers} workers, {why}, so each worker streams the whole input. Shard the input by "
             "penstock.worker.current_assignment() or torch's get_worker_info()"
         )
     for check in loaders[0].checks:

@@ -13,8 +13,8 @@ from penstock.deploy.doctor.loader_check import (
     REPLAY,
     STATE,
     LoaderCheck,
-    LoaderQuestion,
     LoaderReport,
+    LoaderRequest,
     examine,
     saved_by,
 )
@@ -38,11 +38,11 @@ _SAVED_BY = {
 }
 
 
-def show_doctor(question: LoaderQuestion, as_json: bool) -> int:
+def show_doctor(request: LoaderRequest, as_json: bool) -> int:
     """Run all checks of a loader and print the findings; return the exit code. Tracebacks of user code are shown in
     full."""
     try:
-        diagnosis = examine(question)
+        diagnosis = examine(request)
     except PenstockError as error:
         _show_traceback(error.remote_traceback)
         raise
@@ -55,7 +55,7 @@ def show_doctor(question: LoaderQuestion, as_json: bool) -> int:
         print()
         for warning in diagnosis.warnings:
             print(f"Warning: {warning}.")
-        print(f"{question.input_fn} {diagnosis.verdict.rstrip('.')}{'' if diagnosis.verdict.endswith('?') else '.'}")
+        print(f"{request.input_fn} {diagnosis.verdict.rstrip('.')}{'' if diagnosis.verdict.endswith('?') else '.'}")
     return diagnosis.code
 
 
@@ -66,13 +66,13 @@ def _show_traceback(text: str) -> None:
 
 def as_dict(diagnosis: LoaderReport) -> dict[str, Any]:
     """Return the findings as plain values. Their names are stable for scripts (docs/cli.md)."""
-    question = diagnosis.question
+    request = diagnosis.request
     return {
-        "input_fn": question.input_fn,
+        "input_fn": request.input_fn,
         "ok": diagnosis.code == 0,
         "exit_code": diagnosis.code,
         "verdict": diagnosis.verdict,
-        "saved_by": saved_by(question, diagnosis.loaders),
+        "saved_by": saved_by(request, diagnosis.loaders),
         "warnings": diagnosis.warnings,
         "workers": [
             {
@@ -109,11 +109,11 @@ def _time(value_ms: float) -> str:
 
 def tables(diagnosis: LoaderReport) -> list[Table]:
     """Return the findings as tables for people."""
-    question, loaders = diagnosis.question, diagnosis.loaders
+    request, loaders = diagnosis.request, diagnosis.loaders
     capabilities = loaders[0].capabilities
-    workers = "1 worker" if question.workers == 1 else f"{question.workers} workers"
+    workers = "1 worker" if request.workers == 1 else f"{request.workers} workers"
     about = Table(
-        f"{question.input_fn}: {workers}, {question.batches} batches each",
+        f"{request.input_fn}: {workers}, {request.batches} batches each",
         ("looked at", "found"),
         [
             ("state methods", _METHODS[capabilities["state_methods"]]),
@@ -123,7 +123,7 @@ def tables(diagnosis: LoaderReport) -> list[Table]:
             ("own worker processes", str(capabilities["own_workers"])),
             ("persistent_workers", "yes" if "persistent_workers" in capabilities["not_restartable"] else "no"),
             ("read its assignment", "yes" if any(p.streamed["looked_at"] for p in loaders) else "no"),
-            ("saved by", _SAVED_BY[saved_by(question, loaders)]),
+            ("saved by", _SAVED_BY[saved_by(request, loaders)]),
         ],
     )
     stream = Table(

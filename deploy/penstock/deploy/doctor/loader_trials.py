@@ -4,11 +4,11 @@
 A fresh interpreter imports torch and then only forks, like a worker's fork server. So each task gets a process that has
 seen no user code. Tasks:
 
-    stream     build the loader; stream N batches over as many epochs as that takes, with a snapshot after each
-    check      restore a snapshot of the stream, compare the next batches with those of the stream, and take a
-               snapshot there for the next restore
+    stream     build the loader; stream N batches over as many epochs as that takes, with a snapshot after each batch
+    check      restore a snapshot of the stream; compare the next batches with those of the stream; if asked for, take
+               a snapshot after one of them, for the next restore
     aggregate  call a four-method loader's aggregate_state_dict with the states of all workers
-    resume     deaggregate and load the result as a resumed run does, compare, and take a state there
+    resume     deaggregate and load what `aggregate` returned, as a resumed run does; then continue like `check`
 
 The output of a loader is sent as events: [epoch, total, digest] for a batch, where `total` is the number of the
 worker's batches so far; [epoch, total, null] for the end of an epoch.
@@ -58,7 +58,8 @@ def _do_task(channel: ControlChannel) -> None:
 
 
 def _callable(spec: records_pb2.LoaderSpec, fields: Mapping[str, Any]) -> Callable[..., Any]:
-    """Import input_fn. Raises InvalidArgumentError if its signature does not accept the arguments of the command."""
+    """Import and return input_fn. Raises InvalidArgumentError if its signature does not accept the arguments that the
+    command was given (--args, --kwargs)."""
     input_fn = load_input_fn(spec)
     try:
         # The outermost wrapper is called, and a decorator may supply arguments of the function inside.
@@ -114,7 +115,7 @@ class _Stream:
         self._workers: int = fields["workers"]
         self._unsaved = ""
         self._snapshot: tuple[int, bytes] | None = None
-        """Snapshot after the newest batch: (number of batches before it, encoded state); None before the first."""
+        """Snapshot after the newest batch: (number of batches so far, encoded state); None before the first batch."""
         self._ended = False
         self._batch_s: list[float] = []
         self._snapshot_s: list[float] = []
@@ -179,7 +180,8 @@ class _Stream:
             self._source.open_epoch(step=self._step())
 
     def _step(self) -> int:
-        """Return the step of the box at which the newest batch is delivered, if no slot's epoch has ended."""
+        """Return the step at which the box would deliver the newest batch, computed as if no other slot had ended its
+        epoch: with 2 workers, batch 3 of slot 0 is step 5. Return 0 before the first batch."""
         total = self._source.position.total
         return self._slot + 1 + (total - 1) * self._workers if total else 0
 
@@ -232,8 +234,11 @@ def _check(
 def _resume(
     source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]
 ) -> None:
-    """Resume as a runner does on the same number of boxes and workers: by the loader's own methods, and with the random
-    generators in the state that was saved with them."""
+    """Resume as a runner does on the same number of boxes and workers: by the loader's deaggregate_state_dict and
+    load_state_dict, and with the random generators as they were when the state was saved.
+
+    parts: encoded state of this worker, and encoded result of aggregate_state_dict.
+    """
     point = RestartPoint.taken(parts[0])
     source.build()
     launch = Launch(fields["launch"]["step"], point.position.total, point.position.samples, source.worker)
@@ -249,7 +254,8 @@ def _resume(
 
 def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any]) -> None:
     """Compare the loader's next events with the expected ones, and send the first event that differs, if there is one.
-    If another launch follows (`then`: its number of batches and its step), also send a snapshot at that position."""
+    If the field `then` is a pair (batches, step), also send a snapshot for the next restore. It is taken once the
+    worker has made that many batches, which the box delivers at that step."""
     replay_digest, then = ReplayDigest(), fields.get("then")
     for epoch, total, digest in fields["events"]:
         if not source.is_open:
@@ -277,7 +283,8 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[
 
 
 def _aggregate(_: RestorableLoader, channel: ControlChannel, fields: Mapping[str, Any], parts: Sequence[bytes]) -> None:
-    """Call aggregate_state_dict as a training process does: of a loader of its own, which belongs to no worker."""
+    """Call aggregate_state_dict as a training process does: on a loader that is built for this call and belongs to no
+    worker."""
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
     with place_of.assigned(place_of.NEUTRAL):
         loader = input_fn(*fields["args"], **fields["kwargs"])

@@ -48,11 +48,11 @@ from penstock.runtime.files import filesystems
 from penstock.runtime.process import sandbox
 from penstock.worker.tools.loader_children import find_user
 
-__all__ = ["MachineQuestion", "check_import", "check_machine"]
+__all__ = ["MachineRequest", "check_import", "check_machine"]
 
 
 @dataclass(frozen=True)
-class MachineQuestion:
+class MachineRequest:
     """Values from the command line for the checks of a machine. None: the check uses the effective setting."""
 
     flags: dict[str, Any]
@@ -64,9 +64,9 @@ class MachineQuestion:
     """Longest time that the import of the input_fn may take, in seconds."""
 
 
-def check_machine(question: MachineQuestion) -> Iterator[Finding]:
+def check_machine(request: MachineRequest) -> Iterator[Finding]:
     """Yield all findings, in the order in which a person checks them. Raises InvalidArgumentError for a bad option."""
-    if (listen := question.flags.get("listen")) is not None:
+    if (listen := request.flags.get("listen")) is not None:
         try:
             listen_address(listen)
         except ValueError as error:
@@ -77,11 +77,11 @@ def check_machine(question: MachineQuestion) -> Iterator[Finding]:
     yield machine_findings.check_torch_build(machine_probes.cuda_packages(), machine_probes.nvidia_devices())
     yield machine_findings.check_kernel(platform.release(), machine_probes.kernel_gaps())
     yield machine_findings.check_sandbox(sandbox.why_not_whole())
-    yield _groups(off=bool(_value(WorkerSettings, "no_groups", question)))
-    yield _runner_user(_value(WorkerSettings, "runner_user", question) or "")
+    yield _groups(off=bool(_value(WorkerSettings, "no_groups", request)))
+    yield _runner_user(_value(WorkerSettings, "runner_user", request) or "")
     yield from _settings()
-    slots = _value(WorkerSettings, "slots", question) or os.cpu_count() or 1
-    device = _value(JobSettings, "device", question) or ""
+    slots = _value(WorkerSettings, "slots", request) or os.cpu_count() or 1
+    device = _value(JobSettings, "device", request) or ""
     available = machine_probes.memory_available(Path("/proc/meminfo").read_text())
     yield machine_findings.check_memory(available, machine_probes.cgroup_left("memory"), slots)
     yield machine_findings.check_files(*resource.getrlimit(resource.RLIMIT_NOFILE), slots)
@@ -91,16 +91,16 @@ def check_machine(question: MachineQuestion) -> Iterator[Finding]:
     yield machine_findings.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], device)
     now = datetime.datetime.now(datetime.UTC)
     yield machine_findings.check_clock(machine_probes.clock_source(), now, machine_probes.clock_synchronised())
-    state_dir = _value(CoordinatorSettings, "state_dir", question)
+    state_dir = _value(CoordinatorSettings, "state_dir", request)
     if state_dir is not None and os.fspath(state_dir) != IN_MEMORY:
         yield _disk(Path(state_dir))
     for section in (CoordinatorSettings, WorkerSettings):
-        yield from _port(section, question, None if state_dir is None else Path(state_dir))
-    yield from _tls(question, now)
-    yield _token(question.token_file)
-    if question.input_fn is not None:
-        allow = _value(WorkerSettings, "allow", question)
-        yield check_import(question.input_fn, allow.split(",") if allow else None, question.deadline_s)
+        yield from _port(section, request, None if state_dir is None else Path(state_dir))
+    yield from _tls(request, now)
+    yield _token(request.token_file)
+    if request.input_fn is not None:
+        allow = _value(WorkerSettings, "allow", request)
+        yield check_import(request.input_fn, allow.split(",") if allow else None, request.deadline_s)
 
 
 def _groups(*, off: bool) -> Finding:
@@ -143,9 +143,9 @@ def _found(section: type[Section], field: str) -> ResolvedSetting:
     return next(each for each in find(section) if each.field == field)
 
 
-def _value(section: type[Section], field: str, question: MachineQuestion) -> Any:
+def _value(section: type[Section], field: str, request: MachineRequest) -> Any:
     """Return the value of a setting, from the command line or another source; None if it is missing or invalid."""
-    given = question.flags.get(field) if section is not JobSettings else None
+    given = request.flags.get(field) if section is not JobSettings else None
     if given is not None:
         return given
     found = _found(section, field)
@@ -160,11 +160,12 @@ def _disk(path: Path) -> Finding:
     )
 
 
-def _port(section: type[Section], question: MachineQuestion, state_dir: Path | None) -> Iterator[Finding]:
-    """Check the port of a daemon. A port that is in use is a problem only if a daemon of this kind is to run here."""
+def _port(section: type[Section], request: MachineRequest, state_dir: Path | None) -> Iterator[Finding]:
+    """Check whether the port of a daemon is free. A port in use is a problem if a daemon of this kind is to run here,
+    which an address or a state directory in the settings or options shows. Otherwise it is a warning."""
     name = section.table
-    given = question.flags.get("listen") if section is CoordinatorSettings else None
-    listen = given or _value(section, "listen", MachineQuestion({}))
+    given = request.flags.get("listen") if section is CoordinatorSettings else None
+    listen = given or _value(section, "listen", MachineRequest({}))
     if not listen:
         return
     host, port = host_of(listen)
@@ -203,9 +204,9 @@ def _holder(state_dir: Path) -> str:
     return ""
 
 
-def _tls(question: MachineQuestion, now: datetime.datetime) -> Iterator[Finding]:
+def _tls(request: MachineRequest, now: datetime.datetime) -> Iterator[Finding]:
     names = ("tls_ca", "tls_cert", "tls_key", "tls_name")
-    files = {name: str(_value(TlsSettings, name, question) or "") for name in names}
+    files = {name: str(_value(TlsSettings, name, request) or "") for name in names}
     try:
         tls = load_tls(*files.values())
     except TlsError as error:

@@ -1,8 +1,8 @@
 """Requirements of Penstock on a machine, as functions from values to findings. machine_probes.py reads the values.
 
-A value beyond a limit in this module is a problem if failures or extreme slowness were seen there, and a warning if it
-only makes something slower. The requirements depend on the use of the machine: `slots` is the number of runners
-(processes that run the user's loader) that it is to have.
+A value beyond a limit is a problem if Penstock failed or was extremely slow beyond this limit when it was tried. It is
+a warning if Penstock was only slower. The requirements depend on the use of the machine: `slots` is the number of
+runners (processes that run the user's loader) that the machine is to have.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def check_sandbox(lacking: str) -> Finding:
 
 
 def check_groups(why_not: str) -> Finding:
-    """Check control groups. `why_not`: reason why a worker that is started like this command cannot have control
-    groups; "" if it can."""
+    """Report whether a worker here can limit its runners by control groups; never a problem. `why_not`: reason why a
+    worker that is started like this command cannot make control groups; "" if it can."""
     memory = "--runner-memory is checked once a second"
     if why_not:
         return ok(
@@ -297,11 +297,12 @@ def check_tls(
     """Check a certificate that is valid now.
 
     Args:
-        what: words for the certificate, for the finding.
-        until: end of its validity.
+        what: path of the certificate, for the text of the finding.
+        until: end of the certificate's validity.
         now: the present time.
-        name: value of the setting tls_name.
-        roles: roles that the certificate names; None: roles are not taken from certificates.
+        name: value of the setting tls_name, such as "*.penstock".
+        roles: roles for which the certificate is valid, by the names in it; None: tls_name has no "*", so certificates
+            do not name roles.
     """
     left = until - now
     found = f"{what} is valid until {until:%Y-%m-%d %H:%M} UTC, {max(0, left.days)} days"

@@ -157,8 +157,9 @@ def memory_available(meminfo: str) -> int:
 
 
 def cgroup_left(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
-    """Return the limit on memory (bytes) or processes, and what is left of it, from the control group that leaves
-    least: that of this process or one above it. Return None if there is no limit. `what`: "memory" or "pids".
+    """Return the limit of a control group on memory (in bytes) or on processes, and how much of it is unused. Of this
+    process's group and all groups above it, take the one with the least unused. Return None if none has a limit.
+    `what`: "memory" or "pids" (processes).
 
     Memory that only caches files counts as free, because the kernel reclaims it.
     """

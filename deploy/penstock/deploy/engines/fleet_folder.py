@@ -93,8 +93,8 @@ class FleetFolder:
         return fd
 
     def hold(self, lock: int, identity: Identity) -> None:
-        """Record which process holds the lock of the fleet's folder, or gets it next. `penstock down` sends its signals
-        to this process. `lock`: descriptor of the lock file."""
+        """Record which process holds the lock of the fleet's folder, or is about to take it over. `penstock down` sends
+        its signals to this process. `lock`: descriptor of the lock file."""
         data = json.dumps(asdict(identity)).encode()
         try:
             os.pwrite(lock, data, 0)
@@ -178,8 +178,8 @@ class FleetFolder:
 
     @property
     def address(self) -> str:
-        """Return the coordinator's last address. With port 0, a restarted coordinator tries it before a free one,
-        because training jobs use it."""
+        """Return the address on which the fleet's coordinator listened last; "" if there is none. If the settings leave
+        the port open (port 0), a restarted coordinator tries this address first, because training jobs know it."""
         try:
             return self._address.read_text().strip()
         except OSError:

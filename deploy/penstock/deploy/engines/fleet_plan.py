@@ -24,8 +24,8 @@ _OWN = {
 def plan_of(
     settings: UpSettings, tls: TlsSettings, token_file: Path | None, folder: FleetFolder, *, make_token: bool
 ) -> FleetPlan:
-    """Return the plan for these settings, after the checks that the daemons make, too. `make_token`: True: write a
-    token file if there is none."""
+    """Check settings of `penstock up` in the same way as the daemons check theirs, and return the plan. `make_token`:
+    True: write a token file if there is none."""
     if not settings.allow:
         raise InvalidArgumentError(
             f"{flag('allow')} (or the variable {variable(UpSettings, 'allow')}) must be given: the modules whose "

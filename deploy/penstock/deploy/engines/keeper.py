@@ -30,7 +30,7 @@ from penstock.runtime.process.line_reader import LinePipe
 from penstock.runtime.process.spawn import Spawned, module, spawn
 from penstock.runtime.telemetry.logs import printable
 
-__all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKeeper", "last_words"]
+__all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "FleetKeeper", "log_end"]
 
 _log = logging.getLogger("penstock.deploy.engines")
 
@@ -47,7 +47,7 @@ WORKER_GRACE_S = 20.0
 runners."""
 COORDINATOR_GRACE_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-WORDS = 5
+LOG_LINES = 5
 """Number of lines from the end of a daemon's log that an error shows."""
 
 
@@ -79,8 +79,8 @@ class FleetKeeper:
         self.pid = 0
         self.restarts = 0
         self.state = "starting"
-        """State of the daemon: "starting", "ready", "waiting" (for its next start), "left" (stopped on request),
-        "failed" or "ended"."""
+        """State of the daemon: "starting", "ready", "waiting" (until the next start after a failure), "left" (ended
+        without an error, as after SIGTERM from an operator), "failed" (given up) or "ended" (after `stop`)."""
         self.ready = asyncio.Event()
         """Event that is set once the daemon has printed its first line, which says that it is ready."""
         self._command, self._path, self._restart_always, self._changed = command, log, restart_always, changed
@@ -88,8 +88,8 @@ class FleetKeeper:
         self._child: Spawned | None = None
 
     async def run(self) -> None:
-        """Keep the daemon running until `stop` is called, or until an operator has stopped the daemon. Raises
-        CommandError when the daemon is given up (not started again)."""
+        """Keep the daemon running until `stop` is called. Without `restart_always`, also return when the daemon ends
+        without an error. Raises CommandError when the daemon is given up (not started again)."""
         quick, pause = 0, PAUSE_S
         while True:
             began = time.monotonic()
@@ -108,9 +108,7 @@ class FleetKeeper:
             if code in PERMANENT_ERRORS or quick >= MAX_FAILED_STARTS or not self.ready.is_set():
                 self._become("failed")
                 again = f" ({quick} times in a row)" if quick > 1 else ""
-                raise CommandError(
-                    f"the {self.title} {how}{again}: {last_words(self._path)}", code if code > 1 else BUG
-                )
+                raise CommandError(f"the {self.title} {how}{again}: {log_end(self._path)}", code if code > 1 else BUG)
             self._become("waiting")
             _log.warning("%s %s; starting it again in %g s (log: %s)", self.title, how, pause, self._path)
             with contextlib.suppress(TimeoutError):
@@ -176,7 +174,7 @@ class FleetKeeper:
         return code
 
 
-def last_words(log: Path, lines: int = WORDS) -> str:
+def log_end(log: Path, lines: int = LOG_LINES) -> str:
     """Return the end of a log, for an error message: the last line if it is an error of Penstock, otherwise the last
     `lines` lines."""
     try:

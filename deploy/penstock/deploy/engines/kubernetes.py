@@ -52,8 +52,8 @@ def fleet_settings(plan: FleetPlan) -> FleetSettings:
 def render(plan: FleetPlan, folder: Path) -> str:
     """Return the manifests as text for `kubectl apply -f -`, without the Secrets of the tokens.
 
-    The text contains nothing from the fleet's folder. Raises CommandError if no image is given, UnsafeBindError if
-    there are no certificates.
+    `folder` is not used: the text contains nothing from the fleet's folder. Raises CommandError if no image is given,
+    UnsafeBindError if neither --tls-secret nor --insecure is given.
     """
     if not plan.options["image"]:
         raise CommandError(

@@ -311,8 +311,8 @@ def _probes(role: str) -> Manifest:
 
 
 def confined(fleet: FleetSettings, container: Manifest, mounts: list[Manifest]) -> Manifest:
-    """Return the container with all privileges removed. Its mounts are `mounts` and those of the volumes that `pod`
-    adds."""
+    """Return the container with all privileges removed, and with its mounts: `mounts`, and the volumes that every pod
+    of this module has (tokens, certificates, /tmp; see the function `pod`)."""
     read_only = {"tokens": TOKENS, **({"tls": TLS} if fleet.tls else {})}
     return {
         **container,

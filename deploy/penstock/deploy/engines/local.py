@@ -18,7 +18,7 @@ from typing import BinaryIO
 from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, USAGE, CommandError
 from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.deploy.engines.fleet_folder import FleetFolder, open_log
-from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, last_words
+from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, log_end
 from penstock.proto.errors import DeadlineError
 from penstock.runtime.process.identity import Identity
 from penstock.runtime.process.line_reader import LinePipe
@@ -70,7 +70,7 @@ class LocalEngine:
                     f"the fleet in {where.path} was ended while it was starting. Start it again",
                     INTERRUPTED,
                 )
-            raise CommandError(f"the supervisor of the fleet in {where.path} did not start: {last_words(log)}", BUG)
+            raise CommandError(f"the supervisor of the fleet in {where.path} did not start: {log_end(log)}", BUG)
         answer = json.loads(result)
         if "error" in answer:
             process.wait(plan.timeout_s)
@@ -79,19 +79,18 @@ class LocalEngine:
         return Fleet(**answer["fleet"])
 
     def down(self, folder: Path, timeout_s: float) -> list[str]:
-        """End the supervisor, which ends its daemons; or a process that is starting one. If the supervisor had to be
-        killed, wait until its daemons have ended. Raises DeadlineError if that takes longer than `timeout_s`
-        seconds."""
+        """End the fleet: send SIGTERM to the supervisor, which ends its daemons, or to the process that is starting a
+        supervisor. Kill this process after `timeout_s` seconds; the daemons of a killed supervisor end by themselves.
+        Return a text for each process that was ended. Raises DeadlineError if the fleet is still being started at that
+        time."""
         where = FleetFolder(folder)
         deadline = time.monotonic() + timeout_s
         fleet = where.fleet()
         ended = []
         while where.supervised:
-            holder = where.holder()
+            holder = where.holder()  # read again, because a starting process may have become a supervisor meanwhile
             if holder is not None and _end(holder, deadline):
-                ended = [
-                    f"supervisor (pid {holder.pid})"
-                ]  # the newest record, because a starting process may have become a supervisor meanwhile
+                ended = [f"supervisor (pid {holder.pid})"]
             elif time.monotonic() > deadline:
                 raise DeadlineError(
                     f"a fleet is being started in {where.path}, and did not end within {timeout_s:g} s. Try again"
@@ -144,7 +143,7 @@ def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
         fleet = where.fleet()
         if fleet is None:
             raise CommandError(
-                f"the supervisor of the fleet in {where.path} ended: {last_words(where.logs / 'supervisor.log')}", BUG
+                f"the supervisor of the fleet in {where.path} ended: {log_end(where.logs / 'supervisor.log')}", BUG
             )
         states = _states(fleet)
         if fleet.about.get("adjusted", 0) > before and len(states) == plan.workers and set(states) <= GONE | {"ready"}:

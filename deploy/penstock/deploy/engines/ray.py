@@ -49,8 +49,8 @@ STOP_S = 40.0
 
 
 def worker_options(plan: FleetPlan) -> dict[str, Any]:
-    """Return the options with which Ray places one worker: a core for each slot, spread over the nodes, near the given
-    resource or label."""
+    """Return the options with which Ray places one worker: a core for each slot, and the workers spread over the nodes.
+    With the plan's option `near`, only nodes with this resource (`NAME`) or label (`KEY=VALUE`) are used."""
     near = str(plan.options["near"])
     key, equals, value = near.partition("=")
     where: dict[str, Any] = {}
@@ -120,7 +120,7 @@ class RayEngine:
             )
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """End the workers, then the coordinator. Return a text that names each ended daemon."""
+        """End the workers, then the coordinator. Return a text for each daemon that was ended."""
         with _connected(fleet.about["ray_address"]) as ray:
             there = _actors_of(ray, fleet.name)
             return _stop(ray, there, timeout_s)

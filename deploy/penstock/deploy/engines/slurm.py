@@ -17,7 +17,7 @@ from penstock.deploy.console.exit_codes import USAGE, CommandError
 from penstock.deploy.engines.engine import Fleet, FleetPlan
 from penstock.deploy.engines.external_commands import called
 from penstock.deploy.engines.fleet_folder import FleetFolder
-from penstock.deploy.engines.keeper import last_words
+from penstock.deploy.engines.keeper import log_end
 from penstock.proto.errors import DeadlineError, PenstockError, UnsafeBindError
 
 __all__ = ["SlurmEngine", "render"]
@@ -112,7 +112,7 @@ class SlurmEngine:
                 return Fleet("slurm", plan.name, str(where.path), found, plan.token_file, plan.tls, {"job": job})
             if not state:
                 where.forget()
-                raise PenstockError(f"Slurm job {job} has ended: {last_words(where.logs / f'slurm-{job}.log')}")
+                raise PenstockError(f"Slurm job {job} has ended: {log_end(where.logs / f'slurm-{job}.log')}")
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"Slurm job {job} is still {state} after {plan.timeout_s:g} s, and stays queued. Run the same "

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, PORT_TAKEN, USAGE, CommandError, exit_code
-from penstock.deploy.console.signals import ending
+from penstock.deploy.console.signals import ending_signals
 from penstock.deploy.engines.engine import Fleet, FleetPlan, worker_name
 from penstock.deploy.engines.fleet_folder import FleetFolder
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, FleetKeeper
@@ -132,7 +132,7 @@ class _Supervisor:
                 Process(parent_pid).on_end(stop.set)
             except ProcessLookupError:
                 return
-        for number in (signal.SIGINT, *ending()):
+        for number in (signal.SIGINT, *ending_signals()):
             loop.add_signal_handler(number, stop.set)
         loop.add_signal_handler(signal.SIGUSR1, self._plan_changed.set)
         stopped = asyncio.ensure_future(stop.wait())

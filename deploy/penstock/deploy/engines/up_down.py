@@ -13,7 +13,7 @@ from typing import Any
 from penstock.deploy.console.daemon_settings import TlsSettings, resolve
 from penstock.deploy.console.exit_codes import INTERRUPTED, USAGE, CommandError
 from penstock.deploy.console.fleet_settings import UpSettings
-from penstock.deploy.console.signals import raised
+from penstock.deploy.console.signals import signals_as_errors
 from penstock.deploy.engines import kubernetes, slurm
 from penstock.deploy.engines.engine import Engine, Fleet, FleetPlan, exports
 from penstock.deploy.engines.fleet_folder import FleetFolder, default_folder
@@ -97,7 +97,7 @@ def _folder(settings: UpSettings) -> FleetFolder:
 def _signals_as_errors(folder: FleetFolder) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """Return a context in which a signal that would end this process raises an error instead, as Ctrl-C does. So a
     fleet that is being started is ended, too."""
-    return raised(
+    return signals_as_errors(
         lambda number: CommandError(
             f"the fleet in {folder.path} was ended by {number.name} while it was starting", INTERRUPTED
         )

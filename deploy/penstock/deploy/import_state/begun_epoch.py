@@ -74,9 +74,10 @@ def whole_steps(delivered: int, batch: int, length: int | None = None) -> int:
     Args:
         delivered: number of rows.
         batch: number of rows of a step, of all ranks together.
-        length: number of rows of an epoch whose last step may have fewer; None: steps do not end with epochs.
+        length: number of rows of the epoch, if the epoch ends with a step of its own, which may have fewer rows than
+            `batch`; None: a step may have the last rows of one epoch and the first rows of the next.
 
-    Raises StateMismatchError if these rows end within a step.
+    Raises StateMismatchError if these rows end in the middle of a step.
     """
     if batch < 1:
         raise InvalidArgumentError(

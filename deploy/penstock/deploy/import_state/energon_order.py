@@ -41,8 +41,8 @@ def main() -> None:
     rest = [number for batch in loader for number in numbers(batch.__restore_key__)]
     if len(set(rest)) < len(rest):
         raise SystemExit(
-            f"the state must not have samples of two epochs in its shuffle buffer, got one from the beginning of epoch "
-            f"{epoch}. Pass a state that was saved some steps before or after it"
+            f"the state must not have samples of two epochs in its shuffle buffer, got a state from the beginning of "
+            f"epoch {epoch}. Pass a state that was saved some steps before or after the beginning of an epoch"
         )
     total = len(sources[0].join_readers[0])
     np.save(sys.argv[1], np.array([epoch, total, *rest], np.int64))
@@ -58,15 +58,21 @@ def datasets(dataset: Any) -> Iterator[Any]:
 
 
 def epoch_of(state: Any, source: Any, buffered: int) -> int:
-    """Return the epoch that all workers of a rank are in.
+    """Return the epoch that all workers of a rank are in, from 0. Exit with an error if that is not certain.
 
-    With worker processes a state is a checkpoint and the number of batches since it, which may lie in a later epoch. So
-    the epoch is known only where the shuffle buffer cannot have reached the next one.
+    Energon makes a checkpoint of a worker process only now and then. The state of the worker is its last checkpoint and
+    the number of batches since then. How many samples the worker has read since then is known only up to the size of
+    its shuffle buffer. So near the end of an epoch it is not certain whether the worker has begun the next epoch.
+
+    Args:
+        state: state of the rank, with one state for each of its workers.
+        source: Energon's dataset that reads the tar files.
+        buffered: number of samples that the shuffle buffer holds.
     """
     epochs: set[int] = set()
     for number, worker in enumerate(state.worker_states):
         since = getattr(worker, "offset", None)
-        # samples read since the checkpoint: at least, and at most
+        # smallest and largest number of samples that the worker can have read since its checkpoint
         read = (0, 0) if since is None else (since * (state.micro_batch_size or 1),) * 2
         read = read if since is None else (max(0, read[0] - buffered), read[1] + buffered)
         repetition = next(fields(worker, "_repetition"), 0)
@@ -81,7 +87,8 @@ def epoch_of(state: Any, source: Any, buffered: int) -> int:
 
 
 def fields(value: Any, name: str) -> Iterator[int]:
-    """Yield the values of all fields with this name in a state, if the same dict has a field `_repetition`."""
+    """Yield the values of all fields called `name` in a state, at any depth. Only fields beside a field `_repetition`
+    count: those tell how far Energon has read the tar files."""
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):

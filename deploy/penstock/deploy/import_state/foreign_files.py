@@ -17,11 +17,15 @@ DEEPEST = 16
 
 
 def foreign_state(path: Path, library: str, *keys: Collection[str]) -> Mapping[str, Any]:
-    """Return the state in a file: the only dict that has all names of one of `keys`, wherever it is in a larger
-    checkpoint.
+    """Return the state of a library in a file, which may be part of a larger checkpoint.
 
-    Raises InvalidArgumentError for a file that cannot be read, StateCorruptError for a damaged one, StateMismatchError
-    if it has no such dict, or several.
+    Args:
+        path: the file.
+        library: name of the library, for errors.
+        keys: sets of names by which a state is recognised: a dict is a state if it has all names of one of these sets.
+
+    Raises InvalidArgumentError for a file that cannot be read, StateCorruptError for a damaged file, StateMismatchError
+    if the file has no state or several.
     """
     found = list(_dicts(_value(path), keys, 0))
     if len(found) == 1:

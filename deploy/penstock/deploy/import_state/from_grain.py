@@ -62,9 +62,10 @@ class _Process:
         return min(worker + len(self.used) * used for worker, used in enumerate(self.used))
 
     def ahead(self, begin: int, length: int) -> npt.NDArray[np.bool_]:
-        """Return, for each of `length` indexes from `begin` on, whether a worker has used it; bool, shape (length,).
+        """Return which indexes of an epoch workers have used: True at i if a worker has used index `begin` + i; bool,
+        shape (length,). `begin`: first index of the epoch; `length`: number of its indexes.
 
-        Raises StateMismatchError if a worker has used later indexes as well.
+        Raises StateMismatchError if a worker has used indexes of a later epoch.
         """
         flags = np.zeros(length, bool)
         for worker, used in enumerate(self.used):

@@ -59,9 +59,10 @@ def torchdata_epoch(
     for path, rank in zip(paths, ranks, strict=True):
         if rank.progress() != first.progress():
             raise StateMismatchError(
-                f"all states must be of the same step, but {paths[0]} has {first.batches + first.after} batches of "
-                f"this epoch, and {path} has {rank.batches + rank.after}, or other snapshots. Pass the states that all "
-                "ranks saved at the same step"
+                f"all states must be of the same step, but {paths[0]} was saved after {first.batches + first.after} "
+                f"batches of its epoch (snapshot after {first.batches}, with {first.rows} rows), and {path} after "
+                f"{rank.batches + rank.after} (snapshot after {rank.batches}, with {rank.rows} rows). Pass the states "
+                "that all ranks saved at the same step"
             )
     if not first.batches and batch is None:
         raise InvalidArgumentError(

@@ -1,8 +1,8 @@
 """Views of a batch for people, for JSON and as a file: the names and values of its leaves, and one row. A leaf is a
 value in the batch that is not a container, such as a tensor.
 
-They are made in the child process that made the batch, because only this process has the user's classes. A namedtuple
-or a dataclass is taken apart there, and the result consists of plain values.
+The views are made in the child process that made the batch, because only this process has the user's classes. A
+namedtuple or a dataclass is taken apart there, and the result consists of plain values.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ def _length_in(value: Any) -> int | None:
 
 
 def describe(batch: Any, row: int | None) -> dict[str, Any]:
-    """Return a view of the batch as plain values. `row`: number of a row to show as well; None: no row. Raises
-    InvalidArgumentError if the batch has no such row."""
+    """Return the number of rows of a batch, and name, type, shape and first values of each leaf, as plain values.
+    `row`: number of a row, from 0, whose values are returned too; None: no row. Raises InvalidArgumentError if the
+    batch has no such row."""
     rows = rows_in(batch)
     if row is not None and (rows is None or row >= rows):
         have = "no rows, because it has no tensor with a dimension and no list" if rows is None else _range(rows)

@@ -30,8 +30,8 @@ RETRY_S = 0.3
 
 
 def close_runs(name: str, peer: Peer, as_json: bool) -> None:
-    """End the run (JOB/ORDINAL), or all runs of the job (JOB), and print what was ended. Raises UnknownRunError if the
-    coordinator does not know it."""
+    """End a run (`name` is JOB/ORDINAL) or all runs of a job (`name` is JOB), and print what was ended. Raises
+    UnknownRunError if the coordinator does not know the run or the job."""
     with peer.client() as client:
         runs = client.end_run(name).runs
     if as_json:

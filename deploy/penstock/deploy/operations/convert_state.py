@@ -81,9 +81,9 @@ def _converted(saved: SavedState, boxes: int, workers: int) -> SavedState:
 
 
 def _global_batch(state: Any) -> int | None:
-    """Return the size of the global batch in rows, if a state of penstock.data shows that it does not follow from a
-    box's rows (it is no multiple of the number of boxes). It is then the same on any number of boxes. Return None
-    otherwise."""
+    """Return the global batch size in rows if the saved number of boxes does not divide it, such as 10 rows on 4 boxes.
+    The resumed job then has the same global batch size on any number of boxes. Return None otherwise, and for a state
+    of a loader that is not of penstock.data."""
     from penstock.data.ordering.order_states import OrderProgress
 
     try:

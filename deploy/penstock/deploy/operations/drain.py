@@ -54,8 +54,11 @@ def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) 
 def _wait(
     client: CoordinatorClient, worker: str, left: pb.DrainWorkerReply, until: float, *, quiet: bool
 ) -> pb.DrainWorkerReply:
-    """Wait until the worker has no slots left, or until the time `until` (monotonic clock), and return its last
-    status."""
+    """Wait until the worker has no slots left, or until the time `until` (monotonic clock, in seconds). Return the
+    coordinator's last report on the worker. `left`: its first report; `quiet`: True: do not print the number of slots
+    when it changes.
+
+    Raises SupersededError if the worker was restarted or another command ended the drain."""
     session, printed, seen = left.session, -1, time.monotonic()
     while left.slots and time.monotonic() < until:
         if left.slots != printed and not quiet:

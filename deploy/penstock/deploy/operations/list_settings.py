@@ -21,7 +21,7 @@ from penstock.deploy.console.daemon_settings import (
 )
 from penstock.deploy.console.exit_codes import USAGE
 from penstock.deploy.console.fleet_settings import UpSettings
-from penstock.deploy.console.settings_sources import check_settings_file, daemon, refuse_unknown
+from penstock.deploy.console.settings_sources import check_settings_file, has_own_section, refuse_unknown
 from penstock.deploy.console.tables import Table, show
 from penstock.runtime.config.job_settings import JobSettings
 from penstock.runtime.config.settings import OtherType, ResolvedSetting, Section, find, variables
@@ -50,7 +50,7 @@ def show_config(of: str | None, as_json: bool) -> int:
     check_settings_file()
     for name in [of] if of else OF:
         for section in OF[name]:
-            if daemon(section) and section is not JobSettings:  # training jobs share their prefix with all others
+            if has_own_section(section) and section is not JobSettings:  # a job's prefix begins all other prefixes
                 refuse_unknown(section)
     file = read_settings_file()
     found = {name: [each for section in OF[name] for each in find(section)] for name in ([of] if of else OF)}

@@ -1,9 +1,7 @@
-"""Implementation of `penstock state`: fetches the DataLoaderCheckpoint records of a run at a step by gRPC, and shows
-them as tables or JSON.
+"""Implementation of `penstock state`: fetches the state of a run at a step from the coordinator, and shows it as tables
+or JSON: the position of each box, and for each worker the fields of its DataLoaderCheckpoint.
 
-The names in a record are those of the proto (box, slot, step, worker_step ...). global_worker_id is computed in the
-same way as in DataLoaderCheckpoint. The user's state is decoded here, which needs torch; nothing in it is executed or
-unpickled.
+Decoding the state of a user's loader needs torch. Nothing in the state is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -64,7 +62,8 @@ def run_name(run: str) -> str:
 
 
 def as_dict(run: str, fetched: FetchedState) -> dict[str, Any]:
-    """Return the records and positions of a fetched state as plain values, with each `user_state_dict` decoded."""
+    """Return a fetched state as plain values: positions of the boxes, fields of each worker's DataLoaderCheckpoint with
+    `user_state_dict` decoded, and counts of samples."""
     workers = [_worker(record, data) for record, data in fetched.records]
     first = fetched.records[0][0] if fetched.records else pb.WorkerRecord()
     rows = rows_of_workers(worker["user_state_dict"] for worker in workers)

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from penstock.deploy.console.coordinator_options import Peer
-from penstock.deploy.console.signals import raised
+from penstock.deploy.console.signals import signals_as_errors
 from penstock.deploy.operations.top_screen import Screen, plain
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
 from penstock.proto.rpc.calls import CoordinatorClient
@@ -36,8 +36,8 @@ __all__ = ["has_quit_key", "run_top"]
 DEADLINE_S = 5.0
 """Longest time in seconds to wait for one answer of the coordinator. A later answer would not show the present."""
 ESCAPE_S = 0.05
-"""Seconds within which the rest of an escape sequence must follow its first byte. Without a rest, the byte is the key
-Esc."""
+"""Seconds within which the rest of an escape sequence must follow its first byte. If nothing follows in this time, the
+byte is the key Esc."""
 _SEQUENCE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|O.|[^\x1b])", re.DOTALL)
 AWAY = (CoordinatorUnavailableError, DeadlineError)
 
@@ -72,8 +72,8 @@ class _Watch:
         self._answered_at = 0.0
 
     def ask(self) -> None:
-        """Ask the coordinator for its state and keep the answer. Raises an error that the coordinator answers, and
-        CoordinatorUnreachableError if it has never answered."""
+        """Ask the coordinator for its state and keep the answer. If the coordinator cannot be reached, keep the last
+        answer, or raise the error if there is none yet. Raises every other error of the call."""
         try:
             self._found = view(self._client.status(deadline_s=DEADLINE_S), self._address)
         except AWAY:
@@ -149,7 +149,7 @@ def _live(watch: _Watch, interval_s: float, console: Console) -> None:
     watch.ask()  # the first query's error is raised before the screen starts
 
     with (
-        raised(lambda number: SystemExit(128 + number)) as check,  # so that the terminal is restored
+        signals_as_errors(lambda number: SystemExit(128 + number)) as check,  # so that the terminal is restored
         _keys() as quits,
         Live(Screen(watch.found, watch.away), console=console, screen=True, auto_refresh=False) as live,
     ):
@@ -178,7 +178,8 @@ def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
 
 
 def has_quit_key(keys: bytes) -> bool:
-    """Return True if the terminal's input contains the key q or Esc, and not only as part of another key's sequence."""
+    """Return True if the key q or Esc is in the terminal's input. The byte of Esc also begins the sequences of other
+    keys, such as arrow keys: these do not count."""
     plain_keys = _SEQUENCE.sub(b"", keys)
     return any(key in plain_keys for key in (b"q", b"Q", b"\x1b"))
 

@@ -1,12 +1,13 @@
 """Plan of the replay of a delivered batch: the position of the box from which the replay starts, and how each worker is
 restored there.
 
-A batch follows from the start of its stream and from the epochs that the loop abandoned by `break`. Which worker made a
-given step depends on the lengths of all workers' epochs, which are not recorded. So all workers of the box run again.
-They start from the newest known position that each of them can reach: from a durable snapshot before it, from a
-checkpoint of it, or from the start of the attempt (one launch of the run). The replay of all workers also yields the
-box's stream digest, the chained digest of its batches. It is compared at a position where the box, or a checkpoint,
-recorded it.
+Which worker made the batch of a given step depends on the lengths of all workers' epochs, which are not recorded, and
+on the epochs that the loop abandoned by `break`, which are. So all workers of the box run again. They start at the
+newest recorded position that all of them can reach. A worker reaches a position from a checkpoint of it, from a durable
+snapshot before it, or from the start of the attempt (one launch of the run).
+
+The replay of all workers also yields the box's stream digest (the chained digest of its batches). This digest is
+compared at a position for which the box or a checkpoint recorded it.
 
 The functions are pure: they read the history of the run, and run nothing.
 """
@@ -26,7 +27,7 @@ __all__ = ["KnownPosition", "ReplayPlan", "attempt_of", "plan"]
 
 FURTHER = 1000
 """Largest number of steps that are replayed after the requested batch to reach a position whose stream digest was
-recorded. If more steps were replayed before the batch, as many may follow."""
+recorded. If more steps than that were replayed to reach the batch, their number is the limit."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,12 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
 
 
 def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
-    """Return the position of the box in a saved state; None if the position is before the attempt's start. `begun`:
-    step at which the attempt began.
+    """Return the position of the box in a saved state; None if the state has no positions or is of a step before the
+    attempt's start. `begun`: step at which the attempt began.
 
-    A state with other numbers of boxes or workers is valid only at the attempt's start, because the attempt was resumed
-    from it. Such states of later steps belong to another attempt. Raises StateMismatchError for a state that does not
-    fit.
+    A state with the attempt's numbers of boxes and workers is valid at any later step. A state with other numbers is
+    valid only at the step at which the attempt began: the attempt was resumed from it. Raises StateMismatchError for a
+    state of other numbers at a later step, or of another input_fn or seed.
     """
     ours, theirs = (opening.num_boxes, opening.num_workers_per_box), (saved.num_boxes, saved.num_workers_per_box)
     if saved.input_fn != opening.loader.input_fn:
@@ -169,16 +170,19 @@ def _start(
     raise AssertionError("the workers must be able to start where the attempt began")
 
 
-def _left(first: int, epoch: int, abandoned: dict[int, int]) -> bool:
-    """Return True if the loop abandoned an epoch in [first, epoch). The workers' positions can then not be computed
-    beforehand."""
+def _abandoned_between(first: int, epoch: int, abandoned: dict[int, int]) -> bool:
+    """Return True if the loop abandoned an epoch from `first` on, before `epoch`. Then it cannot be computed which
+    positions the workers reach on the way."""
     return any(first <= abandoned_epoch < epoch for abandoned_epoch in abandoned)
 
 
 def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int, int]) -> pb.SnapshotHeader | None:
-    """Return the newest durable snapshot from which a slot can reach its part of position `at`. The snapshot needs no
-    check, because only verified ones are stored. Return None if there is no such snapshot, or if the loader can be
-    restored only by its aggregate and deaggregate methods. The slot is then replayed from the attempt's start."""
+    """Return the newest durable snapshot from which a slot can reach the position `at` of its box; None: replay the
+    slot from the attempt's start.
+
+    None is returned if there is no such snapshot, and if the loader can be restored only by its aggregate_state_dict
+    and deaggregate_state_dict. The snapshot needs no check, because only verified snapshots are stored.
+    """
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]
@@ -187,7 +191,8 @@ def _snapshot(history: pb.History, slot: int, at: Position, abandoned: dict[int,
     fits = [
         header
         for header in kept.snapshots
-        if header.epoch <= at.epoch and header.total <= at.total[slot] and not _left(header.epoch, at.epoch, abandoned)
+        if header.epoch <= at.epoch and header.total <= at.total[slot]
+        if not _abandoned_between(header.epoch, at.epoch, abandoned)
         if header.size  # without a size, it is the attempt's start
     ]
     return max(fits, key=lambda header: (header.epoch, header.total), default=None)

@@ -78,7 +78,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
 
 def numbers_of(ranges: Sequence[Sequence[int]] | None) -> str:
-    """Return the numbers of samples as a text, such as "3 to 7, 12 to 12". `ranges`: pairs (first, end)."""
+    """Return the numbers of samples as a text, such as "3 to 7, 12 to 12". `ranges`: pairs (first number, last number
+    plus 1), here (3, 8) and (12, 13); None: ""."""
     return ", ".join(f"{first} to {end - 1}" for first, end in ranges or ())
 
 

@@ -139,8 +139,8 @@ class _SlotReplay:
         self._done(ended=not reached)
 
     def leave(self, epoch: int, total: int) -> None:
-        """Abandon epoch `epoch` after batch `total`, as the training loop did. If this process has already read its
-        input to the epoch's end, it restores the loader and replays up to `total`."""
+        """Abandon epoch `epoch` after batch `total`, as the training loop did. If the loader has already reached the
+        end of this epoch, restore it and replay up to `total` first."""
         source = self._source
         if source.position.epoch > epoch:
             assert self._point is not None
@@ -166,7 +166,8 @@ class _SlotReplay:
         self._channel.send("done", text, digest=self._source.digest)
 
     def _restore_keys(self) -> list[str] | None:
-        """Return the restore keys of the newest batch's rows; None if the batch has no restore keys."""
+        """Return the restore keys of the newest batch's rows; None if the batch has none. (A restore key is a text by
+        which a source can read one sample again.)"""
         name = self._source.key_field
         keys = self._batch.get(name) if name is not None and isinstance(self._batch, Mapping) else None
         return list(map(str, keys)) if isinstance(keys, list) else None

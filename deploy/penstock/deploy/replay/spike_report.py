@@ -69,8 +69,8 @@ def _out_of(out: Path | None, step: int) -> Path | None:
 
 
 def _skip_argument(found: Sequence[dict[str, Any]]) -> str:
-    """Return the argument `skip` with which a loader leaves out the samples of these batches, as a text; "" if the
-    batches do not tell their samples' numbers."""
+    """Return the argument with which a loader of penstock.data leaves out the samples of these batches, such as
+    "skip=[range(3, 8)]"; "" if the numbers of the samples are not known."""
     ranges = sorted({(first, end) for batch in found for first, end in batch["samples"] or ()})
     return f"skip=[{', '.join(f'range({first}, {end})' for first, end in ranges)}]" if ranges else ""
 

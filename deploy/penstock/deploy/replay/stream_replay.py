@@ -1,9 +1,9 @@
 """Replay of a box's stream: takes batches from the workers' slots in turn. Each worker reports where its epochs end.
 
-The lengths of epochs are not recorded. So the box's position is first computed as if no further epoch had ended, and
-each worker is advanced to its part of it. A worker whose input ends earlier reports that, and the position is computed
-again. A position that all workers have reached is right, because a worker that has not reached its end can only have
-more batches.
+The lengths of epochs are not recorded. So the box's position at a step is first computed as if no worker's epoch ended
+on the way, and each worker is advanced to the number of batches that it has at this position. A worker whose epoch ends
+earlier reports that, and the position is computed again with this end. Once all workers have reached their numbers, the
+position is right: no unknown end lies before it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A batch as one aligned region of memory, and back: structure, flattening, assembly, digests."""
+"""Conversion of a batch to one aligned region of memory, and back: structure, flattening, assembly, digests."""

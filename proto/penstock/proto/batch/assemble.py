@@ -1,15 +1,16 @@
-"""Assembly of a received batch, from its shapes and a region of memory (the part of a ring that holds its bytes). The
-batch's leaves (tensors, arrays and scalars) are made of the region; tensors and arrays are views of it.
+"""Assembly of a received batch, from its shapes and a region of memory (the part of a ring that holds its bytes).
+Tensors and arrays of the batch are views of the region; scalars are copied from it.
 
 Each tensor and array of an assembled batch wraps its own slice of the ring, so that `torch.save` of one leaf saves only
 that leaf. All leaves of a batch have one `_Region` as their base object. When the last leaf and the last view of a leaf
-are gone, the region is deleted and appends `token`, the caller's number of the batch, to `release`. Its deletion takes
-no lock (the garbage collector may run while a lock is held), uses no socket, and does nothing in a forked child. A
-weakref.finalize would cost 1.2 us more.
+are gone, Python deletes the region. The region then appends `token`, a number by which the caller identifies the batch,
+to the deque `release`, so that the caller can reuse the memory. The deletion takes no lock (the garbage collector may
+run while a lock is held), uses no socket, and does nothing in a forked child. A weakref.finalize would cost 1.2 us
+more.
 
-If the base of a base has the same type as a new array, numpy skips the base in between. So region and ring are two
-different subclasses of ndarray. If the ring were a plain array, it would become the base of every leaf, and the region
-would be deleted at once (a test checks this).
+The ring, the region and a leaf form a chain of bases: leaf.base is the region, region.base is the ring. numpy shortens
+such a chain if the ring has the same type as the leaf: leaf.base would be the ring, and Python would delete the region
+at once. So ring and region are two subclasses of ndarray (a test checks this).
 
 All input except the compiled structure comes from a peer. Dimensions are multiplied as Python ints, which cannot
 overflow, and compared with the region's size before memory is read; invalid input raises ProtocolError.
@@ -40,8 +41,7 @@ _U8: Final = np.dtype(np.uint8)
 
 
 def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
-    """Return the value of CARRIERS for a torch dtype: a numpy dtype, and the torch dtype to view the tensor as, or
-    None."""
+    """Return the value of CARRIERS for a torch dtype."""
     try:
         native = np.dtype(TORCH_NAMES[dtype])
         if torch.from_numpy(np.empty(0, native)).dtype is dtype:
@@ -52,8 +52,9 @@ def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
 
 
 CARRIERS: Final = {dtype: _carrier(dtype) for dtype in TORCH_NAMES}
-"""torch dtype -> the numpy dtype with which its bytes are read, and the torch dtype as which the resulting tensor is
-viewed; None if the tensor has the right dtype already."""
+"""torch dtype -> (numpy dtype, torch dtype or None): how to make a tensor of that dtype from bytes. First make a numpy
+array of the numpy dtype, and from the array a tensor. If the second value is a dtype, numpy lacks it; then view the
+tensor as this dtype. For example float32 -> (float32, None), bfloat16 -> (int16, bfloat16)."""
 
 
 class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -63,8 +64,9 @@ class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Bytes of one batch, the base object of all views of the batch. When it is deleted, it appends `token`, the
-    caller's number of the batch, to `release`. A view of it that a user makes has no `release` and appends nothing."""
+    """Bytes of one batch, the base object of all views of the batch. When Python deletes this object, it appends
+    `token`, a number by which the caller identifies the batch, to `release`. A view that a user makes of this object is
+    a _Region without `release`, and appends nothing."""
 
     __slots__ = ("pid", "release", "token")
 
@@ -93,7 +95,7 @@ def wrap_buffer(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return ring
 
 
-# Kinds of steps of an Assembler, one for each leaf.
+# Kinds of leaves for an Assembler.
 _TENSOR, _ARRAY, _SCALAR, _FLOAT, _BOOL, _BYTES = range(6)
 
 
@@ -110,8 +112,8 @@ class Assembler:
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
         self._dims = structure.dims
-        self._plan = [_step(leaf) for leaf in structure.leaves]
-        self._scalars = any(step[0] > _ARRAY for step in self._plan)
+        self._plan = [_plan_of(leaf) for leaf in structure.leaves]
+        self._scalars = any(plan[0] > _ARRAY for plan in self._plan)
         self._build = _builder(structure.tree)
 
     def assemble(
@@ -134,7 +136,8 @@ class Assembler:
             nbytes: exactly FlatBatch.nbytes.
             release: deque to which `token` is appended exactly once: when the last leaf and the last view of a leaf are
                 gone, or before the return if the batch has no leaf that is a view. A forked child appends nothing.
-            token: the caller's number of the batch.
+                None: append nothing.
+            token: number by which the caller identifies the batch in `release`.
             copy: make the leaves copies instead of views.
             move: function called with the list of all leaves in order, which returns the leaves to build the batch from
                 (for example copies on a GPU). The caller then keeps the memory as long as `move` needs it, and passes
@@ -212,8 +215,9 @@ def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def _scalar(kind: int, memory: Any, start: int, size: int, dtype: Any, decode: Any) -> Any:
-    """Return the value of a leaf that is neither a tensor nor an array, decoded from a copy of its bytes. `kind`: kind
-    of step, such as _FLOAT."""
+    """Return the value of a leaf that is neither a tensor nor an array, decoded from a copy of its bytes. `kind`: such
+    as _FLOAT; `start`, `size`: place of the bytes in `memory`; `decode`: function that decodes them if kind is
+    _BYTES."""
     if kind == _FLOAT:
         return _unpack_float(memory, start)[0]
     if kind == _SCALAR:
@@ -252,13 +256,13 @@ _FROM_BYTES: Final[dict[str, Callable[[bytes], Any]]] = {
     "B": np.bytes_,
 }
 
-_Step = tuple[int, int, int, Any, Any]
+_LeafPlan = tuple[int, int, int, Any, Any]
 
 
-def _step(leaf: Leaf) -> _Step:
-    """Return what `assemble` needs to know about a leaf: kind of step, number of its dimensions in `shapes`, bytes of
-    an element, numpy dtype, and the tensor's dtype or a decoder. Raises UnsupportedLeafError for a dtype that torch
-    lacks."""
+def _plan_of(leaf: Leaf) -> _LeafPlan:
+    """Return what `assemble` needs to know about a leaf: its kind, such as _FLOAT; the number of its dimensions in
+    `shapes`; the bytes of an element; its numpy dtype; and for a tensor the dtype to view it as (see CARRIERS), for a
+    scalar its decoder. Raises UnsupportedLeafError for a dtype that torch lacks."""
     if leaf.kind == "t":
         dtype = getattr(torch, leaf.dtype, None)
         if dtype not in CARRIERS:

@@ -25,7 +25,7 @@ from penstock.proto.errors import InvalidArgumentError, UnsupportedLeafError
 __all__ = [
     "MAIN_MODULES",
     "MAX_NAME",
-    "RecordKind",
+    "ClassKind",
     "class_fields",
     "class_name",
     "qualified",
@@ -34,13 +34,14 @@ __all__ = [
 ]
 
 MAIN_MODULES: Final = ("__main__", "__mp_main__", "penstock_main")
-"""Names that the module of the user's main script has: `__main__`, in a multiprocessing child, in a runner."""
+"""Names of the module of the user's main script: in the process that runs the script, in a multiprocessing child, and
+in a runner."""
 
 MAX_NAME: Final = 1024
 """Largest number of characters of a class name."""
 
 T = TypeVar("T", bound=type)
-RecordKind = Literal["nt", "dc"]
+ClassKind = Literal["nt", "dc"]
 """Kind of class whose instances batches may hold: "nt" for a namedtuple, "dc" for a dataclass."""
 
 _WORDS: Final = {"nt": "namedtuple", "dc": "dataclass"}
@@ -54,7 +55,7 @@ def qualified(cls: type) -> str:
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def class_fields(cls: type) -> tuple[RecordKind, tuple[str, ...]] | None:
+def class_fields(cls: type) -> tuple[ClassKind, tuple[str, ...]] | None:
     """Return the kind of a class, "nt" for a namedtuple or "dc" for a dataclass, and its field names in order. Return
     None for other classes.
 
@@ -110,7 +111,7 @@ def class_name(cls: type) -> str:
     return _names.get(cls) or f"{cls.__module__}:{cls.__qualname__}"
 
 
-def resolve_class(name: str, kind: RecordKind, fields: tuple[str, ...]) -> type:
+def resolve_class(name: str, kind: ClassKind, fields: tuple[str, ...]) -> type:
     """Return the class with this name in this process. It must be of this `kind` and have exactly these `fields`.
 
     Raises UnsupportedLeafError, with the remedy, if this process does not have such a class.

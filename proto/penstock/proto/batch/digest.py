@@ -1,19 +1,19 @@
-"""Digest of a batch: a number of 64 bits, cheap to compute, that is added to the stream digest, and compared at
-delivery and after a replay.
+"""Digest of a batch: a number of 64 bits that is cheap to compute. The reader that delivers a batch compares it, a
+replay compares it, and the stream digest of a box includes it.
 
 The digest distinguishes a wrong batch from the right one; it is not a checksum of every byte. The structure, all
 shapes, and data up to 64 KiB are covered in full. Of larger data the digest covers the first and last 4 KiB, and 64 to
 127 words of 8 bytes spread between. A batch of other samples differs in nearly all of these words. The digest costs 1
 to 2 us at any size; all bytes of 1 MiB would take 9 to 18 us. Data up to 64 KiB are still in the cache, where all bytes
-cost no more than the words. The words lie an odd number of words apart, so that with rows of a power of two (images,
-padded sequences) they do not all fall on one column. With DigestCover.FULL the digest covers every byte of any batch.
-The stream digest combines the digests of a box's batches in the order of delivery (penstock.proto.state.position):
-equal stream digests at a step mean equal streams up to it.
+cost no more than the words. The words lie an odd number of words apart. Otherwise, if each row of an image or padded
+sequence has a power-of-two number of bytes, all words could fall on one column. With DigestCover.FULL the digest covers
+every byte of any batch. The stream digest combines the digests of a box's batches in the order of delivery
+(penstock.proto.state.position): equal stream digests at a step mean equal streams up to it.
 
-With DigestCover.ROWS the digest is a sum over the rows of the batch, of every byte of each row in all tensors and
-arrays that have as many rows. This sum identifies the rows that a step delivered, on any number of boxes. The sum does
-not cover the order of the rows within the batch, nor values that are not rows (a number, a text, a tensor of other
-length).
+With DigestCover.ROWS the digest is the sum of the digests of the batch's rows. Row i consists of element i of each
+tensor and array whose first dimension is the batch's number of rows (`rows_in`). The sums of all boxes' batches at a
+step, added up, do not depend on the number of boxes. The sum does not cover the order of the rows within the batch, nor
+values that are not rows (a number, a text, a tensor of another length).
 
 The runner computes the digest once, when the batch is in its ring. The BATCH frame contains it, and the reader that
 delivers the batch compares it with the bytes: see penstock.client.stream.lane_reader.
@@ -39,13 +39,13 @@ __all__ = [
     "FULL_BELOW",
     "MASK",
     "DigestCover",
-    "Layouts",
+    "ShapesCache",
     "batch_digest",
     "cover_of",
-    "layout",
     "region_digest",
     "rows_digest",
     "rows_in",
+    "seed_and_dims",
 ]
 
 
@@ -72,35 +72,40 @@ FULL_BELOW: Final = 64 << 10
 """Size in bytes of a batch's data up to which its digest covers all of them."""
 
 EDGE: Final = 4 << 10
-"""Number of bytes at each end of larger data that the digest covers."""
+"""Number of bytes at each end of a batch's data that the digest covers if the data are larger than FULL_BELOW."""
 
 WORDS: Final = 64
-"""Smallest number of 8-byte words between the two ends that the digest covers."""
+"""Smallest number of 8-byte words between the two ends that the digest covers if the data are larger than
+FULL_BELOW."""
 
-_LAYOUTS_KEPT: Final = 1024
-_layouts: dict[tuple[int, int, tuple[int, ...]], tuple[int, bytes]] = {}
-"""Cache of `layout`: arguments -> result. It is emptied at _LAYOUTS_KEPT entries; a stream has few layouts."""
+_SEEDS_KEPT: Final = 1024
+_seeds: dict[tuple[int, int, tuple[int, ...]], tuple[int, bytes]] = {}
+"""Cache of `seed_and_dims`: arguments -> result. At _SEEDS_KEPT entries all are dropped, because most streams have only
+a few different shapes."""
 _DIMS_KEPT: Final = 64 << 10
-"""Largest size in bytes of all packed shapes in the cache of a `Layouts`. As lists they take about six times as
-much."""
+"""Largest total size of the packed shapes in one `ShapesCache`, in bytes. The unpacked lists in the cache take about
+six times as much memory."""
 
 
-def layout(structure_key: int, nbytes: int, shapes: Sequence[int]) -> tuple[int, bytes]:
-    """Return the seed of a batch's digest, made of everything but its data, and its shapes packed as they are sent.
-    `structure_key`: Structure.key; `shapes`: FlatBatch.shapes."""
+def seed_and_dims(structure_key: int, nbytes: int, shapes: Sequence[int]) -> tuple[int, bytes]:
+    """Return the hash seed of a batch's digest, and the batch's shapes packed as a BATCH frame contains them. The seed
+    is a hash of the structure, the shapes and the size, so that the digest covers them too.
+
+    structure_key: Structure.key. nbytes: size of the batch. shapes: FlatBatch.shapes.
+    """
     key = structure_key, nbytes, tuple(shapes)
-    found = _layouts.get(key)
+    found = _seeds.get(key)
     if found is None:
-        if len(_layouts) >= _LAYOUTS_KEPT:
-            _layouts.clear()
+        if len(_seeds) >= _SEEDS_KEPT:
+            _seeds.clear()
         packed = struct.pack(f"<{1 + len(shapes)}Q", nbytes, *shapes)
-        found = _layouts[key] = xxh3_64_intdigest(packed, structure_key), packed[8:]
+        found = _seeds[key] = xxh3_64_intdigest(packed, structure_key), packed[8:]
     return found
 
 
-class Layouts:
-    """Cache of unpacked shapes and seeds of digests, for a receiver of batches with one structure. Its keys are packed
-    shapes as received."""
+class ShapesCache:
+    """Cache for a reader of batches with one structure: a batch's size and packed shapes, as received -> its unpacked
+    shapes, and the hash seed of its digest."""
 
     __slots__ = ("_held", "_key", "_known")
 
@@ -110,8 +115,8 @@ class Layouts:
         self._held = 0
 
     def find(self, nbytes: int, dims: bytes) -> tuple[list[int], int]:
-        """Return a batch's shapes as a list, which the caller must not change, and the seed of its digest. `dims`:
-        packed shapes, 8 bytes for each number."""
+        """Return a batch's shapes as a list, which the caller must not change, and the hash seed of its digest (see
+        `seed_and_dims`). `dims`: packed shapes, 8 bytes for each number."""
         found = self._known.get((nbytes, dims))
         if found is None:
             shapes = list(struct.unpack(f"<{len(dims) >> 3}Q", dims))
@@ -136,7 +141,7 @@ def batch_digest(
     because FlatBatch.write_to sets it to zero. Raises ValueError if the data are not inside `region`.
     """
     memory = _checked(region, offset, nbytes)
-    return region_digest(layout(structure_key, nbytes, shapes)[0], memory, offset, nbytes, full)
+    return region_digest(seed_and_dims(structure_key, nbytes, shapes)[0], memory, offset, nbytes, full)
 
 
 def _checked(region: Any, offset: int, nbytes: int) -> memoryview:
@@ -165,9 +170,9 @@ def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset
     """Return the sum, modulo 2^64, of the digests of a batch's rows. The batch's data are the `nbytes` bytes at
     `offset` of `region`.
 
-    The digest of a row is computed by xxh3_64 over its bytes in each tensor or array in turn. The result for one tensor
-    is the seed for the next, and the first seed is the structure's key. Raises ValueError for shapes that do not match
-    `nbytes`.
+    The digest of row i chains one xxh3_64 for each tensor or array: the hash of the row's bytes in the first tensor is
+    the hash seed for its bytes in the second, and so on. The first seed is the structure's key. Raises ValueError for
+    shapes that do not match `nbytes`.
     """
     if len(shapes) != structure.dims:
         raise ValueError(f"the structure of a batch needs {structure.dims} dimensions in shapes, got {len(shapes)}")
@@ -198,7 +203,7 @@ def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset
 
 def region_digest(seed: int, memory: memoryview, offset: int, nbytes: int, full: bool) -> int:
     """Return the digest of the batch whose data are the `nbytes` bytes at `offset` of `memory`. Bounds are not checked.
-    `seed`: as returned by `layout`; `full`: cover every byte."""
+    `seed`: as returned by `seed_and_dims`; `full`: cover every byte."""
     end = offset + nbytes
     if full or nbytes <= FULL_BELOW:
         return xxh3_64_intdigest(memory[offset:end], seed)

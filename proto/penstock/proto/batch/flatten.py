@@ -10,19 +10,19 @@ This is the hot path, where each microsecond counts. `flatten` traverses a batch
 *signature* (types, keys, dtypes and ranks, in order). A Structure is built only for a signature that was not seen
 recently. Nothing is checked twice: a batch with a known signature cannot contain an unsupported dtype. If the fast
 traversal finds a value that it does not handle, it stops, and the slow traversal (tree.py), which records paths, names
-the value and its path. Copies are `memmove`: as fast as torch's `copy_` (1 MiB 18 us, 8 MiB 220 us into a warm ring,
-both; 2-core AMD EPYC), with 1.2 us less overhead. Copies of up to 256 KiB keep the interpreter lock, because another
-thread that takes the lock might hold it for 5 ms.
+the value and its path. Copies are `memmove`, with 1.2 us less overhead than torch's `copy_` and the same speed: 18 us
+for 1 MiB and 220 us for 8 MiB into a warm ring, on a 2-core AMD EPYC. Copies of up to 256 KiB keep the interpreter
+lock, because another thread that takes the lock might hold it for 5 ms.
 
 assemble.py does the reverse, and releases a ring entry when the last view of it is gone.
 
-**Supported values:** torch.Tensor (CPU, strided, plain dtypes), numpy arrays and scalars, str, bytes, int, float, bool,
-None in dict, OrderedDict, list, tuple, namedtuple and dataclass. Exactly these types come back; other subclasses are
-refused, because they could not be rebuilt faithfully (defaultdict, IntEnum, ModelOutput: the message says how to
-convert). There are three exceptions: nn.Parameter comes back as Tensor, numpy.memmap as ndarray, and dataclass or
-namedtuple instances lose attributes that are not fields. Values, dtypes and shapes are exact, to the bit. The memory
-layout is not kept (leaves arrive contiguous in C order), and neither is requires_grad. Two leaves that shared memory
-arrive as separate ones.
+**Supported leaves:** torch.Tensor (CPU, strided, plain dtypes), numpy arrays and scalars, str, bytes, int, float, bool
+and None. **Supported containers:** dict, OrderedDict, list, tuple, namedtuple and dataclass. The training loop gets
+values of exactly these types. Other subclasses are refused, because they could not be rebuilt faithfully (defaultdict,
+IntEnum, ModelOutput: the message says how to convert). There are three exceptions: nn.Parameter comes back as Tensor,
+numpy.memmap as ndarray, and dataclass or namedtuple instances lose attributes that are not fields. Values, dtypes and
+shapes are exact, to the bit. The memory layout is not kept (leaves arrive contiguous in C order), and neither is
+requires_grad. Two leaves that shared memory arrive as separate ones.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ HOLD_LOCK_UP_TO: Final = 256 << 10
 """Largest size in bytes of a copy that keeps the interpreter lock; such a copy takes about 5 us."""
 
 PAD_UP_TO: Final = 4096
-"""Largest size in bytes of a str, bytes or int that is padded to a multiple of 64 bytes in Python. For these this is
-faster than a call that clears the gap after the value."""
+"""Largest size in bytes of a str, bytes or int to which Python code appends zeros up to a multiple of 64 bytes. After a
+larger value a call of memset clears the gap. For small values the call would be slower than the appended zeros."""
 
 _Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
 _ndarray, _memmap, _generic = np.ndarray, np.memmap, np.generic
@@ -75,7 +75,8 @@ _TRUE, _FALSE = b"\1".ljust(ALIGN, b"\0"), bytes(ALIGN)
 
 
 def _libc(name: str, second: type) -> Callable[[int, Any, int], None]:
-    """Return a function of libc that Python calls without releasing the interpreter lock."""
+    """Return the function `name` of libc (memmove or memset), as one that Python calls without releasing the
+    interpreter lock. `second`: ctypes type of its second argument."""
     function = getattr(ctypes.PyDLL(None), name)
     function.argtypes = (ctypes.c_void_p, second, ctypes.c_size_t)
     function.restype = None
@@ -92,8 +93,8 @@ _WRITE: Final = 0x200
 
 
 class FlatBatch:
-    """Batch prepared for writing to memory by `Flattener.flatten`. It keeps the batch's leaves alive, so drop it after
-    writing."""
+    """Batch that `Flattener.flatten` has prepared, and that `write_to` copies to memory. It keeps the batch's leaves
+    alive, so drop it after writing."""
 
     __slots__ = ("_held", "_sizes", "_sources", "nbytes", "shapes", "structure")
 
@@ -102,7 +103,8 @@ class FlatBatch:
     """Dimensions of all leaves in order, in one list. A str, bytes or int has one dimension: its length in bytes. Other
     scalars have none."""
     nbytes: int
-    """Number of bytes that the batch takes. Each leaf begins at a multiple of 64, and the end is padded to one."""
+    """Number of bytes that the batch takes. Each leaf begins at a multiple of 64 bytes, and `nbytes` is one too,
+    because zeros follow the last leaf."""
 
     def __init__(
         self,
@@ -154,13 +156,13 @@ class FlatBatch:
                 start += gap
 
     def settle(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-        """Find the leaves that are already in `entry` at the positions where `write_to` would put them, so that
-        `write_to` does not copy them. Return their number.
+        """Find the leaves that user code built in `entry` (by penstock.worker.collate) at exactly the positions where
+        `write_to` would put them, so that `write_to` does not copy them. Return their number.
 
         `entry`: memory to which the batch may be written, a contiguous array of one dimension. Returns -1, and changes
-        nothing, if a leaf overlaps `entry` anywhere else: writing one leaf there could destroy another before it is
-        copied. Afterwards this object no longer keeps these leaves alive, but `write_to` to any address still reads
-        their bytes. So the caller must not change the memory before the last `write_to`.
+        nothing, if a leaf overlaps `entry` at any other position: writing one leaf there could destroy another before
+        that one is copied. This object then no longer keeps the found leaves alive, but `write_to` to any address still
+        reads their bytes. So the caller must not change `entry` before the last `write_to`.
         """
         low, inside = _address(entry), self._inside(entry)
         if not all(fits for _, _, fits in inside):
@@ -173,8 +175,8 @@ class FlatBatch:
         return len(inside)
 
     def leaf_ranges(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of the positions to which `write_to` will put those leaves that overlap `entry`
-        now."""
+        """Return (offset, size), in bytes, for each leaf whose memory overlaps `entry` now: the place in the batch to
+        which `write_to` will copy the leaf."""
         return [(offset, self._sizes[index]) for index, offset, _ in self._inside(entry)]
 
     def _inside(self, entry: np.ndarray[Any, np.dtype[np.uint8]]) -> list[tuple[int, int, bool]]:
@@ -244,7 +246,7 @@ class Flattener:
         self._last: Structure | None = None
         self._last_signature: list[Any] = []
         self._table: OrderedDict[tuple[Any, ...], Structure] = OrderedDict()
-        self._records: dict[type, Callable[[Any], Sequence[Any]]] = {}
+        self._field_getters: dict[type, Callable[[Any], Sequence[Any]]] = {}
 
     def flatten(self, batch: Any) -> FlatBatch:
         """Return a batch as a FlatBatch, without copying tensors or arrays. The caller must not change the batch until
@@ -280,11 +282,14 @@ class Flattener:
         held: list[Any],
         depth: int,
     ) -> None:
-        """Collect the leaves in one container, into the lists that are passed. After any exception here, `flatten` runs
-        the slow traversal, which finds the error for the user.
+        """Collect the leaves of one container and of the containers in it, into the lists that are passed. After any
+        exception here, `flatten` runs the slow traversal, which finds the error for the user.
 
-        Two values have the same signature only if they have the same structure. The signature is a prefix code: a
-        container writes its type and its number of children first, and keys are written after their types (1 == True).
+        `sources`: what to copy for each leaf (a tensor's address, a tensor, an array, or bytes); `held`: tensors to
+        keep alive while their addresses are used; `depth`: number of nested containers that are still allowed.
+
+        Two batches get the same signature only if they have the same structure. So a container adds its type and its
+        number of children before its children, and a dict adds the types of its keys too, because 1 == True.
         """
         for value in values:
             cls = type(value)
@@ -346,7 +351,7 @@ class Flattener:
                 sizes.append(len(data))
                 sources.append(data.ljust(ALIGN, b"\0"))
             else:
-                values_of = self._records.get(cls) or self._record(cls)
+                values_of = self._field_getters.get(cls) or self._field_getter(cls)
                 fields = values_of(value)
                 if not depth:
                     raise _give_up()
@@ -355,22 +360,22 @@ class Flattener:
         if len(sizes) > self._max_leaves or len(signature) > 16 * self._max_leaves:
             raise _give_up()
 
-    def _record(self, cls: type) -> Callable[[Any], Sequence[Any]]:
+    def _field_getter(self, cls: type) -> Callable[[Any], Sequence[Any]]:
         """Return a function that takes an instance of the namedtuple or dataclass `cls` and returns the values of its
         fields."""
-        record = class_fields(cls)
-        if record is None:
+        found = class_fields(cls)
+        if found is None:
             raise _give_up()
-        kind, names = record
+        kind, names = found
         if kind == "nt":
             values_of: Callable[[Any], Sequence[Any]] = tuple
         elif len(names) > 1:
             values_of = attrgetter(*names)
         else:
             values_of = lambda value: [getattr(value, name) for name in names]  # noqa: E731
-        if len(self._records) >= 256:  # classes made on the fly must not accumulate
-            self._records.clear()
-        self._records[cls] = values_of
+        if len(self._field_getters) >= 256:  # classes made on the fly must not accumulate
+            self._field_getters.clear()
+        self._field_getters[cls] = values_of
         return values_of
 
     def _intern(self, batch: Any, signature: list[Any]) -> Structure:

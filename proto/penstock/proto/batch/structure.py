@@ -77,8 +77,8 @@ MAX_INT_BYTES: Final = 1 << 20
 
 MAX_STRUCTURE_BYTES: Final = 4 << 20
 MAX_BRACKETS: Final = 1 << 19
-"""Largest number of brackets in an announced structure, checked before it is parsed. 65,536 dicts of one leaf each have
-2**18 brackets."""
+"""Largest number of brackets in an announced structure, checked before the structure is parsed. (65,536 dicts of one
+leaf each have half as many.)"""
 
 MAX_TEXT: Final = 2000
 """Largest number of characters of the text that describe() returns."""
@@ -101,8 +101,8 @@ _NUMPY_NAME = re.compile(
 
 Key = str | int | bool | None
 Path = tuple["Path", str] | None
-"""Path of a value in its batch: (path of the container, step from there), or None for the batch itself. `render_path`
-makes it text for an error."""
+"""Path of a value in its batch: (path of its container, step to the value, such as "[3]" or ".label"), or None for the
+batch itself. `render_path` makes a text of a path, for errors."""
 
 _SCALARS = {"s": "str", "b": "bytes", "i": "int", "f": "float", "o": "bool", "S": "numpy.str_", "B": "numpy.bytes_"}
 _ONE_DIM = frozenset("sbiSB")
@@ -124,15 +124,15 @@ def render_path(path: Path) -> str:
 
 
 def numpy_dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name by which a numpy dtype is sent: its `str`, which has the byte order. For C's long long the name
-    is "<q", because its `str` is that of int64."""
+    """Return the name by which a numpy dtype is sent: `dtype.str`, such as "<f4", which contains the byte order. C's
+    long long has the same `dtype.str` as int64, "<i8", so it is sent as "<q"."""
     name = dtype.str
     return name if np.dtype(name).char == dtype.char else name[0] + dtype.char
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype for a received name. Raises ValueError for a name that numpy_dtype_name does not
-    return."""
+    """Return the numpy dtype for a received name. Raises ValueError for a name that `numpy_dtype_name` never
+    returns."""
     if not _NUMPY_NAME.fullmatch(name):
         raise ValueError(f"the dtype of a numpy array in a batch must be one that batches may have, got {name[:80]!r}")
     try:
@@ -197,7 +197,7 @@ Tree = Leaf | Node | None
 @dataclass(frozen=True, slots=True)
 class Structure:
     """Part of a batch that does not change from batch to batch: containers, kinds of leaves, dtypes and ranks.
-    Structures are equal if their encodings are. Make a Structure by `of` or `from_bytes`."""
+    Structures with equal encodings are equal. Make a Structure by `of` or `from_bytes`."""
 
     encoded: bytes
     key: int = field(compare=False)
@@ -226,8 +226,8 @@ class Structure:
         return cls(encoded, xxhash.xxh3_64_intdigest(encoded), tree, leaves, sum(leaf.dims for leaf in leaves))
 
     def to_bytes(self) -> bytes:
-        """Return the encoding of the structure: compact JSON in UTF-8. A lone surrogate in a key becomes three
-        bytes."""
+        """Return the encoding of the structure: compact JSON in UTF-8. A lone surrogate in a key, which strict UTF-8
+        forbids, is encoded as three bytes."""
         return self.encoded
 
     @classmethod
@@ -320,7 +320,10 @@ def _plain(tree: Tree) -> Any:
 
 def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
     """Return the tree that the JSON value `raw` encodes. Raises ProtocolError, with the path, for an invalid value.
-    `count`: number of leaves and number of all values so far, which the function raises."""
+
+    path, depth: path of `raw` in the batch, and the number of containers around it. count: [leaves, leaves and
+    containers and Nones] that were read so far; this function adds its own.
+    """
     count[1] += 1
     if count[1] > MAX_VALUES:
         raise _wrong(path, f"a batch must have at most {MAX_VALUES} values, got more")
@@ -337,7 +340,9 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
         raise _wrong(path, f"containers must be nested at most {MAX_DEPTH} deep, got more")
     shape = {"l": 1, "u": 1, "d": 2, "od": 2, "nt": 3, "dc": 3}.get(kind)
     if shape != len(rest) or any(type(part) is not list for part in rest[-min(shape, 2) :]):
-        raise _wrong(path, f"the kind is unknown, or has other parts: {kind!r:.100}")
+        raise _wrong(
+            path, f"a container must have a known kind, and the parts of that kind, got {[kind, *rest]!r:.100}"
+        )
     nodes, keys = rest[-1], rest[-2] if shape != 1 else []
     name = rest[0] if shape == 3 else ""
     if shape != 1 and len(keys) != len(nodes):
@@ -348,9 +353,9 @@ def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
     if len(set(keys)) != len(keys):
         raise _wrong(path, "the keys of a dict, or the fields of a class, must differ, got two equal ones")
     if shape == 3 and (type(name) is not str or not 0 < len(name) <= 1024):
-        raise _wrong(path, "a class name must have 1 to 1024 characters")
+        raise _wrong(path, f"a class name must be a text of 1 to 1024 characters, got {name!r:.100}")
     if shape == 3 and not all(key.isidentifier() for key in keys):
-        raise _wrong(path, "field names must be Python identifiers")
+        raise _wrong(path, f"field names must be Python identifiers, got {keys!r:.100}")
     steps = path_steps(kind, keys, len(nodes))
     children = tuple(_tree(node, (path, step), depth + 1, count) for node, step in zip(nodes, steps, strict=True))
     return Node(kind, children, tuple(keys), name)
@@ -365,7 +370,8 @@ def path_steps(kind: str, keys: Sequence[Key], count: int) -> Iterator[str]:
 
 
 def allowed_key(key: object) -> bool:
-    """Return whether a dict key that is not a str may be in a batch: None, a bool, or an int of 64 bits."""
+    """Return whether a batch may have this dict key. `key`: not a str. None, a bool and an int of 64 bits are
+    allowed."""
     return key is None or type(key) is bool or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
 
@@ -408,8 +414,8 @@ def _wrong(path: Path, what: str) -> ProtocolError:
 
 
 def _describe(tree: Tree, budget: list[int]) -> str:
-    """Return a tree as a text for people. `budget`: list with the number of characters that are left. It limits the
-    work for a huge structure, whose text is cut anyway."""
+    """Return a tree as a text for people. `budget`: list of one number, how many characters the text may still get. The
+    number limits the work for a huge structure, whose text the caller cuts."""
     if isinstance(tree, Leaf):
         text = (
             _SCALARS.get(tree.kind)

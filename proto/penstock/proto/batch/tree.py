@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from penstock.proto.batch.classes import MAX_NAME, RecordKind, class_fields, class_name, qualified, resolve_class
+from penstock.proto.batch.classes import MAX_NAME, ClassKind, class_fields, class_name, qualified, resolve_class
 from penstock.proto.batch.structure import (
     MAX_INT_BYTES,
     MAX_RANK,
@@ -104,7 +104,7 @@ class _Survey:
             keys, kind, values = (), "l" if type(value) is list else "u", list(value)
         return Node(kind, self._children(kind, keys, values, path, depth), keys)
 
-    def _record(self, value: Any, kind: RecordKind, fields: tuple[str, ...], path: Path, depth: int) -> Node:
+    def _record(self, value: Any, kind: ClassKind, fields: tuple[str, ...], path: Path, depth: int) -> Node:
         self._check_depth(value, path, depth)
         name = class_name(type(value))
         if len(name) > MAX_NAME:

@@ -7,8 +7,9 @@ into its ring entry, and decompression runs while the rest is being received. Th
 compress as well as 8 MiB.
 
 Some data are sent uncompressed: batches smaller than SMALLEST, and batches and pieces that do not shrink to ENOUGH of
-their size. If a batch does not shrink enough, the next batch is sent uncompressed without a try. After each further
-failure twice as many batches are: 2, 4, up to MOST_SKIPPED. A batch that shrinks resets this number to 1.
+their size. If a batch does not shrink enough, the sender skips the next batch: it sends the batch uncompressed, without
+a try. After each further failure the sender skips twice as many batches: 2, 4, up to MOST_SKIPPED. Once a batch shrinks
+enough, the number of batches to skip is 1 again.
 
 A piece is copied before it is compressed, because user code can write into the ring at any time, and compressors may
 write outside their memory if their input changes meanwhile. The copy runs at 20 GB/s, the compressor below 1 GB/s.
@@ -34,19 +35,21 @@ Buffer = bytes | bytearray | memoryview
 PIECE = 256 << 10
 """Bytes of each piece of a batch before compression. The number is part of the protocol."""
 SMALLEST = 2 << 10
-"""Smallest size in bytes of a batch that is compressed. For 1 KiB of token ids lz4 takes 3.6 us on the slower side and
-saves 3.3 us of a 1 Gbit/s network, zstd takes 7.4 us and saves 5.5. For 2 KiB lz4 takes 4.5 us and saves 6.9, zstd 9.6
-and 11.3 (benchmarks/compression.md)."""
+"""Smallest size in bytes of a batch that is compressed. From this size on, compression saves more time on a network of
+1 Gbit/s than it costs. Costs and savings, measured with token ids (benchmarks/compression.md; costs are those of the
+slower of sender and receiver): 1 KiB by lz4 costs 3.6 us and saves 3.3 us, by zstd 7.4 and 5.5 us; 2 KiB by lz4 costs
+4.5 us and saves 6.9 us, by zstd 9.6 and 11.3 us."""
 ENOUGH = 7 / 8
 """Largest share of its original size that a compressed batch or piece may have. Noisy float32 images decided the value:
 zstd saves 12 % of them at 1.2 GB/s, which pays only on networks below 1 Gbit/s, and little there."""
 MOST_SKIPPED = 64
-"""Largest number of batches that are sent uncompressed between two tries to compress one. At this number tries cost
-almost nothing, and data that become compressible are noticed soon enough."""
+"""Largest number of batches that are sent uncompressed between two tries to compress a batch. At this number the tries
+cost almost nothing, and data that become compressible are noticed soon enough."""
 ZSTD_LEVEL = 1
-"""Compression level of zstd. Levels 2 and 3 are slower and make token ids larger (438 and 386 MB/s with ratios of 3.5
-and 3.3, against 605 MB/s with 4.0). Level 5 makes quantised images a quarter smaller, at a third of the speed. Level -1
-is a tenth faster on skewed ids, with a quarter less compression (benchmarks/compression.md)."""
+"""Compression level of zstd. For token ids level 1 is the best of three: 605 MB/s and a compression ratio of 4.0,
+against 438 MB/s and 3.5 for level 2, 386 MB/s and 3.3 for level 3. Level 5 makes quantised images a quarter smaller, at
+a third of the speed. Level -1 is a tenth faster for token ids of which a few are frequent, with a quarter less
+compression (benchmarks/compression.md)."""
 
 NAMES: dict[str, int] = {"lz4": lane_pb2.LZ4, "zstd": lane_pb2.ZSTD}
 """Name of a codec, as users write it -> the codec's number in frames."""
@@ -174,7 +177,8 @@ class Packer:
 
 
 def check_claim(wire: int, size: int) -> None:
-    """Raise ProtocolError if a batch of `size` bytes cannot have `wire` bytes when it is compressed."""
+    """Raise ProtocolError if a batch of `size` bytes cannot have as many compressed bytes as the sender states in its
+    frame. `wire`: the stated number."""
     if not _table(size) < wire < size:
         raise malformed(
             f"a batch of {size} bytes must have {_table(size) + 1} to {size - 1} bytes when compressed, got {wire}"
@@ -235,7 +239,7 @@ class Unpacker:
         return piece if length == len(piece) else self._buffer[:length]
 
     def drop(self) -> None:
-        """Drop the batch that is not complete, so that its ring entry is not used any more."""
+        """Drop a batch of which only a part has arrived, because the connection ends. Its ring entry is then unused."""
         self._entry = self._buffer[:0]
 
     def _read_table(self) -> None:

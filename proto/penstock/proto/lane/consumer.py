@@ -323,9 +323,9 @@ class Consumer:
 
     def release(self, entries: Iterable[int]) -> None:
         """Record that the views of delivered batches are gone, so that their ring entries may be filled again.
-        `entries`: id of a ring, number of the entry, ring, entry ... The next flush tells the producer. Do not release
-        the entries of batches that were abandoned before delivery, because the producer has taken these entries back
-        already."""
+        `entries`: flat list of pairs: ring id, entry, ring id, entry ... The next flush tells the producer. Do not
+        release the entries of batches that were abandoned before delivery, because the producer has taken these entries
+        back already."""
         self._released += entries
         self._dirty = True
 
@@ -342,8 +342,8 @@ class Consumer:
         self.flush()
 
     def want(self, pairs: Iterable[int]) -> None:
-        """Request snapshots (states of the loader) at steps. `pairs`: step, number of the slot's batches up to this
-        step, step, number ... The next flush sends the request."""
+        """Request snapshots (states of the loader) at steps. `pairs`: flat list of pairs: step, number of the slot's
+        last batch up to this step, step, number ... The next flush sends the request."""
         self._wanted += pairs
         self._dirty = True
 
@@ -383,8 +383,8 @@ class Consumer:
             self._seal()
 
     def _seal(self) -> None:
-        """Put the message of collected acks into the queue, and begin a new one. Too many values for one message are
-        split over several."""
+        """Put the acks that were collected into the queue as one message, and begin a new message. If the acks have too
+        many values for one message, put several into the queue."""
         unsent, released, wanted = self._unsent, self._released, self._wanted
         while len(released) > _GROUP or len(wanted) > _GROUP:
             first = Ack(self._delivered, released=released[:_GROUP], wanted=wanted[:_GROUP])

@@ -1,10 +1,11 @@
-"""Connections to workers' hosts, with a short timeout if the host has just stopped answering.
+"""TCP connections to workers' hosts, with a short timeout if the host has just stopped answering.
 
-A first connection may have a long round trip, so its timeout is `CONNECT_S`, in which the kernel sends two SYNs. If a
-host has acknowledged nothing for two seconds, or has not answered an attempt, each lane to it makes one short attempt
-before it requests another worker. A short attempt lasts three of the host's round trips, and starts a few connections,
-`AGAIN_S` apart, so that one lost packet does not move a slot. `SOON_S` seconds later, attempts have the long timeout
-again.
+The timeout of an attempt to connect is usually `CONNECT_S`, because the round trip to a new host may be long. The
+kernel sends two SYN packets in this time. A host is *silent* if it has acknowledged nothing for two seconds, or if an
+attempt to connect to it has timed out. For the next `SILENT_S` seconds each lane to this host makes only one short
+attempt before it requests another worker. A short attempt lasts three round trips to the host. It starts another
+connection every `STAGGER_S` seconds, so that one lost packet does not move a slot. After `SILENT_S` seconds the timeout
+is `CONNECT_S` again.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from penstock.proto.lane.tcp import round_trip_s
 from penstock.proto.lane.tls_socket import check_damage, connect_tls
 from penstock.proto.rpc.tls import Renewing, Tls, explain, host_of
 
-__all__ = ["SHAKE_S", "Dialer", "LaneDialer"]
+__all__ = ["HANDSHAKE_S", "Dialer", "LaneDialer"]
 
 CONNECT_S = 1.25
 """Timeout in seconds of a connection to a worker daemon. The kernel repeats a SYN after one second, and the caller
 retries at once after a timeout."""
-LOOK_S = 0.45
+SHORT_S = 0.45
 """Smallest timeout of a short attempt in seconds. It is used if three round trips take less time."""
-AGAIN_S = 0.12
+STAGGER_S = 0.12
 """Seconds between the connections that a short attempt starts."""
-SOON_S = 1.0
-"""Seconds after a host has stopped answering during which attempts are short."""
-SHAKE_S = 10.0
+SILENT_S = 1.0
+"""Seconds for which attempts to connect to a host are short, after the host has stopped answering."""
+HANDSHAKE_S = 10.0
 """Deadline in seconds of each step of the TLS handshake."""
-_MOST = 64
+_SILENT_KEPT = 64
 """Largest number of hosts that are remembered as silent; the oldest are dropped first."""
 
 
@@ -47,16 +48,16 @@ class Dialer:
         """Record that a host has stopped answering. `where`: host and port; `sock`: connection on which this was
         noticed."""
         rtt = 0.0 if sock is None else round_trip_s(sock)
-        self._silent[where] = min(CONNECT_S, max(LOOK_S, 3 * rtt)), time.monotonic() + SOON_S
-        for old in list(self._silent)[:-_MOST]:
+        self._silent[where] = min(CONNECT_S, max(SHORT_S, 3 * rtt)), time.monotonic() + SILENT_S
+        for old in list(self._silent)[:-_SILENT_KEPT]:
             self._silent.pop(old, None)
 
     def connect(self, where: tuple[str, int]) -> socket.socket:
         """Return a new blocking connection to (host, port). Raises TimeoutError if the host does not answer, OSError if
         the connection fails otherwise."""
-        look_s, until = self._silent.get(where, (0.0, 0.0))
+        timeout_s, until = self._silent.get(where, (0.0, 0.0))
         if time.monotonic() < until:
-            return _look(where, look_s)
+            return _short_attempt(where, timeout_s)
         try:
             return socket.create_connection(where, CONNECT_S)
         except TimeoutError:
@@ -73,11 +74,11 @@ class LaneDialer(Dialer):
         self._files = None if tls is None else Renewing(tls)
 
     def open(self, address: str) -> socket.socket:
-        """Return a blocking connection to the lanes of a worker at "host:port". Raises OSError, TlsError,
-        BatchCorruptError."""
+        """Return a blocking connection to the lanes of a worker. `address`: "host:port" of the worker. Raises OSError,
+        TlsError, BatchCorruptError."""
         where = host_of(address)
         sock = self.connect(where)
-        sock.settimeout(SHAKE_S)
+        sock.settimeout(HANDSHAKE_S)
         if self._files is None:
             return sock
         try:
@@ -88,23 +89,24 @@ class LaneDialer(Dialer):
             raise
 
     def check_refusal(self, error: OSError, address: str) -> None:
-        """Raise TlsError, with the reason, if TLS is the cause of `error`, a connection's error."""
+        """Raise TlsError, with the reason, if a connection to the worker at `address` has failed because of TLS.
+        `error`: exception of the connection."""
         trouble = None if self._files is None else explain(error, f"the worker's lane at {address}", self._files.tls)
         if trouble is not None:
             raise trouble from error
 
 
-def _look(where: tuple[str, int], look_s: float) -> socket.socket:
-    """Start several connections to a host. Return the first that succeeds. Raises TimeoutError after `look_s` seconds,
-    and OSError if all have failed."""
+def _short_attempt(where: tuple[str, int], timeout_s: float) -> socket.socket:
+    """Start a connection to (host, port) every STAGGER_S seconds, and return the first that succeeds. Raises
+    TimeoutError after `timeout_s` seconds, and OSError once all connections have failed."""
     targets = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
     began, poll = time.monotonic(), select.poll()
     trying: dict[int, socket.socket] = {}
-    error: OSError = TimeoutError(f"no answer within {look_s:g} s")
+    error: OSError = TimeoutError(f"no answer within {timeout_s:g} s")
     try:
         rounds = 0
-        while (spent := time.monotonic() - began) < look_s:
-            if spent >= rounds * AGAIN_S:
+        while (spent := time.monotonic() - began) < timeout_s:
+            if spent >= rounds * STAGGER_S:
                 rounds += 1
                 for family, kind, proto, _, address in targets:
                     sock = socket.socket(family, kind, proto)
@@ -112,7 +114,7 @@ def _look(where: tuple[str, int], look_s: float) -> socket.socket:
                     sock.setblocking(False)
                     sock.connect_ex(address)
                     poll.register(sock, select.POLLOUT)
-            until = min(look_s, rounds * AGAIN_S)
+            until = min(timeout_s, rounds * STAGGER_S)
             for fd, _ in poll.poll(max(0.0, 1000 * (began + until - time.monotonic())) + 1):
                 failed = trying[fd].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if not failed:

@@ -1,5 +1,6 @@
 """Frames and acks, which the two ends of a lane exchange, with their limits and checks. A frame is a message from the
-producer to the consumer (a batch is in the ring, for example), an ack one from the consumer to the producer.
+producer to the consumer, for example that a batch is in the ring. An ack is a message from the consumer to the
+producer.
 
 Frames and acks are fixed headers, as lane.proto describes them: one `struct` call writes or reads one, in a quarter of
 the time of a protobuf message, and without memory that stays allocated. (A protobuf message object that is reused for
@@ -87,7 +88,7 @@ KNOWN_STRUCTURES = 64
 """Largest number of structures that each end of a lane keeps. Above this number, both ends drop the structure that was
 announced longest ago."""
 KNOWN_BYTES = 8 << 20
-"""Largest size of all kept structures together in bytes: that of two of the largest structures. The objects that are
+"""Largest size of all kept structures together in bytes, enough for two of the largest structures. The objects that are
 made for structures take up to sixty times as much memory. An ordinary structure has some hundred bytes."""
 MAX_UNUSED = 1 << 16
 """Largest number of frames in a row without a batch, so that a peer cannot keep its reader busy forever. After a
@@ -101,7 +102,8 @@ COVER = 0x03
 """Mask of the bits in a BATCH frame's flags that say which bytes of the batch its digest covers (DigestCover in
 penstock.proto.batch.digest)."""
 COUNTED = 0x80
-"""Flag of a BATCH frame that ends with the user's counts (penstock.proto.state.counts) and their length, a u32."""
+"""Flag of a BATCH frame that contains counts: how many samples and tokens were trained on
+(penstock.proto.state.counts). They come after the dims, and are followed by their length in bytes, a u32."""
 
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})
 """Error numbers of a send that show that the peer is gone. Data that the peer sent before may still be read."""
@@ -206,9 +208,12 @@ def framed_batch(
     rest: bytes,
     counts: bytes = b"",
 ) -> bytes:
-    """Return a BATCH frame of the local lane, preceded by its length. The parameters are fields of Frame. One call
-    makes the whole frame, because each batch needs one. `rest`: packed dims, with counts if `flags` has COUNTED;
-    `counts`: counts to add to the frame."""
+    """Return a BATCH frame of the local lane as bytes, preceded by its length. It is made without a Frame object,
+    because that is faster and each batch needs a frame.
+
+    The parameters up to `rest` are fields of Frame. If `flags` has COUNTED, `rest` contains counts after the dims.
+    counts: counts to add after `rest`; this function then sets COUNTED.
+    """
     if counts:
         flags, rest = flags | COUNTED, rest + counts + HEAD.pack(len(counts))
     return (
@@ -221,8 +226,8 @@ def framed_batch(
 
 
 def counts_of(frame: Frame) -> bytes:
-    """Return the encoded counts at the end of a BATCH frame; b"" if it has none. Raises ProtocolError for a wrong
-    length."""
+    """Return the encoded counts (penstock.proto.state.counts) at the end of a BATCH frame; b"" if the frame has none.
+    Raises ProtocolError for a wrong length."""
     if not frame.flags & COUNTED:
         return b""
     rest = frame.rest
@@ -250,11 +255,12 @@ class Ack(NamedTuple):
     """Number (from 0) of the last epoch that the producer may begin."""
     abandon_epoch: int = 0
     """Number of the epoch that the loop has abandoned, plus 1; 0 = none. The epoch ends after batch `delivered`, and
-    the producer continues with the next one."""
+    the producer continues with the next epoch."""
     released: Sequence[int] = ()
-    """Ring entries that the producer may fill again: id of a ring, number of the entry, ring, entry ..."""
+    """Ring entries that the producer may fill again, as a flat list of pairs: ring id, entry, ring id, entry ..."""
     wanted: Sequence[int] = ()
-    """Requested snapshots of the loader: step, number of the slot's batches up to this step, step, number ..."""
+    """Requested snapshots of the loader, as a flat list of pairs: step, number of the slot's last batch up to this
+    step, step, number ..."""
     close: bool = False
     """True if the consumer closes the lane on purpose."""
 

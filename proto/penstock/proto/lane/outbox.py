@@ -47,8 +47,8 @@ class Outbox:
     def flush(self, sock: socket.socket) -> None:
         """Send as many frames as fit into the socket's buffer, without blocking.
 
-        Raises OSError if the peer is gone, or if the socket fails for another reason. The queue is then empty, because
-        the order of the frames cannot be kept.
+        Raises OSError if the peer is gone, or if the socket fails for another reason. All frames of the queue are then
+        dropped, because the peer would get later frames without the failed one.
         """
         unsent = self._unsent
         try:

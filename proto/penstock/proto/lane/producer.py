@@ -3,7 +3,7 @@
 A ring entry is in one of four states. Only this module changes the state:
 
     free ── reserve ──> reserved ── publish ──> kept ── Ack.delivered ──> lent ── Ack.released ──> free
-                            └─ return_unused ─> free       └─ Ack.abandon_epoch, or an older epoch ──> free
+                            └─ return_unused ─> free       └─ Ack.abandon_epoch, Hello.abandons ──> free
 
 A *kept* batch was sent and is not delivered to the training loop yet. A consumer that reconnects gets the kept batches
 again from the ring. A *lent* batch belongs to the loop, which may have written into it, and is never sent again. Its
@@ -58,7 +58,7 @@ __all__ = ["FreeEntry", "Producer", "check_size"]
 _log = logging.getLogger(__name__)
 
 GROUPS = 4
-"""Smallest number of packets for a full ring: at a time one is released, one read, one sent and one filled."""
+"""Smallest number of packets for the batches of a full ring, so that some are filled while others are read."""
 CROWD = 1024
 """Largest number of frames that are queued for a consumer that does not read. A ring has at most 32 entries, so further
 frames are pieces of a large structure, or come from a peer that sends without end."""
@@ -134,7 +134,7 @@ class Producer:
         """Epochs that the loop has abandoned. The runner empties this list, continues after the last of these epochs,
         and ignores those that it has finished already."""
         self.wanted: dict[int, list[int]] = {}
-        """Number of a batch, counted over the run -> steps whose state the loop will request after this batch."""
+        """Batch number, counted over the run -> steps of the box for which a snapshot after the batch is requested."""
         self.delivered = 0
         """Number of the last batch that the training loop got, counted over the run."""
         self.closed = False
@@ -222,7 +222,7 @@ class Producer:
         self.flush()
 
     def forked(self) -> None:
-        """Detach the producer in a process that user code has forked, which then writes into private memory."""
+        """Detach the producer in a process that user code has forked, and make the rings' memory private there."""
         for ring in self._rings.values():
             ring.forked()
         silence(self.fileno())
@@ -257,7 +257,7 @@ class Producer:
                 ack = read_ack(self._view, 0, size)
                 if ack.delivered > max(self.delivered, self._sent_total):
                     raise malformed(
-                        f"delivered batches must have been sent, at most batch {self._sent_total}, got {ack.delivered}"
+                        f"a consumer may report batches up to {self._sent_total}, the last sent, got {ack.delivered}"
                     )
                 self._apply(ack)
             except ProtocolError as error:
@@ -306,7 +306,7 @@ class Producer:
     def reserve_current(self) -> FreeEntry | None:
         """Return a free entry of the current ring; None if no entry is free, and before the first batch.
 
-        For a batch that is built in the entry before its size is known. Another entry may be reserved meanwhile.
+        For a batch that is built in the entry before its size is known. Several entries may be reserved at a time.
         """
         ring = self._rings.get(self._current)
         if ring is None or not self._free:
@@ -378,7 +378,7 @@ class Producer:
         total: number of the slot's batch, counted over the run. structure: id of the batch's structure. nbytes: number
         of bytes of the batch. dims: packed dims of its tensors (frames.pack_shapes). more: True if another `publish` or
         a `flush` follows at once, so that the batch may share a packet with the next one. cover: bytes that `digest`
-        covers. counts: encoded counts that the batch has changed.
+        covers. counts: encoded counts that the batch has changed (penstock.proto.state.counts).
         """
         count = len(dims) >> 3
         if count > LONG_SHAPES:
@@ -504,11 +504,11 @@ class Producer:
         sock.close()
 
     def _catch_up(self, hello: lane_pb2.Hello) -> None:
-        """Take over the number of abandoned epochs from a consumer's Hello, which is higher than that of the last ack.
+        """Take over the number of abandoned epochs from a consumer's Hello. It is higher than this producer's number.
 
-        Usually the lane broke before the ack that told of the abandonment arrived. Then all kept frames belong to an
-        abandoned epoch or to one that was begun ahead after it, and are dropped. But if this is the producer's first
-        consumer, the producer may have started after all of these epochs. Then its batches are needed.
+        Usually the lane broke before an ack with `abandon_epoch` arrived. All kept frames are then dropped: they belong
+        to an abandoned epoch, or to a later one that the runner had begun already. The other case is the first consumer
+        of a new runner that began after the newest abandoned epoch. The loop needs its frames: correct their number.
         """
         left = hello.abandon_epoch - 1
         fresh = not self._met and all(kept.epoch > left for kept in self._kept)
@@ -533,8 +533,8 @@ class Producer:
         if ack.abandon_epoch:
             if self.abandons >= MOST_ABANDONS or len(self.abandoned) >= MOST_ABANDONED:
                 raise malformed(
-                    f"a consumer must abandon at most {MOST_ABANDONED} epochs that the runner has not processed, and "
-                    f"{MOST_ABANDONS} in all, got one more after {len(self.abandoned)} and {self.abandons}"
+                    f"a consumer may abandon at most {MOST_ABANDONED} epochs that the runner has not processed, and "
+                    f"{MOST_ABANDONS} in all, got {len(self.abandoned) + 1} and {self.abandons + 1}"
                 )
             self.abandons += 1
             self._drop_kept()
@@ -552,7 +552,7 @@ class Producer:
             self.closed = True
 
     def _deliver(self, total: int) -> None:
-        """Drop the frames of delivered batches, up to number `total`. Their entries stay the loop's until released."""
+        """Drop the frames of delivered batches, up to batch `total`. The loop releases their entries later."""
         self.delivered = max(self.delivered, total)
         kept = self._kept
         while kept and kept[0].total <= self.delivered:
@@ -561,7 +561,7 @@ class Producer:
             kept.popleft()
 
     def _drop_kept(self) -> None:
-        """Drop all kept frames, because their epoch was abandoned, or was begun ahead of the abandonment."""
+        """Drop all kept frames but an ERROR: the loop has abandoned their epoch, or they are of a later one."""
         dropped, self._kept = self._kept, deque(kept for kept in self._kept if kept.last)
         for kept in dropped:
             if kept.reserved is not None:

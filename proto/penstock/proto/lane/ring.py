@@ -41,35 +41,36 @@ FEWEST_ENTRIES = 3
 entry to fill."""
 GIANT_BYTES = 512 << 20
 """Size in bytes from which a batch is so large that its ring has a single entry, and the loop gets a copy of the batch.
-Three entries here and three in the receiver would take six times the batch's size."""
+Three entries in the runner's ring and three in the receiver's would take six times the batch's size."""
 RING_BYTES = 8 << 20
 """Target size of a ring in bytes. It is small enough for the last-level cache, from which the reader then reads."""
-LOOKED_AT_BYTES = 64 << 20
-"""Size in bytes up to which a ring is made without a check of free memory, which takes 0.1 to 0.4 ms."""
+UNCHECKED_BYTES = 64 << 20
+"""Size in bytes up to which a ring is made without checking the free memory first. The check takes 0.1 to 0.4 ms."""
 MOST_OF_FREE = 0.75
 """Largest share of the free memory that a ring, or all rings of a RingBudget, may take."""
 BOX_BYTES = 512 << 20
-"""Target size of all rings of a box together in bytes: that of 64 worker slots with 8 MiB each."""
+"""Target size of all rings of a box together in bytes: enough for 64 worker slots with 8 MiB each."""
 
 
 def grown(nbytes: int, previous: int, most: int) -> int:
     """Return the size in bytes of the entries of a new ring, for batches of `nbytes` bytes that do not fit into the old
     entries of `previous` bytes. The size is at least twice `previous`, so that slightly larger batches do not each
-    start another ring, but at most `most` (max_batch_bytes). From GIANT_BYTES on it is `nbytes`."""
+    start another ring, but at most `most` (max_batch_bytes). If `nbytes` is at least GIANT_BYTES, the size is
+    `nbytes`."""
     doubled = min(2 * previous, GIANT_BYTES - PAGE)
     return min(max(nbytes, doubled), max(most, nbytes))
 
 
 def ring_bytes(rings: int) -> int:
-    """Return the number of bytes that each ring may take if a box has `rings` rings. A ring with FEWEST_ENTRIES entries
-    may take more."""
+    """Return the largest size in bytes of each ring of a box that has `rings` rings. A ring whose FEWEST_ENTRIES
+    entries need more may exceed this size."""
     return BOX_BYTES // max(rings, 1)
 
 
 def entries_for(entry_bytes: int, limit: int = BOX_BYTES) -> int:
     """Return the number of entries of a ring whose entries have `entry_bytes` bytes. The ring gets about RING_BYTES,
     with MIN_ENTRIES to MAX_ENTRIES entries. If it would then exceed `limit` bytes, it gets fewer entries, down to
-    FEWEST_ENTRIES. From GIANT_BYTES per entry on it gets 1."""
+    FEWEST_ENTRIES. A ring whose entries have GIANT_BYTES or more gets 1 entry."""
     size = max(entry_bytes, 1)
     if size >= GIANT_BYTES:
         return 1
@@ -110,11 +111,11 @@ class Ring:
         """
         entry_bytes = max(PAGE, (entry_bytes + PAGE - 1) // PAGE * PAGE)
         size = entry_bytes * entries
-        if size > LOOKED_AT_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
+        if size > UNCHECKED_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
             raise OSError(
                 errno.ENOMEM,
-                f"a ring (buffer for batches) of {size:,} bytes cannot be made: it may take {MOST_OF_FREE:.0%} of "
-                f"the free memory, {free:,} bytes. Make smaller batches, or give the process more memory",
+                f"a ring (buffer for batches) of {size:,} bytes cannot be made: it may take at most {free:,} "
+                f"bytes, {MOST_OF_FREE:.0%} of the free memory. Make smaller batches, or give the process more memory",
             )
         fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

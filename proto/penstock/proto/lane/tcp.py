@@ -62,8 +62,8 @@ NEAR_US = 100
 """Longest round trip in microseconds to a peer that counts as near. The shortest round trip that the kernel has
 measured decides."""
 NEAR_BUFFER = 256 << 10
-"""Size in bytes of the send buffer for a near peer; the kernel doubles it for its own use. Half of it is slower, and
-twice of it is not faster."""
+"""Size in bytes of the send buffer for a near peer; the kernel doubles it for its own use. Half the size is slower, and
+twice the size is not faster."""
 _MIN_RTT_AT = 148
 """Offset of tcpi_min_rtt in Linux's struct tcp_info."""
 _NO_RTT_US = (1 << 32) - 1
@@ -108,7 +108,7 @@ def sealed(message: bytes | memoryview) -> bytes:
 
 
 def length_of(seal: bytes | bytearray | memoryview, at: int = 0) -> int:
-    """Return the length in bytes of the message after a seal, which is at most MAX_FRAME. The seal begins at offset
+    """Return the length in bytes of the message that follows a seal; it is at most MAX_FRAME. The seal begins at offset
     `at` of `seal`.
 
     Raises BatchCorruptError if the seal is damaged or missing, ProtocolError if the message is too long.
@@ -142,8 +142,8 @@ def check_of(hasher: xxh3_64) -> bytes:
 
 
 def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
-    """Return the Hello, the consumer's request that opens a TCP lane. No byte after it is read. `timeout`: seconds for
-    the whole Hello, however slowly it arrives.
+    """Return the Hello, the consumer's request that opens a TCP lane. This function reads no byte after the Hello.
+    `timeout`: seconds for the whole Hello, however slowly it arrives.
 
     Raises:
         DeadlineError: the Hello did not arrive in time.
@@ -210,8 +210,9 @@ def fit_send_buffer(sock: socket.socket) -> None:
     socket.
 
     By default the kernel keeps 4 MiB in flight, which does not fit into the cache. On the loopback, 8 MiB batches then
-    took 1,370 us of the sender's processor time instead of 1,050. A bounded buffer also limits the speed to its size
-    per round trip: 3 GB/s at NEAR_US, more than a lane needs. The kernel's default is kept for more distant peers.
+    took 1,370 us of the sender's processor time instead of 1,050. A bounded buffer also limits the speed, to one full
+    buffer in each round trip: 3 GB/s at NEAR_US, more than a lane needs. The kernel's default is kept for more distant
+    peers.
     """
     min_rtt_us = _min_rtt_us(sock)
     if min_rtt_us is not None and min_rtt_us < NEAR_US:

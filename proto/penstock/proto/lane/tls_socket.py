@@ -36,8 +36,9 @@ __all__ = [
 
 
 def check_damage(error: OSError, *, heard: bool) -> None:
-    """Raise BatchCorruptError if a TLS error means that data was damaged in transit. `heard`: whether data had arrived
-    before it; then any TLS error except the connection's end means damage."""
+    """Raise BatchCorruptError if a TLS error means that data was damaged in transit. `heard`: True if data had arrived
+    on the connection before the error. Then every TLS error means damage, except one that reports the connection's
+    end."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
         raise BatchCorruptError(f"data of a TLS connection was damaged in transit: {error}") from error

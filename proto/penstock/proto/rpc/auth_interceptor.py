@@ -40,7 +40,7 @@ from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_
 from penstock.proto.rpc.wire_errors import abort, status_of
 from penstock.runtime.telemetry.counters import CallCounters
 
-__all__ = ["SERVICE", "AuthInterceptor", "alone", "credential"]
+__all__ = ["SERVICE", "AuthInterceptor", "credential", "jobs_share_token"]
 
 SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
@@ -66,7 +66,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
     Args:
         verifier: verifier of tokens.
         calls: counters of answered calls.
-        connections: record of connections, and of whether a call on them had a token.
+        connections: record of the server's connections. It is told of each call, and whether the call had a token.
         tls: names that callers' certificates must have, if certificates are requested; None without TLS.
     """
 
@@ -123,7 +123,8 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, on_call, self._large)
 
     def _accept(self, name: str, connection: Callable[[str], None], context: _Context) -> None:
-        """Record the caller of an accepted call, and send this server's proof that it knows the token.
+        """Record that the connection of an accepted call has a token, note the token's digest for `credential`, and
+        send this server's proof that it knows the token.
 
         Raises NotPermittedError if the caller's certificate is for another role. This check is here because gRPC does
         not report the certificate earlier.
@@ -132,7 +133,7 @@ class AuthInterceptor(grpc.GenericRpcHandler):
         caller = self._caller(dict(context.invocation_metadata() or ()))
         if isinstance(caller, Caller):
             _credential.set(caller.credential)
-            _alone.set(caller.alone)
+            _jobs_share_token.set(caller.jobs_share_token)
             context.set_trailing_metadata(_proof(caller))
             if self._tls is not None and name in METHODS:
                 self._check_certificate(self._tls, name, caller, context)
@@ -148,8 +149,8 @@ class AuthInterceptor(grpc.GenericRpcHandler):
             )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the handler for a call; one that refuses the call if its token, role or protocol number is wrong.
-        Return None for a method of an unknown service, which gRPC refuses with UNIMPLEMENTED."""
+        """Return the handler for a call. If the call's token, role or protocol number is wrong, return a handler that
+        refuses the call. Return None for a method of an unknown service, which gRPC refuses with UNIMPLEMENTED."""
         method = handler_call_details.method
         called = method.removeprefix(_OURS)
         if method.startswith(_OURS) or method == REFLECTION:
@@ -174,13 +175,13 @@ class AuthInterceptor(grpc.GenericRpcHandler):
 _credential: ContextVar[str] = ContextVar("penstock-credential", default="")
 
 
-_alone: ContextVar[bool] = ContextVar("penstock-alone", default=True)
+_jobs_share_token: ContextVar[bool] = ContextVar("penstock-jobs-share-token", default=True)
 
 
-def alone() -> bool:
-    """Return whether the token of the call that is being answered is the only one for training jobs. Then all jobs
-    share it, and a limit for each token cannot separate them."""
-    return _alone.get()
+def jobs_share_token() -> bool:
+    """Return whether all training jobs send the same token, because this server accepts no second token for them. A
+    limit for each token then cannot tell jobs apart. True outside a call."""
+    return _jobs_share_token.get()
 
 
 def credential() -> str:

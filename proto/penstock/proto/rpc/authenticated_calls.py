@@ -81,8 +81,8 @@ class AuthenticatedCall:
             self._open()
 
     def renew_token(self) -> bool:
-        """Read the token file again after a call was refused. Return True if it has another token, which is then used
-        from now on."""
+        """Read the token file again after a call was refused. Return True if the file has another token than before.
+        Further calls then use the new token."""
         token = read_again(self._token)
         if token == self._token:
             return False
@@ -90,9 +90,9 @@ class AuthenticatedCall:
         return True
 
     def wrong_server_error(self, words: str = "") -> PenstockError:
-        """Return the error for an answer of a process that does not know the token. It is a CoordinatorUnavailableError
-        if the coordinator has answered before, because it may come back, else an AuthenticationError. `words`: text of
-        the process's own error, to be quoted."""
+        """Return the error for an answer of a process that does not know the token, so that it is not the coordinator.
+        The error is a CoordinatorUnavailableError if the coordinator has answered before, because the coordinator may
+        come back, else an AuthenticationError. `words`: text of the process's own error, to be quoted."""
         kind = CoordinatorUnavailableError if self._reached else AuthenticationError
         return kind(
             f"the process that answers at {self.address} does not prove that it has the token, so it is not the "
@@ -101,15 +101,18 @@ class AuthenticatedCall:
 
     def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
         """Return the TLS error that explains why the coordinator has never answered; None if TLS is not the reason.
-        Return None also if it has answered before, because it may come back with another certificate."""
+        Return None also if the coordinator has answered before, because it may come back with another certificate."""
         if self._reached or isinstance(error, OverloadedError):
             return None
         return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
 
 
 class Call:
-    """Call of a client. It is made again until its answer has a proof that the server knows the token; see
-    penstock.proto.rpc.credentials.token_proof."""
+    """One call of a client, with all its tries. The client makes the call, and makes it again while `again` returns
+    True, until the answer has a proof that the server knows the token (penstock.proto.rpc.credentials.token_proof).
+
+    metadata: what to send with the next try.
+    """
 
     def __init__(self, client: AuthenticatedCall) -> None:
         self._client = client
@@ -123,8 +126,9 @@ class Call:
         self.metadata: Metadata = (("authorization", self._shown.header), *_RELEASE)
 
     def again(self, error: grpc.RpcError) -> bool:
-        """Return True if the call must be made again, because `error` refused it with a challenge. `metadata` then
-        answers the challenge. Raises an error if a server without the token has answered."""
+        """Return True if the client must make the call again, because the server refused it with a challenge, or
+        because the token has changed. `metadata` is then set for the next try. Raises an error if a server without the
+        token has answered. `error`: with which the last try failed."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return False
         trailing = error.trailing_metadata() or ()
@@ -159,8 +163,9 @@ def _found(trailing: Trailing, name: str) -> Any:
 
 
 class Streams(grpc.UnaryStreamClientInterceptor):
-    """Interceptor that remembers the last streamed call of each thread, for its metadata. It must be below
-    OpenTelemetry's interceptor, which passes on only the parts of an answer."""
+    """Interceptor that remembers the last streamed call of each thread, so that its metadata can be read. It must be
+    nearer to the network than OpenTelemetry's interceptor, which returns only the parts of an answer, and not the
+    call."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()

@@ -7,7 +7,7 @@ for a coordinator that restarts, and what to send again. Every call is idempoten
 after CoordinatorUnavailableError or DeadlineError. `deadline_s` is a number of seconds in all methods. For long polls
 `hold_s` is added to it, for state queries their own deadline.
 
-The size of a value that arrives in parts is compared with the size in its header. A blob is compared with its name.
+The size of a value that arrives in parts is compared with the size in its header, and a blob's digest with its name.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
 
 _unusable: ForkedProcessError | None = None
-"""Error that all calls raise in a process that was forked from one with a client; None in other processes."""
+"""Error that all calls raise in the forked child of a process that had a client; None in other processes."""
 
 
 class CoordinatorClient(AuthenticatedCall):
@@ -177,7 +177,8 @@ class CoordinatorClient(AuthenticatedCall):
             raise
 
     def _made(self, method: str, deadline_s: float, once: Callable[[Call], Answer]) -> Any:
-        """Make a call by `once`, and again until the server has proven that it knows the token. Return the reply."""
+        """Make a call, several times if necessary, until the server has proven that it knows the token. Return the
+        reply. `once`: makes one try."""
         with self._guarded(method, deadline_s):
             call = Call(self)
             while True:
@@ -191,8 +192,8 @@ class CoordinatorClient(AuthenticatedCall):
                     return reply
 
     def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """Return the reply to a request, or to a streamed request. `request`: makes the request, or its parts, for each
-        try."""
+        """Make a call with one request, or with a streamed request, and return the reply. `request`: called before each
+        try; returns the request, or an iterator of its parts."""
 
         def once(call: Call) -> Answer:
             make = getattr(self._stub, method).with_call
@@ -246,8 +247,8 @@ class CoordinatorClient(AuthenticatedCall):
         return True
 
     def open_run(self, request: pb.OpenRunRequest, *, deadline_s: float | None = None) -> pb.OpenRunReply:
-        """Open a run, or a box of it. Large arguments of the loader are first sent as a blob. OpenRunRequest in
-        coordinator.proto has the rules."""
+        """Join a box to the open attempt of a run, or open the run's next attempt: see OpenRunRequest in
+        coordinator.proto. Large arguments of the loader are first sent as a blob."""
         deadline_s = deadline_s or self.deadline_s
         arguments = request.loader.arguments
         if len(arguments) > ARGUMENTS_INLINE:
@@ -278,8 +279,8 @@ class CoordinatorClient(AuthenticatedCall):
         return FetchedState(state.records(), state.positions)
 
     def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
-        """Store bytes at the coordinator as a blob, and return its name (for Resume.blob). `run_hint`: name of the run
-        that needs it, for messages.
+        """Store bytes at the coordinator as a blob, and return the blob's name, for use in an OpenRunRequest.
+        `run_hint`: name of the run that needs the blob, for messages.
 
         If another box has already stored the same bytes, they are not sent again.
         """
@@ -304,8 +305,8 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("Status", deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)
 
     def drain(self, worker: str, *, undo: bool = False, look: bool = False) -> pb.DrainWorkerReply:
-        """Drain a worker: move its slots to other workers. `undo`: end the drain instead; `look`: only return how far
-        it is."""
+        """Drain a worker: move its slots to other workers. `undo`: end the drain instead; `look`: change nothing, only
+        return how far the drain is."""
         request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
         return self._ask("DrainWorker", self.deadline_s, lambda: request, pb.DrainWorkerReply)
 
@@ -323,16 +324,16 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("OpenDashboard", self.deadline_s, lambda: pb.OpenDashboardRequest(), pb.OpenDashboardReply).url
 
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
-        """Return the histories of a box, one for each attempt of the run that is kept, oldest first; [] for an unknown
-        run or box."""
+        """Return the histories of a box, from which `penstock replay` makes its batches again: one for each attempt of
+        the run that the coordinator keeps, oldest first; [] for an unknown run or box."""
         request = pb.FetchHistoryRequest(run=run, box=box)
         histories = Histories()
         self._read("FetchHistory", self.deadline_s, request, histories.add)
         return histories.all
 
     def fetch_snapshot(self, header: pb.SnapshotHeader, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
-        """Return the bytes of a snapshot. `header`: its entry in a history. Raises StateUnavailableError if the
-        snapshot was deleted."""
+        """Return the bytes of a snapshot. `header`: the snapshot's entry in the history of a box (see
+        `fetch_histories`). Raises StateUnavailableError if the snapshot was deleted."""
         request = pb.FetchHistoryRequest(snapshot=header)
         parts: list[bytes] = []
         self._read("FetchHistory", deadline_s, request, ValueParts("a snapshot", parts.append).add)
@@ -363,7 +364,8 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         await self.close()
 
     async def _wait(self, method: str, deadline_s: float, once: Callable[[Call], Awaitable[Answer]]) -> Any:
-        """Make a call by `once`, and again until the server has proven that it knows the token. Return the reply."""
+        """Make a call, several times if necessary, until the server has proven that it knows the token. Return the
+        reply. `once`: makes one try."""
         try:
             with self._guarded(method, deadline_s):
                 call = Call(self)
@@ -384,8 +386,8 @@ class AsyncCoordinatorClient(AuthenticatedCall):
             raise
 
     async def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
-        """Return the reply to a request, or to a streamed request. `request`: makes the request, or its parts, for each
-        try."""
+        """Make a call with one request, or with a streamed request, and return the reply. `request`: called before each
+        try; returns the request, or an iterator of its parts."""
 
         async def once(call: Call) -> Answer:
             sent = _sendable(self.address, method, request())
@@ -461,7 +463,7 @@ class AsyncCoordinatorClient(AuthenticatedCall):
     async def get_snapshots(
         self, request: pb.GetSnapshotsRequest, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> list[tuple[pb.SnapshotHeader, bytes]]:
-        """Return all snapshots of a slot that are kept, oldest first."""
+        """Return all snapshots of a slot that the coordinator keeps, oldest first."""
         snapshots = SnapshotParts()
         await self._read("GetSnapshots", deadline_s, request, snapshots.add)
         return snapshots.all()

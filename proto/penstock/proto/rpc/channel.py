@@ -72,7 +72,8 @@ REPLY_MAX = 32 * 1024 * 1024
 slot."""
 
 RENEW_S = 2.0
-"""Seconds between checks of the token file. So a token that is removed from it stays valid for at most this time."""
+"""Seconds between checks of the token file. A token that was removed from the file stays valid for at most this
+time."""
 
 # A ping is sent 2 s after the coordinator's last byte, and the coordinator counts as gone if it does not answer in 2 s.
 # So half-open TCP and SIGSTOP are detected within 4 s, and a coordinator that was started elsewhere is found while
@@ -222,8 +223,9 @@ async def server_aio(
         register: called with the AuthInterceptor, to which it adds the services.
         tls: certificate of the server; if it holds a CA, callers must show a certificate too.
         insecure: allow an address that other machines can reach without TLS.
-        calls: counters of answered calls.
-        inner: second address to listen on, "unix:/path" in a private folder of this process.
+        calls: counters of answered calls; None: new ones.
+        inner: second address to listen on, at which this process calls itself to measure how long calls wait:
+            "unix:/path" in a private folder. None: no second address.
 
     Raises InvalidArgumentError if the address is invalid, UnsafeBindError if the address needs TLS, PortTakenError if
     it is in use, TlsError if the certificate cannot be used.
@@ -287,7 +289,8 @@ def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
 
 
 def _answers(listen: str) -> bool:
-    """Return whether a process already listens on the Unix socket `listen`. gRPC would silently replace its socket."""
+    """Return whether a process already listens on the Unix socket `listen`. gRPC would silently replace the socket of
+    that process."""
     path = socket_path(listen)
     if path is None:
         return False
@@ -300,8 +303,8 @@ def _answers(listen: str) -> bool:
 
 
 def _why_not_bound(listen: str) -> PenstockError:
-    """Return the error for an address at which gRPC could not listen. gRPC gives no reason, so try once more to find
-    it."""
+    """Return the error for an address at which gRPC could not listen. gRPC gives no reason, so this function finds it
+    by trying to listen there once more."""
     if (path := socket_path(listen)) is not None:
         return InvalidArgumentError(
             f"cannot listen on {path}: the path must have at most 107 bytes, and its folder must exist. Pass "

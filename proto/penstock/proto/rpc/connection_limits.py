@@ -1,5 +1,5 @@
-"""Limits on connections to a gRPC server that have shown no valid token, so that they cannot keep others from
-connecting.
+"""Limits on the connections to a gRPC server on which no call with a valid token was made. Without limits such
+connections could keep other callers from connecting.
 
 gRPC accepts connections without a limit. Each costs a descriptor and some 50 KiB before any token is checked, and a
 thousand silent ones stopped a coordinator. So this module checks the process's own sockets, at most twice a second. A
@@ -34,8 +34,8 @@ DEADLINE_S = 10.0
 """Seconds after which a connection without a call is ended; the same as gRPC's own limit for the handshakes of TLS and
 HTTP/2."""
 EVERY_S = 0.5
-"""Shortest time between two checks of the connections, in seconds. A flood can take all descriptors within this
-time."""
+"""Shortest time between two checks of the connections, in seconds. A flood of connections can still take all
+descriptors between two checks."""
 COST_SHARE = 0.01
 """Largest share of one core's time that the checks may take. With 10,000 connections a check takes some 30 ms."""
 LOG_EVERY_S = 10.0
@@ -183,7 +183,7 @@ class Connections:
         return gone
 
     def _found(self, now: float) -> dict[str, Connection]:
-        """Return all connections that exist now, by the targets of their links in /proc."""
+        """Return all connections that exist now: target of the link in /proc -> connection."""
         found: dict[str, Connection] = {}
         for fd, link in _sockets():
             known = self._known.get(link)
@@ -246,8 +246,8 @@ def _ends(fd: int) -> tuple[int, Peer] | None:
 
 
 def _shut(one: Connection) -> bool:
-    """Shut a connection down, unless its descriptor has been reused since. gRPC then frees the descriptor. Return
-    whether the connection was shut down."""
+    """Shut a connection down, so that gRPC frees its descriptor. Do nothing if the descriptor belongs to another socket
+    by now. Return whether the connection was shut down."""
     try:
         if os.readlink(f"/proc/self/fd/{one.fd}") != one.link:
             return False

@@ -2,9 +2,9 @@
 
 Every process has the same four settings: `ca`, the file of the CA that signed the other end's certificate; `cert` and
 `key`, the files of this end's certificate; `name`, the name expected in the other end's certificate instead of the
-address that was called. A `*` in the name stands for the other end's role: with *.penstock the coordinator must be
-coordinator.penstock, a worker worker.penstock, and their callers with a certificate worker.penstock, client.penstock or
-admin.penstock.
+address that was called. A `*` in the name stands for the other end's role. With the name *.penstock, the certificate of
+the coordinator must be for coordinator.penstock, that of a worker for worker.penstock, that of a training job for
+client.penstock, and that of an operator's command for admin.penstock.
 
 A coordinator needs cert and key, and requests certificates from its callers if it has a ca. A training job or an
 operator's command needs the ca, and also cert and key if the coordinator requests certificates. A worker, which calls
@@ -73,7 +73,7 @@ class Tls:
 
     @property
     def by_role(self) -> bool:
-        """True if certificates name the role of their owner: `name` has a "*"."""
+        """True if certificates name the role of their owner. This is so if `name` contains a "*"."""
         return "*" in self.name
 
     def expected(self, role: str) -> str:
@@ -82,8 +82,8 @@ class Tls:
         return self.name.replace("*", role)
 
     def check_own(self, role: str) -> None:
-        """Raise TlsError if this process's own certificate does not name the role `role`, although certificates name
-        roles."""
+        """Raise TlsError if certificates name roles (see `by_role`) and this process's own certificate does not name
+        the role `role`."""
         if self.by_role and self.expected(role) not in own_names(self):
             raise TlsError(
                 f"tls_cert={self.cert_file} is not a certificate for the name {self.expected(role)}, which callers of "
@@ -91,8 +91,8 @@ class Tls:
             )
 
     def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
-        """Return those of `roles` for which a certificate with these names is valid. If certificates do not name roles,
-        these are all of `roles`."""
+        """Return those of `roles` for which a certificate with the names `names` is valid. Return all of `roles` if
+        certificates do not name roles (see `by_role`)."""
         if not self.by_role:
             return frozenset(roles)
         shown = set(names)

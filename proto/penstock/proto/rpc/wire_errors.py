@@ -204,8 +204,9 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
 
 
 class ErrorInterceptor(grpc.aio.StreamUnaryClientInterceptor):
-    """Interceptor that applies `answer_of` to calls whose request is a stream. It must be below OpenTelemetry's
-    interceptors, which return a call only after its end, when it is too late."""
+    """Interceptor that applies `answer_of` to calls whose request is a stream. It must be nearer to the network than
+    OpenTelemetry's interceptors. They return a call only after its end, when `answer_of` can no longer read the
+    status."""
 
     async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
         call = await continuation(client_call_details, request_iterator)
@@ -232,7 +233,7 @@ def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
 
 
 def status_of(error: Exception) -> str:
-    """Return the name of the gRPC status with which a call ends that raises this error."""
+    """Return the name of the gRPC status with which a call ends if its handler raises this error."""
     return CATALOGUE[detail_of(error).name].status
 
 

@@ -83,14 +83,16 @@ def current_assignment() -> Assignment:
 
 
 def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None = None) -> int:
-    """Return the number of rows in the batches that a worker makes, from the number of rows in the batches of all boxes
-    together. It is the whole share of the worker's box, because one worker makes each batch of a box.
+    """Return the batch size (number of rows) that a worker must use so that all boxes together train on
+    `effective_batch_size` rows at each step. For 512 rows and 4 boxes: 128 on every worker, however many workers a box
+    has, because each batch of a box is made by one worker.
 
-    If the rows do not divide evenly, the first boxes get one row more. Outside a worker the result is the number of all
-    rows.
+    If the rows do not divide evenly, the first boxes get one row more. Outside a worker the result is
+    `effective_batch_size`.
 
     Args:
-        effective_batch_size: rows of all boxes' batches of a step together, at least one for each box.
+        effective_batch_size: number of rows of a step, in the batches of all boxes together; at least the number of
+            boxes.
         global_rank: global_worker_id of the worker; None: this worker.
 
     Raises:

@@ -52,8 +52,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Name of the function or class that was pickled last, for error messages."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickle a function that is wrapped by lru_cache as code, if it has no importable name. The default is its
-        name, which workers may not have."""
+        """Return how to pickle a function that functools.lru_cache wraps, if no worker can import it by name: as code.
+        The default would be only the function's name."""
         if type(value) is functools._lru_cache_wrapper and not _is_importable(value):
             return _cached, (value.__wrapped__, value.cache_parameters())
         return super().reducer_override(value)

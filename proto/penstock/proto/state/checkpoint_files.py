@@ -221,8 +221,9 @@ class Manifest:
             if outer["xxh3"] != _checksum(body):
                 raise ValueError("the checksum in the file differs from that of its content")
             if body["format"] > FORMAT:
-                raise ValueError(
-                    f"its format must be <= {FORMAT}, got {body['format']} of a newer Penstock: upgrade Penstock here"
+                raise CheckpointCorruptError(
+                    f"{where} is in format {body['format']}, written by a newer Penstock; the Penstock here reads "
+                    f"formats up to {FORMAT}. Upgrade Penstock here, or use another checkpoint of the folder"
                 )
             files = tuple(CheckpointFile.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
             step, sequence, ranks = (_number(field, body[field]) for field in ("step", "sequence", "ranks"))
@@ -286,9 +287,10 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
 def checkpoints(folder: Path, *, sizes: bool = True) -> list[FoundCheckpoint]:
     """Return the checkpoints of a folder, the newest first.
 
-    A checkpoint with a damaged manifest, whose age is unknown, is listed first, so that it is not skipped silently; but
-    it comes after the checkpoint that the file `latest` names, if that one is complete. A checkpoint whose replacement
-    stopped half way is listed under its temporary name until `put_back`.
+    A checkpoint with a damaged manifest has an unknown age. It is listed directly after the checkpoint that the file
+    `latest` names. If that checkpoint has no readable manifest either, the damaged ones are listed first, so that a
+    resume does not skip them silently. A checkpoint whose replacement stopped half way is listed with its temporary
+    path until `put_back` renames it.
 
     sizes: True: check that all files exist and have the right sizes. False: read only the manifests.
     """
@@ -329,10 +331,10 @@ def newest(folder: Path) -> FoundCheckpoint | None:
 
 
 def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
-    """Return the files and folders that stopped saves have left in a folder. `besides`: ids of saves whose temporary
-    folders are still in use, and are left out.
+    """Return the files and folders in a folder that stopped saves have left, and that can be deleted. Checkpoints that
+    `put_back` restores are not in the result.
 
-    Checkpoints that `put_back` restores are left out too.
+    besides: ids of saves that still use their temporary folders. These folders are not in the result either.
     """
     names = _names(folder)
     asides = {name for name in names if _ASIDE.fullmatch(name) or _STOPPED.fullmatch(name)}
@@ -342,15 +344,15 @@ def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
 
 
 def put_back(folder: Path) -> None:
-    """Rename checkpoints back to step-N whose replacement stopped after the old checkpoint had lost this name, and
-    before the new one got it."""
+    """Restore checkpoints whose replacement stopped half way: the old checkpoint had been renamed, but the new one was
+    not called step-N yet. The old checkpoint gets its name step-N back."""
     for name, final in _half_replaced(_names(folder)):
         os.rename(folder / name, folder / final)
 
 
 def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (present name, original name) of the checkpoints whose replacement stopped half way: they were renamed,
-    and no other folder got the original name."""
+    """Return (present name, original name) of the checkpoints whose replacement stopped half way: the old checkpoint
+    was renamed, and no other folder has its original name."""
     taken = set(names)
     matches = [match for match in map(_ASIDE.fullmatch, sorted(taken)) if match and match[2] == "old"]
     names_of = {match[1]: match[0] for match in matches if match[1] not in taken}

@@ -32,7 +32,8 @@ ATTRIBUTES = (
 _PROTO, _STOP, _POP, _MARK, _MEMOIZE, _NONE = b"\x80\x04", b".", b"0", b"(", b"\x94", b"N"
 _DICT, _ITEMS, _LIST, _APPENDS = b"}(", b"u", b"](", b"e"
 _NEW, _BUILD = b")\x81}(", b"ub"
-"""Opcodes that make an object of the class on the stack and begin its attributes; opcodes that end the attributes."""
+"""_NEW: opcodes that make an object of the class on the stack and begin its attributes. _BUILD: opcodes that end
+them."""
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
@@ -41,8 +42,9 @@ class DescribedIndex:
     """Description of torch's index of a checkpoint in plain values. Numbers in it refer to the list `parts`."""
 
     parts: str
-    """List of torch's own classes and values (parts), as the latin-1 text of a pickle in protocol 3. It begins with
-    torch's classes of the index, its tensors, its entries and their positions. ATTRIBUTES follow, in this order."""
+    """List of torch's own classes and values (the parts), as the latin-1 text of a pickle in protocol 3. The first
+    parts are torch's classes Metadata, TensorStorageMetadata, MetadataIndex and _StorageInfo. Then come the names in
+    ATTRIBUTES, and then the values."""
     memo: int
     """Number of entries in the unpickler's memo after it has loaded `parts`."""
     places: list[int]
@@ -51,8 +53,8 @@ class DescribedIndex:
     """Number of the part that is the index's storage_meta (torch's description of where the files are)."""
     version: str
     kinds: list[Any]
-    """Distinct descriptions of saved values. An object is described by the number of a part, a tensor by [properties,
-    size, [chunks]], where all are numbers of parts."""
+    """Descriptions of saved values, each once. A tensor is described by [properties, size, [chunk, ...]], where each
+    item is the number of a part; any other value by the number of a part."""
     names: dict[str, int]
     """Name of a saved value -> index of its description in `kinds`."""
     paths: dict[str, Any]

@@ -61,16 +61,19 @@ COUNTS = "counts"
 """Key of the counts in a loader's state."""
 SAMPLES, TOKENS, TRUNCATED, SKIPPED, MEASURED, IMBALANCE, SHARE_OF_SAMPLES, SHARE_OF_TOKENS = range(8)
 FIELDS = 8
-"""Number of counts at the beginning of a row, before the numbers by length. MEASURED is the number of steps whose cost
-was measured, IMBALANCE the sum of their cost ratios in ten-thousandths (see `imbalance_of`); a batch has them in one of
-its rows. The last two counts are not summed: they are the source's configured share in the mixture, in millionths of
-all samples or of all tokens; 0 for no configured share."""
+"""Number of fields at the beginning of a row, before the numbers of samples by length. The constants above are their
+indexes.
+
+MEASURED: number of steps whose cost was measured. IMBALANCE: sum of the cost ratios of these steps, in ten-thousandths
+(see `imbalance_of`). Only one row of a batch has the two. SHARE_OF_SAMPLES, SHARE_OF_TOKENS: not sums, but the source's
+configured share in the mixture, in millionths of all samples or of all tokens; 0 if none is configured.
+"""
 BINS = 32
-"""Number of length bins in a row: bin 0 counts samples without a token, bin n those of 2^(n - 1) to 2^n - 1 tokens, the
-last bin also all longer ones."""
+"""Number of length bins in a row. Bin 0 counts samples without a token, bin n samples of 2^(n - 1) to 2^n - 1 tokens,
+and the last bin also all longer samples."""
 MOST_GROUPS = 96
-"""Largest number of groups that a loader counts, so that all rows fit into one frame of a lane, and metrics into a
-page. Samples of further groups are counted in OTHER."""
+"""Largest number of groups that a loader counts, so that all rows fit into one frame of a lane, and metrics by group do
+not become too many. Samples of further groups are counted in OTHER."""
 MOST_NAME = 48
 """Largest size of the name of a source or key in UTF-8 bytes; a longer name is cut."""
 OTHER = ("(other)", "(other)")
@@ -88,7 +91,7 @@ _ROW = struct.Struct(f"<BB{_WIDTH}Q")
 _WHOLE, _CHANGED = b"\1", b"\0"
 """First byte of the counts in a BATCH frame: all rows follow (_WHOLE), or only the rows that have changed."""
 ALL_BELOW = 4 << 10
-"""Size in bytes up to which the counts in a BATCH frame have all rows, so that the training process can drop those of
+"""Size in bytes up to which the counts in a BATCH frame have all rows. The training process can then drop the counts of
 earlier frames."""
 
 
@@ -156,7 +159,7 @@ class Tally:
             row[SHARE_OF_SAMPLES:FIELDS] = self._shares.get(group[0], (0, 0))
         self._changed = set(self.rows)
         self._packed: dict[Group, bytes] = {}
-        """Group -> the row's bytes at the last `take`."""
+        """Group -> its row as bytes, as of the last `take`."""
         self._begun = False
         """True after the first call of `take`."""
         self.last: Mapping[Group, Sequence[int]] = {}
@@ -175,8 +178,8 @@ class Tally:
             row[:] = map(add, row, counted)  # a batch has no shares
             self._changed.add(group)
 
-    def want(self, shares: Shares) -> None:
-        """Set the configured shares of the sources, after a change of the mixture. Rows whose share differs count as
+    def set_shares(self, shares: Shares) -> None:
+        """Set the configured shares of the sources, after a change of the mixture. Rows whose share is new count as
         changed."""
         self._shares = shares
         for group, row in self.rows.items():
@@ -272,14 +275,15 @@ def by_key(rows: Mapping[Group, Sequence[int]]) -> dict[str, SampleCounts]:
 
 def note_imbalance(rows: Mapping[Group, Row], ratio: float) -> None:
     """Add the imbalance of a step to the counts of its batch, which has at least one group. `ratio`: cost of the step's
-    most expensive box divided by the mean of all boxes."""
+    most expensive box divided by the mean cost of all boxes."""
     row = next(iter(rows.values()))
     row[MEASURED], row[IMBALANCE] = 1, round(1e4 * ratio)
 
 
 def imbalance_of(rows: Mapping[Group, Sequence[int]]) -> float | None:
-    """Return how unevenly cost is divided over the boxes: the cost of the most expensive box divided by the mean of all
-    boxes, as the mean over the measured steps. None if no step was measured. See penstock.data.Balance."""
+    """Return how unevenly cost is divided over the boxes: 1.0 if all boxes have the same cost at each step. For a step
+    the number is the cost of the most expensive box divided by the mean cost of all boxes; the result is the mean over
+    the measured steps. None if no step was measured. See penstock.data.Balance."""
     steps = sum(row[MEASURED] for row in rows.values())
     return sum(row[IMBALANCE] for row in rows.values()) / (1e4 * steps) if steps else None
 
@@ -319,7 +323,7 @@ def saved_rows(plain: Any) -> Rows:
                 )
             counts = all(type(count) is int and 0 <= count < MOST for count in row)
             if not counts or not FIELDS <= len(row) <= _WIDTH:
-                raise ValueError(f"each row must have {FIELDS} to {_WIDTH} integers from 0 on, got {row!r:.200}")
+                raise ValueError(f"each row must have {FIELDS} to {_WIDTH} integers >= 0, got {row!r:.200}")
             found[source, key] = [*row, *([0] * (_WIDTH - len(row)))]
     except (TypeError, ValueError) as error:
         raise StateCorruptError(f"the counts in a loader's state are damaged: {error}. Load an older state") from error

@@ -78,8 +78,13 @@ def opened(
     source_of: Callable[[memoryview, int, int], _Source],
     unpack: Callable[[Node, _Source], _Value],
 ) -> _Value:
-    """Check an envelope, and return what `unpack` returns for its tree and the reader of its blobs. `source_of`: makes
-    the reader, from the envelope, the offset of the blobs and their end.
+    """Check an envelope, and return its decoded value.
+
+    Args:
+        data: the envelope.
+        source_of: function that makes a reader of the envelope's blobs. It is called with the envelope, the offset at
+            which the blobs begin, and the offset at which they end.
+        unpack: function that makes the value from the envelope's tree and the reader of its blobs.
 
     Raises StateCorruptError for bytes that encode_state did not write (all values are checked, and no more memory is
     allocated than the bytes can fill), StateVersionError for the envelope of a newer format.
@@ -112,7 +117,7 @@ def opened(
     try:
         value = unpack(_JSON.decode(str(view[HEADER.size : tree_end], "utf-8", "surrogatepass")), source)
         if source.position != end:
-            raise ValueError(f"each byte of the state must belong to a value, got {end - source.position} more")
+            raise ValueError(f"each byte of the state must belong to a value, got {end - source.position} unused bytes")
     except MemoryError:
         raise
     except Exception as error:  # the checksum matches, so another program or an attacker made these bytes

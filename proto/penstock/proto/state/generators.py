@@ -10,7 +10,7 @@ Mersenne twister, and the second gaussian that `random.gauss` and `numpy.random.
     8       4     format version                               RNG_FORMAT_VERSION
     12      4     flags                                        1: `random` caches a gaussian, 2: numpy does
     16      8     Python's cached gaussian (double)            0.0 if none
-    24      8     numpy's cached gaussian (double)             kept also when stale: numpy shows it
+    24      8     numpy's cached gaussian (double)             kept even if unused: get_state() has it
     32      4     numpy's position in its block                0..624
     36      4     N, length of torch's state                   5056 in torch 2.13; torch's own layout, not ours
     40      2500  Python: 624 words, and the position          MT19937

@@ -35,8 +35,8 @@ __all__ = ["EPOCHS_AHEAD", "MOST", "Position", "advance", "chain_at"]
 MOST = 1 << 62
 """Largest step, epoch or count that a position may have, so that sums still fit into 64 bits."""
 EPOCHS_AHEAD = 64
-"""Largest number of epochs by which a worker may be ahead of the loop. Only empty epochs, which take no ring entry,
-reach it. Without a limit a worker with an empty input would send ends of epochs without pause."""
+"""Largest number of epochs by which a worker may be ahead of the loop. Without this limit a worker with an empty input
+would send ends of epochs without pause. Other workers never reach the limit, because the ring has too few entries."""
 _pack_link = struct.Struct("<QQ").pack
 _pack_step = struct.Struct("<Q").pack
 
@@ -241,9 +241,9 @@ def advance(
     Args:
         base: position to start from, which is not changed.
         step: number of batches over the whole run, >= `base.step`.
-        ends: (slot, epoch) -> the slot's total when that epoch ended. An epoch that is not listed counts as unfinished;
-            call again once more ends are known.
-        abandoned: epoch -> the last step taken in it before the loop abandoned it by `break`.
+        ends: (slot, epoch) -> number of the slot's last batch in this epoch, counted over the run. For an epoch that
+            is not in `ends`, the slot counts as not ended. If more ends become known, compute the position again.
+        abandoned: epoch -> last step of the box in this epoch, for each epoch that the loop has abandoned by `break`.
 
     As in the loop, an epoch ends only when a further step needs a batch after its last one. The cost is one iteration
     for each end of a slot, independent of the number of steps. The stream digest of the result is None if `step` is
@@ -291,8 +291,8 @@ def chain_at(
     abandoned: Mapping[int, int],
     digests: Mapping[tuple[int, int], int],
 ) -> int | None:
-    """Return the stream digest of the box at `step`, computed one step at a time; None if that at `base` or a batch's
-    digest is unknown.
+    """Return the stream digest of the box at `step`, computed one step at a time from `base.chain`. Return None if
+    `base.chain` is None, or if the digest of a batch in between is unknown.
 
     digests: (slot, total) -> digest of the slot's batch number `total`. The other arguments are those of `advance`.
     """

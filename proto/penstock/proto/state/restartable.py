@@ -1,4 +1,5 @@
-"""Protocol of a restartable loader, and what a loader may read about its worker's progress in its state_dict().
+"""Protocol of a restartable loader; and get_worker_state(), by which a loader's state_dict() reads the progress of its
+worker.
 
 The loader's methods decide how it can resume. A loader with four methods (`RestartableDataLoader`) resumes on any
 number of workers through the user's own code, and loads only states that this code made. A loader with two methods
@@ -51,7 +52,7 @@ class RestartableDataLoader(Protocol):
 
     advance_state(state_dict, batches): a static method that returns the state `batches` batches later in the same
     epoch. A state between two snapshots is then computed without making a batch. Use it only if making batches does not
-    change the process's random generators. An instance that does change them sets its own attribute advance_state to
+    change the process's random generators. A loader object that changes them must set its attribute advance_state to
     None.
     """
 
@@ -75,8 +76,10 @@ class DataLoaderCheckpoint:
     cstorch, where a box is called CSX or WSE."""
 
     local_worker_id: int
-    """Number of the worker in its box, from 0: the number of its slot. If the job was resumed when it was another
-    slot's turn than slot 0's, that slot becomes worker 0."""
+    """Number of the worker in its box, from 0; usually the number of its slot. Some loaders with the four methods
+    distribute their batches to the workers in turn, and begin each launch with worker 0. For such a loader the slot
+    whose turn it was in the loaded state becomes worker 0. For example, if it was slot 2's turn of 4 slots, slots 2, 3,
+    0 and 1 are workers 0, 1, 2 and 3."""
     num_workers_per_csx: int
     num_csx: int
     """Number of boxes."""
@@ -84,8 +87,8 @@ class DataLoaderCheckpoint:
     """Number of the worker's box, from 0."""
     appliance_step: int
     """Number of batches delivered to the box's training loop in this launch of the job. A runner that replaces a lost
-    one continues the count. A launch that resumes from a saved state counts from 0 again. If a loader was resumed
-    without a state, by replay from the beginning, the count begins there."""
+    one continues the count. A launch that resumes from a saved state counts from 0 again. But if the loader was resumed
+    by replay from the beginning of the run, the count begins at the beginning of the run."""
     worker_step: int
     """Number of this worker's batches that were delivered in this launch."""
     samples_streamed: int

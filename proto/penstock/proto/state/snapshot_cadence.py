@@ -10,7 +10,7 @@ from contextlib import contextmanager
 __all__ = ["SnapshotCadence"]
 
 SHARE = 0.01
-"""Largest share of the runner's time that may go into snapshots which no save has requested."""
+"""Largest share of the runner's time for snapshots that are not taken at announced checkpoint steps."""
 
 
 class SnapshotCadence:
@@ -23,8 +23,8 @@ class SnapshotCadence:
         self._taken = 0
 
     def due(self, now: float) -> bool:
-        """Return whether a snapshot is to be taken now. The first two are due at once, because the verification of a
-        restored snapshot needs an early one."""
+        """Return whether a snapshot is to be taken now. The first two are due at once, whatever they cost, so that the
+        verification of snapshots can begin early."""
         return not self.stopped and (now >= self._next or self._taken < 2)
 
     @contextmanager

@@ -74,7 +74,8 @@ class Section(BaseSettings):
     table: ClassVar[str] = ""
     """Name of the section of the settings file; "" if these settings have none."""
     places: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Field -> (section, key) in the settings file, for fields that do not have their own name as key in `table`."""
+    """Field -> (section, key) in the settings file, for each field that is in another section than `table` or has
+    another key than its name."""
     not_in_file: ClassVar[Mapping[str, str]] = {}
     """Field that must not be set in the settings file -> the reason, for the error message."""
 

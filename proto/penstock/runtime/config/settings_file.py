@@ -54,12 +54,13 @@ class SettingsFile:
     """(section, key) -> number of the line with the key, from 1."""
 
     def where(self, table: str, key: str = "") -> str:
-        """Return "FILE:LINE" of a key, or of a section without `key`; only the file's path if the line is unknown."""
+        """Return "FILE:LINE" of a key, or of the section's heading if `key` is "". If the line is unknown, return only
+        the file's path."""
         line = self.lines.get((table, key))
         return f"{self.path}:{line}" if line else str(self.path)
 
     def resolved(self, path: str) -> str:
-        """Return a path that the settings file contains as an absolute path. It is relative to the file's folder."""
+        """Return the absolute form of a path in the settings file. A relative path counts from the file's folder."""
         return os.path.join(self.path.absolute().parent, os.path.expanduser(path)) if path else path
 
     def check(self, table: str, known: Collection[str], foreign: Mapping[str, str] | None = None) -> None:

@@ -43,8 +43,8 @@ class PartHasher:
         self._part = xxhash.xxh3_64()
 
     def digests(self) -> tuple[str, str]:
-        """Return the checksum of the file, and those of its sections as text, in the form of
-        checkpoint_files.CheckpointFile.parts."""
+        """Return the checksum of the file, and those of its sections as text: pairs OFFSET:CHECKSUM with blanks between
+        them, as in checkpoint_files.CheckpointFile.parts."""
         if self._parts:
             self._next()
         parts = zip(self._parts, self._digests, strict=True)

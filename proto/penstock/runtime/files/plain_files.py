@@ -2,8 +2,9 @@
 
 A name in such a folder may belong to another user and lead anywhere. The name may be a link to a file of this user,
 which opening for writing would truncate; a FIFO, which blocks forever; a device, which never ends; or a sparse file
-that is larger than the memory. So a file is never written through a link, or if it has several names. Anything but a
-regular file is refused before a byte is read. The size of files that are read whole is limited.
+that is larger than the memory. So a file is not written if the path names a link, or if the file has a second name (a
+hard link). Anything but a regular file is refused before a byte is read. The size of files that are read whole is
+limited.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The system's temporary folder is shared with other users, so its content is not trusted: a private folder has a name
 that cannot be guessed and mode 0700, and its files are reached through its descriptor, never through a link. A process
-that is killed leaves its folder behind. The next process that makes a private folder removes the old folder, but only
-if it belongs to this user, has mode 0700, contains Penstock's mark, and no process holds its lock.
+that is killed leaves its folder behind. The next process that makes a private folder removes the old folder. It removes
+only folders of this user with mode 0700 and Penstock's mark, whose lock no process holds.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def _base() -> Path:
 
 
 def _sweep(base: Path, prefix: str) -> None:
-    """Remove private folders that processes of this user which no longer exist have left in `base`."""
+    """Remove the private folders in `base` that processes of this user have left behind. A folder that a process still
+    uses is locked, and stays. `prefix`: beginning of the folders' names."""
     for name in os.listdir(base):
         if name.startswith(prefix):
             with contextlib.suppress(OSError):

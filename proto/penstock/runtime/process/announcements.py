@@ -50,11 +50,12 @@ class Announcement:
     token_file: str
     """Path of a file with a token of the role admin."""
     folder: str
-    """Folder of the process that made the announcement. It tells this announcement from others."""
+    """Folder of the embedded coordinator or of the fleet. No two announcements have the same one, so `announce` and
+    `withdraw` find an announcement by it."""
     tls: Mapping[str, str] = field(default_factory=dict)
     """Settings that a caller needs for TLS: tls_ca, tls_name."""
     owner: Identity | None = None
-    """Process with which the coordinator ends; None for a coordinator on another machine."""
+    """Process whose end also ends the coordinator; None for a coordinator on another machine."""
 
     @property
     def is_live(self) -> bool:

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def kill_child(pid: int) -> None:
-    """Kill a child of this process. It must not be reaped yet, so that its process id cannot have been reused."""
+    """Kill a child of this process. The child must not be reaped yet: its process id cannot have been reused then."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
@@ -58,8 +58,9 @@ def reap_orphan(pid: int) -> bool:
 
 
 def zombie_status(pid: int) -> tuple[bool, int | None]:
-    """Return whether a process has ended and is not reaped yet, and its exit status; None if the kernel does not show
-    the status, and for a process that runs. For children of another process."""
+    """Return whether a process is a zombie (has ended and is not reaped yet), and the zombie's exit status. The status
+    is None for a process that is no zombie, and if the kernel does not show it. Unlike `has_ended`, this works for
+    children of another process."""
     fields = stat_of(pid)
     try:
         return (True, os.waitstatus_to_exitcode(int(fields[-1]))) if fields[0] == "Z" else (False, None)

@@ -46,7 +46,7 @@ _hosts_user_code = False
 
 class _Kept(Protocol):
     def forked(self) -> None:
-        """Disconnect this object from the parent process. This is called in a forked child."""
+        """Disconnect this object from the parent process. The at-fork hook calls this method in a forked child."""
 
 
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()

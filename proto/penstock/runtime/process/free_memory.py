@@ -15,8 +15,8 @@ def free_memory() -> int:
     """Return the number of bytes that can still be allocated before the kernel kills a process; a huge number without
     /proc.
 
-    It is the machine's `MemAvailable`, or what is left of the limit of this process's control groups (version 2),
-    whichever is less. File pages that a group can drop count as free, as they do for the machine.
+    The number is the machine's `MemAvailable`, or what is left of the limit of this process's control groups (version
+    2), whichever is less. File pages that a group can drop count as free, as they do for the machine.
     """
     return min([_of_machine(), *map(_of_group, _own_groups())])
 

@@ -43,7 +43,7 @@ class Identity:
         return None
 
     def send(self, number: int) -> bool:
-        """Send the process a signal. Return False if it has ended."""
+        """Send the process a signal. Return False if the process has ended. `number`: the signal's number."""
         process = self.open()
         if process is None:
             return False

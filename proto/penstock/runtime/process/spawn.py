@@ -63,8 +63,8 @@ class Spawned(Process):
         return self._popen.poll()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the child has ended, and reap it. Return False if it still runs after `timeout_s` seconds; None
-        waits forever."""
+        """Wait until the child has ended, and reap it. Return False if it still runs after `timeout_s` seconds.
+        `timeout_s`: None = wait without a limit."""
         if self._popen.returncode is None and self.fileno() >= 0:
             if not super().wait(timeout_s):
                 return False
@@ -141,8 +141,8 @@ def module(name: str, *arguments: str) -> list[str]:
 
 
 def by_path(program: Path, *needed: ModuleType) -> list[str]:
-    """Return the command that runs a program of Penstock, given by the path of its file. Append the program's
-    arguments.
+    """Return the command that runs a program of Penstock, given by the path of its file. The caller appends the
+    program's arguments to the command.
 
     This is for programs that must not import torch: `python -m` would import penstock.client, and with it torch. The
     program imports Penstock and `needed` from the folders from which this process imported them. These folders come
@@ -165,9 +165,9 @@ def environment(*without: str) -> dict[str, str]:
 def fork(run: Callable[[], int | None]) -> int:
     """Fork a child that calls `run` and ends. Return its process id, with which the caller must reap it (end.py).
 
-    The child leads a process group and dies with this process, which must have no threads. Its exit status is the
-    result of `run` (None is 0), or 1 for an error, whose traceback it prints. Exit handlers of this process do not run
-    in the child.
+    The child leads a process group and dies with this process, which must have no threads. The child's exit status is
+    the result of `run` (None is 0), or 1 for an error, whose traceback the child prints. Exit handlers of this process
+    do not run in the child.
     """
     parent = os.getpid()
     pid = os.fork()

@@ -31,13 +31,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 PARENT_LOOK_S = 1.0
 """Seconds between checks whether the parent runs, on a kernel without pidfds."""
 LONGEST_S = 1e6
-"""Longest timeout of poll(2) in seconds. A longer timeout counts as none."""
+"""Longest timeout of poll(2) in seconds. A longer timeout counts as no limit."""
 
 
 def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int]:
     """Wait until at least one descriptor is readable, or closed at the other end. Return these descriptors; [] if there
-    is none within `timeout_s` seconds; None waits forever. Unlike select(2), this also works for descriptors above
-    1023."""
+    is none within `timeout_s` seconds. `timeout_s`: None = wait without a limit. Unlike select(2), this also works for
+    descriptors above 1023."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -46,7 +46,8 @@ def wait_for_any(fds: Iterable[int], timeout_s: float | None = None) -> list[int
 
 
 def readable(fd: int, timeout_s: float | None = None) -> bool:
-    """Wait until a descriptor is readable. Return False if it is not within `timeout_s` seconds; None waits forever."""
+    """Wait until a descriptor is readable, and return True. Return False if the descriptor is not readable within
+    `timeout_s` seconds. `timeout_s`: None = wait without a limit."""
     return bool(wait_for_any([fd], timeout_s))
 
 
@@ -68,8 +69,8 @@ class Process:
 
     @classmethod
     def parent(cls, pid: int) -> Self:
-        """Return the parent of this process. Raises ProcessLookupError if the parent has ended, so that `pid` is not
-        its id any more."""
+        """Return the parent of this process, to be watched. `pid`: process id that the parent had when it started this
+        process. Raises ProcessLookupError if the parent has ended; another process may have the id `pid` by now."""
         process = cls(pid)
         if os.getppid() != pid:  # the parent ended before it was opened, and its id was reused
             process.close()
@@ -93,8 +94,8 @@ class Process:
         return self._pidfd
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the process has ended. Return False if it still runs after `timeout_s` seconds; None waits
-        forever."""
+        """Wait until the process has ended. Return False if it still runs after `timeout_s` seconds. `timeout_s`: None
+        = wait without a limit."""
         return readable(self._pidfd, timeout_s)
 
     @property

@@ -42,7 +42,7 @@ LATELY_S = 600.0
 PHASES = ("waiting", "starting", "ready", "failed")
 
 Alarm = Literal["", "info", "warn", "bad"]
-"""Urgency of a row in a display, from none to "bad". "info" is for a condition that ends without anyone's action."""
+"""Urgency of a row in a display, from "" (none) to "bad". "info" is for a condition that ends by itself."""
 _View = TypeVar("_View")
 
 
@@ -335,7 +335,8 @@ class ClusterView:
 
     @property
     def totals(self) -> list[tuple[str, str, str, Alarm]]:
-        """Rows (what, count, total or "", alarm) with the figures of all open runs together."""
+        """Rows with the figures of all open runs together, as (name, count, text after the count, alarm), such as
+        ("Boxes live", "3", "of 4", "")."""
         boxes = [box for run in self.open_runs for box in run.boxes]
         slots = Counter(slot.state for box in boxes for slot in box.slots)
         live = [box for box in boxes if box.live]

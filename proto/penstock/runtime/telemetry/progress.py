@@ -30,13 +30,13 @@ class Progress:
         self._drawn = False
 
     def due(self) -> float:
-        """Return the seconds since the last line if it is time for the next one, else 0."""
+        """Return the seconds since the last line if they are at least the interval between two lines, else 0."""
         passed = time.monotonic() - self._shown_at
         every_s = (TERMINAL_S if self._terminal else LOG_S) if self._every_s is None else self._every_s
         return passed if passed >= every_s else 0.0
 
     def update(self, text: str) -> None:
-        """Show a line if it is time for one."""
+        """Show `text` as a line, unless the last line is too recent (see `due`)."""
         if self.due():
             self.show(text)
 

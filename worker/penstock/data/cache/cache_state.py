@@ -1,14 +1,18 @@
 """State folder of a cache, as one process uses it: locks, and the cleanup after dead processes.
 
     FOLDER/.penstock/remote             address that the folder's files come from
-    FOLDER/.penstock/index.json         version of the remote's index when it was fetched
+    FOLDER/.penstock/index.json         ETag or time that the remote's index had when it was fetched
     FOLDER/.penstock/eviction           lock of the process that counts bytes and evicts
-    FOLDER/.penstock/shards/KEY         lock shared by the shard's users; text: a ShardVersion, mtime: the last use
-    FOLDER/.penstock/prefetched/KEY     lock shared by processes that prefetched the shard and have not used it yet
+    FOLDER/.penstock/shards/KEY         lock shared by the processes that read the shard
+    FOLDER/.penstock/prefetched/KEY     lock shared by the processes that prefetched the shard and have not read it yet
     FOLDER/.penstock/readers/NAME       lock of a process that prefetches within a budget of bytes
-    FOLDER/.penstock/fetching/KEY       lock of the process that fetches the shard; KEY!... are its temporary files
+    FOLDER/.penstock/fetching/KEY       lock of the process that fetches the shard
+    FOLDER/.penstock/fetching/KEY!...   temporary files of that process
 
-flock has no timeout, so a process tries a lock repeatedly, at most 20 ms apart.
+KEY stands for one shard, see `key_of`. The file shards/KEY also holds the record of the shard's complete files
+(ShardVersion) as its text, and the time of the last use as its modification time.
+
+flock has no timeout, so a process tries a lock again and again, with pauses of at most 20 ms.
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ LONGEST_PAUSE_S = 0.02
 
 
 class CacheState:
-    """Locks and records in the state folder of one cache, as one process uses them. A *key* is the file name that
-    stands for a shard there."""
+    """Locks and records in the state folder of one cache, as one process uses them. A shard's files there are named by
+    its *key*, which is made from the shard's name: train/a.mds has the key train%2Fa.mds."""
 
     def __init__(self, folder: Path, remote: RemoteFolder | None, timeout_s: float, group: int | None = None) -> None:
         """Store the settings, without touching the folder.
@@ -80,9 +84,11 @@ class CacheState:
         self._prepared = True
 
     def _make_folders(self) -> None:
-        """Make the cache's folder, and the folders in it in which processes note what they fetch and read. Raises
-        DatasetError if another user owns one, because that user could put links there, or notes with which this process
-        takes a wrong file for the right one."""
+        """Make the cache's folder, and in it the state folder with its subfolders.
+
+        Raises DatasetError if another user owns one of them. That user could put links or false records there, and
+        this process would then read wrong files.
+        """
         refuse_strange_links(Path(self.root))
         made = False
         with contextlib.suppress(FileExistsError):
@@ -126,8 +132,8 @@ class CacheState:
             os.close(folder)
 
     def _share(self, folder: int) -> None:
-        """Let the members of the cache's group write to a folder, whose new files then inherit the group. Do nothing if
-        the cache has no group. `folder`: descriptor of the folder."""
+        """Let the members of the cache's group write to a folder, and let its new files inherit the group. Do nothing
+        if the cache has no group. `folder`: file descriptor of the folder."""
         if self._group is None:
             return
         with contextlib.suppress(PermissionError):  # the folder belongs to another member of the group
@@ -156,7 +162,7 @@ class CacheState:
                 lock.write(identity + b"\n")
             elif before != identity:
                 raise DatasetError(
-                    f"the cache folder {self.root} must have the dataset of {self._remote.identity}, got that of "
+                    f"the cache folder {self.root} must hold files of {self._remote.identity}, got files of "
                     f"{before[:500].decode(errors='replace')}. Give another cache folder, or remove this one"
                 )
         finally:
@@ -175,8 +181,9 @@ class CacheState:
     def fetching(
         self, key: str, until: float, name: str, busy: Callable[[], object] | None = None
     ) -> Iterator[Callable[[str], Path]]:
-        """Hold the lock of the process that fetches the shard `key` while the `with` block runs. Yield a function that
-        returns the path of a temporary file, given its kind; such files are removed afterwards.
+        """Acquire the lock that allows this process alone to fetch the shard `key`, and hold it while the `with` block
+        runs. Yield a function that returns the path of a temporary file, given a name for its kind, such as "raw". All
+        temporary files are removed when the block ends.
 
         Args:
             until: deadline for the lock, monotonic time in seconds.
@@ -194,8 +201,8 @@ class CacheState:
             self._clear(base, lock)
 
     def _clear(self, base: str, lock: FileLock) -> None:
-        """Remove what a process that fetched a shard has left: its temporary files, then its lock file at `base`.
-        Release the lock."""
+        """Remove the temporary files of a process that fetched a shard, and the process's lock file at `base`. Then
+        release `lock`, the lock on this file."""
         try:
             with contextlib.suppress(FileNotFoundError):  # the folder was removed
                 self.remove_temporary(base)
@@ -204,7 +211,8 @@ class CacheState:
             lock.release()
 
     def remove_temporary(self, base: str) -> None:
-        """Remove the temporary files of the process that fetches a shard. `base`: path of that process's lock file."""
+        """Remove the temporary files of the process that fetches a shard. `base`: path of that process's lock file,
+        relative to the cache's folder."""
         with parent_of(self.root, base) as (folder, name):
             listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
             try:

@@ -1,11 +1,14 @@
-"""Versions of a dataset that grows: each has an index of its own, beside index.json, which is that of the newest one.
+"""Versions of a dataset that grows. Each version has an index file of its own:
 
-    index.json               index of the newest version; its notes have the version's number
     index-000001.json        index of version 1
     index-000002.json        index of version 2: the shards of version 1, and those that were appended
+    index.json               copy of the index of the newest version
 
-An index of a version never changes, and neither do the shards that it lists. So a job that reads a version is not
-disturbed when the next one is published (writing/publish.py). A dataset whose index has no such notes has no versions.
+The number of the version is in each index, among the *notes*: the entries for Penstock alone. An index without this
+note belongs to a dataset without versions.
+
+The index of a version never changes, and neither do the shards that it lists. So a job that reads one version is not
+disturbed when the next version is published (writing/publish.py).
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ def check_version(name: str, version: Version) -> None:
 
 
 def version_of(notes: Mapping[str, Any]) -> int | None:
-    """Return the version number in the notes of a dataset's index; None if the dataset has no versions."""
+    """Return the version number in the notes of a dataset's index (its entries for Penstock alone); None if the dataset
+    has no versions."""
     number = notes.get(VERSION_NOTE)
     return number if type(number) is int and number > 0 else None
 

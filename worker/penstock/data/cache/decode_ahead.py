@@ -27,9 +27,9 @@ class DecodeAhead:
     methods."""
 
     def __init__(self, decode: Callable[[int], None]) -> None:
-        """Remember `decode`, a bound method that decodes a block, given its number. Only a weak reference to the
-        method's object is kept. Errors of the method are ignored, because the reader that needs the block raises
-        them."""
+        """Store `decode`, a bound method that decodes a block, given its number. Only a weak reference to the method's
+        object is kept. An error of the method is ignored here: a reader that needs the block decodes it again and
+        raises the error."""
         self._decode = weakref.WeakMethod(decode)
         self._reset()
         _all.add(self)
@@ -42,8 +42,8 @@ class DecodeAhead:
         self._thread: threading.Thread | None = None
 
     def want(self, blocks: Sequence[int], *, more: bool = False) -> None:
-        """Decode the blocks of these numbers, in this order. The list replaces that of the previous call; with `more`
-        it is appended to that list."""
+        """Let the thread decode the blocks of these numbers, in this order, and return at once. `more`: True to decode
+        them after the blocks of earlier calls, False to drop those that are not decoded yet."""
         with self._work:
             self._wanted = [*reversed(blocks), *(self._wanted if more else ())]
             if not blocks:
@@ -83,8 +83,8 @@ def _forked() -> None:
 
 
 def _exiting() -> None:
-    """Wait for the decoding threads when the interpreter exits. A thread that returns from C++ code into an interpreter
-    that has ended is killed."""
+    """Wait for the decoding threads when the interpreter exits. Python kills a thread that returns from C++ code after
+    the interpreter has ended, which may abort the process."""
     for each in list(_all):
         each.close(EXIT_WAIT_S)
 

@@ -1,10 +1,10 @@
-"""Download of one shard's files into the cache's folder: look for them in the folder, fetch, verify, decompress,
-rename. A file's *raw* form is the one that is read; its *packed* form is the compressed file, if the dataset has one.
+"""Download of one shard's files into the cache's folder. A file that the folder does not have yet is fetched, verified,
+decompressed and renamed. A file's *raw* form is the one that is read; its *packed* form is the compressed file, if the
+dataset has one.
 
-A file gets its name only when it is complete, verified and synced to the disk. A file that fails verification is
+A file gets its final name only when it is complete, verified and synced to the disk. A file that fails verification is
 removed before it can be read; otherwise the next run would read it without an error. Only the process that holds the
-shard's fetch lock runs this code. A transfer that fails is repeated by the remote folder (data/remote/folders.py and
-retries.py).
+shard's fetch lock (cache_state.py) runs this code. A transfer that fails is repeated in data/remote/folders.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.runtime.files.plain_files import open_plain, read_plain
 __all__ = ["Downloads", "give_name", "put"]
 
 ATTEMPTS = 2
-"""Number of times that a file is downloaded if it arrives damaged each time. An error is raised after the last."""
+"""Number of downloads of a file that arrives damaged each time, before an error is raised."""
 
 
 def put(data: bytes, temporary: Path, folder: Path, name: str, source: str) -> None:
@@ -69,8 +69,8 @@ def give_name(temporary: Path, folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Callable that returns the temporary path of one file of a shard, for its compressed ("packed") or its
-    decompressed ("raw") form."""
+    """Callable that returns the path of a temporary file for one file of a shard: the file `number`, counted from 0.
+    It is called with "packed" for the compressed form of the file, "raw" for the decompressed form."""
 
     temporary: Callable[[str], Path]
     number: int
@@ -80,8 +80,8 @@ class _Numbered:
 
 
 class Downloads:
-    """Downloads of a dataset's shards into one cache folder. A *version* is the record of a shard's complete files
-    there (shard_versions.py)."""
+    """Downloads of a dataset's shards into one cache folder. The complete files of a shard there are recorded in a
+    ShardVersion."""
 
     def __init__(
         self,
@@ -141,10 +141,10 @@ class Downloads:
                 self._unlink(name)
 
     def need(self, shard: Shard, *, from_remote: bool) -> ShardVersion:
-        """Return the record with which the space of a shard is claimed before the shard is fetched. Its `size` is the
-        largest number of bytes that the shard may take on disk.
+        """Return the record that is written before a shard is fetched, to claim space for it (eviction.py). The
+        record's `size` is the largest number of bytes that the shard may take on disk.
 
-        from_remote: True if the shard's files that are in the folder already were fetched by a cache, False if the user
+        from_remote: True if the cache fetched those files of the shard that the folder has already; False if the user
         put them there.
         """
         return ShardVersion(
@@ -169,8 +169,8 @@ class Downloads:
         return file.raw.size + file.packed.size
 
     def fill(self, shard: Shard, temporary: Callable[[str], Path], until: float, *, from_remote: bool) -> ShardVersion:
-        """Fetch, decompress and verify those of the shard's files that are missing or damaged. Return the record of all
-        its files.
+        """Fetch, decompress and verify those files of the shard that are missing or damaged. Return the record of all
+        files of the shard.
 
         Args:
             temporary: returns a unique path, given the kind of a temporary file: "packed" (compressed) or "raw"
@@ -213,8 +213,9 @@ class Downloads:
         return self._folder / stored.name
 
     def _drop_strange_links(self, file: ShardFile) -> None:
-        """Remove links that another user put in place of a shard's file in the cache's folder. Such a link may lead
-        to a private file of the user who runs this process, which would then be unpacked here for others to read."""
+        """Remove links that another user put in place of a shard's file in the cache's folder. Such a link may lead to
+        a private file of this process's user. The private file would be decompressed into the folder, where others can
+        read it."""
         for stored in (file.raw, file.packed):
             if stored and self._remote is not None and is_strange_link(self._own(stored)):
                 self._unlink(stored.name)
@@ -315,8 +316,9 @@ class Downloads:
         self._download(packed, got, until, inflate)
 
     def _download(self, stored: StoredFile, temporary: Path, until: float, use: Callable[[str], None]) -> None:
-        """Download a file to `temporary`, then call `use` with the file's address, which verifies the file and gives it
-        its name. Download the file again if it is damaged, up to ATTEMPTS times in all."""
+        """Download a file to the path `temporary`, then call `use`, which verifies the file and renames or decompresses
+        it. If the file is damaged, download it again, up to ATTEMPTS times in all. `use` gets the file's address, for
+        errors."""
         if self._remote is None:
             raise ShardUnavailableError(
                 f"{self._own(stored)} is missing, and no remote was given to fetch it from. Copy the file there, or "
@@ -345,7 +347,7 @@ class Downloads:
                 raise unwritable(error, str(self._folder), stored.size, source) from error
 
     def _inflate(self, shard: Shard, file: ShardFile, path: Path, temporary: Path) -> None:
-        """Decompress the file at `path` into the cache's folder, and verify the bytes before and after."""
+        """Decompress the file at `path` into the cache's folder. Verify the compressed and the decompressed bytes."""
         assert file.packed is not None
         data = read_plain(path, file.packed.size)
         source = (

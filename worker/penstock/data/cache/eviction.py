@@ -4,17 +4,19 @@ One process at a time counts and evicts, under a lock. To *count* is to read the
 (shard_versions.py): their times, and the contents of those that changed. To *claim* bytes is to write them into the
 shard's version file, before they are fetched.
 
-A count of 10,000 shards takes 50 ms, so claims keep an upper bound of the bytes in use in the lock's file, and count
-only if a shard might not fit. The bound is raised before a claim is written and lowered by a count alone, so that a
-killed process leaves it too high and never too low; and each process counts at its first claim, in case the file is
-older than the folder, as after a power failure. In a large cache each eviction frees some shards more than it must, so
-that the next claims need no count.
+A count of 10,000 shards takes 50 ms. So an upper bound of the bytes in use is kept in the file of the lock, and a claim
+counts only if the bound leaves too little space for the shard:
+
+- A claim raises the bound before it is written, and only a count lowers the bound. So a killed process may leave the
+  bound too high, but never too low.
+- Each process counts at its first claim, because the bound may be out of date after a power failure.
+- In a large cache each eviction frees more bytes than are needed, so that the next claims need no count.
 
 The least recently used shard is evicted first. Raw files that can be decompressed again from a packed file in the cache
 are evicted before files that would have to be fetched again. A shard is never evicted while a process holds its lock,
 or if the remote no longer has it. A prefetch never evicts a shard that another process has prefetched and not used yet.
 
-A full disk or quota counts as a limit: shards are evicted then, also in a cache without a limit of its own.
+Shards are also evicted when the disk or the user's quota is full, in a cache with or without a limit.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ class _Entry(NamedTuple):
 
 
 class Eviction:
-    """Eviction from one cache's folder, by one process. The contents of version files (the shards' records) are kept in
-    memory, and a file is read again only after a change."""
+    """Eviction from one cache's folder, by one process. The version files (each holds the record of one shard) are kept
+    in memory. A version file is read again only after it has changed."""
 
     def __init__(self, state: CacheState, limit: int | None, fetchable: Callable[[str, int], bool]) -> None:
         """Start without having read the folder.
 
         Args:
-            limit: largest number of bytes in the folder; None: no limit, then no bytes are claimed.
+            limit: largest number of bytes in the folder; None: no limit, and `claim` is never called.
             fetchable: `fetchable(name, size)` returns True if the remote has that file, so that it can be fetched
                 again.
         """
@@ -70,8 +72,8 @@ class Eviction:
     def claim(
         self, counting: FileLock, key: str, lock: FileLock, version: ShardVersion, *, demand: bool, exceed: bool = False
     ) -> bool:
-        """Evict other shards until this one fits, then claim its bytes by writing its record `version`. Return True if
-        they were claimed, False if there is not enough space.
+        """Claim space for a shard: evict other shards if it does not fit, then write its record `version`. Return True
+        if the space was claimed, False if there is not enough.
 
         Args:
             counting: the eviction lock, held by the caller.
@@ -102,8 +104,8 @@ class Eviction:
         return size - (self._shrink(missing, whole=True, sparing=False) if demand else missing)
 
     def _excess_after_eviction(self, key: str, size: int, *, demand: bool) -> int:
-        """Count the bytes in use, and evict other shards than `key` until `size` more bytes fit. Return the number of
-        bytes by which the limit would still be exceeded; 0 or less if they fit."""
+        """Count the bytes in use without the shard `key`, and evict other shards until `size` more bytes fit. Return
+        the number of bytes by which the limit would still be exceeded; 0 or less if they fit."""
         assert self._limit is not None
         self._read()
         self._entries.pop(key, None)
@@ -132,10 +134,10 @@ class Eviction:
 
     def _shrink(self, excess: int, *, whole: bool, sparing: bool) -> int:
         """Evict shards, the least recently used first, until `excess` bytes are freed or nothing is left to evict.
-        Return the number of bytes that are still missing.
+        Return `excess` less the number of freed bytes; 0 or less if enough were freed.
 
-        whole: True to evict also files that must be fetched again. sparing: True to keep shards that another process
-        has prefetched and not used yet.
+        whole: True to evict all files of a shard; False to evict only decompressed files whose compressed form stays.
+        sparing: True to keep shards that another process has prefetched and not used yet.
         """
         if excess <= 0:
             return excess
@@ -211,8 +213,8 @@ def _encoded_bound(bound: int) -> bytes:
 
 
 def _decoded_bound(text: bytes) -> int | None:
-    """Return the upper bound of the bytes in use that was written into the eviction lock's file; None for other text in
-    the file."""
+    """Return the upper bound of the bytes in use, given the text of the eviction lock's file; None if the text is
+    anything else."""
     found = _BOUND_TEXT.fullmatch(text)
     return int(found[1]) if found else None
 

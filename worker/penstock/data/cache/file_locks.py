@@ -1,11 +1,11 @@
 """Locks between the processes of a host: flock on small files.
 
-A lock ends with its holder, so a killed process blocks no other process, and locks have no names outside the folder.
-The holder may write a line of text into the file. An exclusive holder may remove the file; a process that opened it
-before then detects that the file has lost its name, and opens the name again.
+The kernel releases the locks of a process that ends, so a killed process blocks no other process. The holder of a lock
+may write a line of text into its file. The holder of an exclusive lock may remove the file. Another process may have
+opened the file before, and wait for the lock: it detects that the file was removed, and opens or makes the file anew.
 
-flock belongs to the open file, which a forked child shares with its parent. The child closes its copies at once and
-unlocks none, because that would unlock the parent's.
+A lock belongs to the open file, which a forked child shares with its parent. If the child unlocked the file, the parent
+would lose its lock. So the child closes its copies of all lock files at once, and unlocks none.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LONGEST_TEXT = 1 << 20
 """Largest number of bytes that are read from a lock file."""
 
 _opening = threading.RLock()
-"""Lock of this module's list of open files, held while a file is opened and registered, during a release, and during a
-fork, so that a forked child has a complete list of the files to close."""
+"""Lock of `_opened`, the list of open lock files. It is held while a file is opened or released, and during a fork. So
+a forked child has a complete list of the files to close."""
 _opened: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
@@ -41,7 +41,7 @@ os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, a
 
 
 class FileLock:
-    """Lock that this process holds until `release`, or until the process ends."""
+    """Lock on a file, which this process holds until it calls `release` or ends."""
 
     __slots__ = ("_descriptor", "_pid", "name", "path", "root")
 
@@ -56,16 +56,16 @@ class FileLock:
         return self._held().read(LONGEST_TEXT, 0)
 
     def write(self, text: bytes) -> None:
-        """Write one line into the lock file. A reader sees the whole line or nothing of it. If the old text was longer,
-        its rest is cut off afterwards."""
+        """Replace the text of the lock file by one line. A reader finds the old text or the whole line; after the line
+        it may for a moment find the rest of a longer old text."""
         descriptor = self._held()
         os.pwrite(descriptor.fileno(), text, 0)
         os.ftruncate(descriptor.fileno(), len(text))
         self.touch()
 
     def touch(self, time_ns: int | None = None) -> None:
-        """Set the lock file's modification time, in ns; None: to the current time. The current time is read from the
-        clock, because the kernel's own file times are so coarse that two writes may get the same one."""
+        """Set the lock file's modification time to `time_ns`, in ns since the epoch; None: to the current time. The
+        time is set explicitly because the kernel's own file times are coarse: two writes may get the same time."""
         now = time.time_ns() if time_ns is None else time_ns
         number = self._held().fileno()
         if number >= 0:  # garbage collection of the lock's owner may have closed the file before
@@ -80,8 +80,8 @@ class FileLock:
             os.fchmod(number, 0o664)
 
     def remove(self) -> None:
-        """Remove the lock file. Only the holder of an exclusive lock may call this. The lock itself is held until
-        `release`."""
+        """Remove the lock file, but keep the lock until `release`. Only the holder of an exclusive lock may call
+        this."""
         unlink_below(self.root, self.name)
 
     def release(self) -> None:
@@ -102,11 +102,11 @@ class FileLock:
 
 
 def take(root: str, name: str, *, shared: bool, create: bool = True) -> FileLock | None:
-    """Try to acquire a lock, and return it; None if another process holds it. The lock's file is `name` below the
+    """Try once to acquire a lock, and return it; None if another process holds it. The lock's file is `name` below the
     folder `root`; links in that path are refused.
 
-    shared: True for a lock that several processes can hold together. create: True makes an absent file; False raises
-    FileNotFoundError for one.
+    shared: True for a lock that several processes can hold together. create: True to make the file if it is missing,
+    False to raise FileNotFoundError.
     """
     flags = os.O_RDWR | (os.O_CREAT if create else 0)
     while True:

@@ -1,12 +1,13 @@
-"""Checks that a dataset's index is still the one with which the dataset was opened, on disk or at the remote.
+"""Checks that a dataset's index has not changed since the dataset was opened, on disk or at the remote.
 
-A dataset that is overwritten while it is read yields old rows first and new rows later. The hashes in the index detect
-this for shards that are verified. The checks in this module detect it for shards that are read in place, and for a
-cache's folder that another job fills again: writing a dataset removes or replaces its index.
+If a dataset is overwritten while a job reads it, the job gets old rows first and new rows later. For files that are
+verified, the hashes in the index detect this. In three other cases the index itself is watched, because writing a
+dataset removes or replaces its index: files are read in place, files have no hashes, or another job fills the cache's
+folder again.
 
-A file without a hash is taken to belong to the cached index as long as the version (ETag or time) of the remote's index
-stays the same. Comparing the indexes' contents is not enough: without hashes, two datasets of equal sizes have equal
-indexes.
+A fetched file without a hash is taken to belong to the cached index as long as the version (ETag or time) of the
+remote's index stays the same. Comparing the contents of the indexes is not enough: without hashes, two datasets of
+equal sizes have equal indexes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["IndexWatch", "RemoteIndex", "check_index", "digest_of", "is_index_of
 VERSION_TIMEOUT_S = 10.0
 """Seconds to wait for the remote's answer about its index's version."""
 LARGEST_PAGE = 4 << 20
-"""Size of a fetched file, in bytes, up to which all of it is parsed to see that it is an index and not a login page."""
+"""Largest size, in bytes, of a fetched index that is parsed completely to see that it is not a login page."""
 
 
 @dataclass
@@ -46,23 +47,24 @@ class IndexWatch:
     digest: str
     """Digest of the index's content when the dataset was opened."""
     hashed: bool
-    """True if the index has a hash of each shard, so that an equal index means equal data."""
+    """True if the index has a hash of each file, so that equal indexes mean equal data."""
     in_place: bool
-    """True if the shards lie beside the index. False for a copy in a cache, which may be removed."""
+    """True if the shards are read in place. The removal of the index is then an error. False if the index is a copy in
+    a cache, which may be removed at any time."""
     seen: tuple[int, int, int] | None
-    """Size, modification time in ns and inode of the index file when its content was last found to be the same; None if
-    it was missing."""
+    """Size, modification time in ns and inode of the index file when its content was last found unchanged; None if the
+    file was missing."""
     older_ns: int | None = None
-    """Modification time in ns that an index without hashes had before it was rewritten with equal content; None if it
-    was not rewritten. Shards newer than this time count as rewritten too."""
+    """Modification time in ns that the index had before it was rewritten with equal content; None if it was not
+    rewritten, or if it has hashes. A shard file that is newer than this time counts as rewritten, too."""
 
     @staticmethod
     def of(path: Path, index: Descriptor, digest: str, *, hashed: bool, in_place: bool) -> IndexWatch:
         return IndexWatch(path, digest, hashed, in_place, _version_of(os.fstat(index.fileno())))
 
     def check(self, shard: Sequence[Path]) -> None:
-        """Raise DatasetError if the dataset was written again since it was opened. The index's content is read only if
-        its time has changed. `shard`: paths of the shard files that were just opened."""
+        """Raise DatasetError if the dataset was written again since it was opened. The content of the index is read
+        only if the file's size, time or inode has changed. `shard`: paths of the shard files that were just opened."""
         seen = _file_version(self.path)
         if seen is None:
             if self.in_place:
@@ -119,15 +121,15 @@ class RemoteIndex:
         return self.record.rpartition("/")[2]
 
     def record_version(self) -> None:
-        """Record which version of its index the remote has now (ETag or time). Called before the index is fetched, so
-        that a replacement during the fetch is detected."""
+        """Record the version (ETag or time) of the index that the remote has now. This is called before the index is
+        fetched, so that `check` detects if the index is replaced during the fetch."""
         version = (self._version() or "").encode()
         with parent_of(self.folder, self.record) as (folder, name):
             write_whole(Path(f"/proc/self/fd/{folder}", name), version)
 
     def check(self) -> None:
         """Raise DatasetError if the remote's index was replaced or removed since it was fetched. Do nothing if the
-        remote reports no versions or does not answer; the check after the next download will find out."""
+        remote reports no versions, or does not answer: `check` is called again after the next download."""
         try:
             before = read_plain(self.folder / self.record, LONGEST_TEXT).decode(errors="replace")
         except FileNotFoundError:
@@ -141,8 +143,8 @@ class RemoteIndex:
             )
 
     def _became_first_version(self) -> bool:
-        """Return True if the remote's index has changed only because a writer appended to the dataset, so that the
-        cached copy is now the index of version 1."""
+        """Return True if the remote's index has changed only because a writer appended shards to a dataset that had no
+        versions before. The cached copy is then still valid, as the index of version 1 (dataset_versions.py)."""
         try:
             cached = digest_of(Descriptor(self.folder / self.name))
             notes = first_notes(
@@ -166,8 +168,9 @@ class RemoteIndex:
 
 
 def check_index(file: Descriptor, source: str) -> None:
-    """Raise DatasetError if a file is not an index, but for example a login page or a proxy's answer, which must not be
-    cached. Of a large file only the two ends are read, because no page is that large. `source`: address of the file."""
+    """Raise DatasetError if a fetched file is not an index but, for example, the page of a login or proxy. Such a page
+    must not be cached. Of a file larger than any page, only the first and last bytes are checked. `source`: address of
+    the file, for errors."""
     size = os.fstat(file.fileno()).st_size
     if size > LARGEST_PAGE:
         is_index = file.read(256, 0).lstrip()[:1] == b"{" and file.read(256, size - 256).rstrip()[-1:] == b"}"
@@ -186,15 +189,15 @@ def check_index(file: Descriptor, source: str) -> None:
 
 
 def is_index_of(path: Path, folder: str) -> bool:
-    """Return True if the file at `path` is the index of the files in the local folder `folder`, which is another folder
-    than the file's own. For "" return False."""
+    """Return True if the file at `path` is an index that was written for the files in another folder, `folder`. An
+    index is written so if the dataset's own folder is read-only. Return False if `folder` is ""."""
     with contextlib.suppress(OSError):
         return bool(folder) and file_notes(Descriptor(path)).get(SOURCE_NOTE) == folder
     return False
 
 
 def digest_of(file: Descriptor) -> str:
-    """Return the digest of a file of any size, which is read piece by piece."""
+    """Return the digest of a file's content. The file may be larger than the memory."""
     digest, at = xxhash.xxh3_128(), 0
     while piece := file.read(1 << 20, at):
         digest.update(piece)

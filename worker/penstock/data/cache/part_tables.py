@@ -1,5 +1,5 @@
-"""Tables of files whose parts are fetched one by one. A table is what says where the parts lie: a footer, a header, or
-offsets. It is fetched and read once for all parts that are read at about the same time."""
+"""Tables of contents of files whose parts are fetched one by one. The table of a file says where each part lies: it is
+a footer, a header, or a list of offsets. It is fetched and read once, and then serves for many parts."""
 
 from __future__ import annotations
 

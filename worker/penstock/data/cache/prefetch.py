@@ -1,11 +1,12 @@
 """Prefetch of shards by threads, in the order in which they will be needed.
 
-A shard that was prefetched and not used yet is marked by a lock of its own. The mark keeps other prefetching processes
-from evicting the shard; a reader that waits for space may evict it. A failed prefetch raises no error: the reader that
-needs the shard fetches it again, and gets the error then.
+A shard that was prefetched and not used yet has a *mark*: a lock that the prefetching process holds. A marked shard is
+not evicted to prefetch another one. It may be evicted if a reader waits for space. A failed prefetch raises no error:
+the reader that needs the shard fetches it again, and gets the error then.
 
-The boxes (data-parallel ranks) of a host share a budget of bytes evenly. Each process that prefetches holds the lock of
-a file that names its box, so the boxes are counted by the locks that are held: a process that is killed does not count.
+The boxes (data-parallel ranks) of a host share a budget of bytes evenly, so they must be counted. Each process that
+prefetches holds the lock of a file whose name contains the process's box. The boxes in the names of all locked files
+are counted. A killed process does not count, because the kernel has released its lock.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from penstock.data.cache.file_locks import FileLock, take
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import PenstockError
 
-__all__ = ["FetchStats", "HostReaders", "Prefetcher", "process_group"]
+__all__ = ["FetchStats", "HostReaders", "Prefetcher", "host_process_id"]
 
 EVICTION_PAUSE_S = 0.25
 """Seconds between two attempts to prefetch when the cache is full. The cache is polled, because other processes do not
 report when they release a shard."""
 MARK_S = 10.0
-"""Seconds to wait until a prefetched shard can be marked, while another process removes an old mark (a lock) of it."""
+"""Seconds to wait for the lock that marks a shard as prefetched, or a process as prefetching. Another process may hold
+the lock for a moment, to remove its file."""
 
 
 @dataclass(frozen=True)
 class FetchStats:
-    """Statistics of what one process has fetched of a dataset since it opened the dataset."""
+    """What one process has fetched of a dataset since it opened the dataset."""
 
     fetched_shards: int = 0
     """Number of shards that were fetched; a row group that is fetched alone counts as one."""
@@ -46,23 +48,23 @@ class FetchStats:
     ahead_bytes: int = 0
     """Number of bytes of the shards that were prefetched, are on disk, and were not used yet."""
     waited_s: float = 0.0
-    """Seconds that reads waited for shards that were not prefetched. If the value grows after the first batches, raise
-    the number of samples that are prefetched, or use a faster remote."""
+    """Seconds that reads of samples waited for shards that were not prefetched. If the value grows after the first
+    batches, raise the number of samples that are prefetched, or use a faster remote."""
 
     def __add__(self, other: FetchStats) -> FetchStats:
         return FetchStats(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
-def process_group(process: int | None = None) -> str:
-    """Return a name of a process that is unique on this host, also where containers share a cache. `process`: ID of the
-    process; None: the calling process."""
+def host_process_id(process: int | None = None) -> str:
+    """Return an identifier of a process that is unique on this host. A process ID alone is not unique if containers
+    share a cache: each container counts from 1. `process`: process ID; None: the calling process."""
     return f"{os.stat('/proc/self/ns/pid').st_ino}-{process or os.getpid()}"
 
 
 class HostReaders:
-    """Processes of this host that prefetch into one cache's folder, in groups that need the same shards; the workers
-    of a box (data-parallel rank) are a group. Any thread may call its methods. A forked child makes an object of its
-    own."""
+    """Registration of this process among the processes of the host that prefetch into one cache's folder. Processes
+    that need the same shards are a group, such as the workers of one box (data-parallel rank). Any thread may call the
+    methods. A forked child must make an object of its own."""
 
     _numbers = itertools.count()
 
@@ -73,8 +75,8 @@ class HostReaders:
         """Lock by which other processes see that this process prefetches; None while it does not."""
 
     def groups(self, group: str) -> int:
-        """Count this process as one of the group called `group`, and return the number of groups that have a living
-        process. Return 1 if the folder cannot be used, which the next fetch reports."""
+        """Register this process as one of the group called `group`. Return the number of groups that have a living
+        process. Return 1 if the cache's folder cannot be used; the next fetch raises the error."""
         with self._lock, contextlib.suppress(PenstockError, OSError):
             self._state.prepare()
             if self._own is None or not os.path.basename(self._own.name).startswith(f"{group}."):
@@ -102,7 +104,7 @@ class HostReaders:
             own.release()
 
     def _lives(self, name: str) -> bool:
-        """Return True if the process that made the lock file `name` lives. Otherwise remove the file."""
+        """Return True if the process that made the lock file `name` is alive. Otherwise remove the file."""
         try:
             left = take(self._state.root, f"{self._state.readers}/{name}", shared=True, create=False)
         except OSError:  # removed just now
@@ -123,9 +125,10 @@ class Prefetcher:
         Args:
             state: locks of the cache's folder.
             threads: largest number of threads.
-            fetch: `fetch(shard, key, decided)` fetches a shard, or returns False if there is no space for it. The
-                function calls `decided` once it has claimed space, or must wait for another process. The next shard's
-                fetch begins only then, so shards get space in the list's order.
+            fetch: `fetch(shard, key, decided)` fetches a shard and returns True, or returns False if the cache has no
+                space for it. It calls `decided` as soon as it has claimed space, or if it must wait for another
+                process. Only then does another thread begin with the next shard, so shards get space in the list's
+                order.
         """
         self._state = state
         self.readers = HostReaders(state)
@@ -133,13 +136,14 @@ class Prefetcher:
         self._fetch_shard = fetch
         self._changed = threading.Condition()
         self._wanted: dict[str, int] = {}
-        """Key -> size in bytes, for the shards of the last list that this process has not used since."""
+        """Key -> size in bytes, for the shards of the current list that this process has not used yet."""
         self._queue: deque[tuple[str, Shard]] = deque()
         """(key, shard) of each shard of the list that no thread has taken yet."""
         self._moving: set[str] = set()
         """Keys of the shards that threads are fetching."""
         self._deciding = ""
-        """Key of the shard that was taken last, until space for it is claimed or refused; "" otherwise."""
+        """Key of the shard that a thread took from the list and for which space is neither claimed nor refused yet; ""
+        if there is none. No thread takes another shard meanwhile."""
         self._marks: dict[str, FileLock] = {}
         """Marks (locks) of this process on prefetched shards, by key."""
         self._full_until = 0.0
@@ -177,7 +181,7 @@ class Prefetcher:
         return len(sizes), sum(sizes)
 
     def check_space(self) -> None:
-        """Let a thread try the next prefetch at once, because the cache may have free space now."""
+        """Try the next prefetch at once, because a shard was released and can be evicted."""
         with self._changed:
             self._full_until = 0.0
             self._changed.notify_all()

@@ -1,8 +1,8 @@
 """A folder with a dataset's shards, filled on demand and shared by all processes of the host.
 
-Everything that processes must agree on is a file in the folder and a flock on it (see `cache_state`). All users of a
-shard share its lock, so it is not evicted. A second, exclusive lock is held while it is fetched, so it is not fetched
-twice. Locks end with their holders. Files that a killed process leaves are recognized by their free lock, and removed.
+Everything that processes must agree on is a file in the folder and a flock on it (see `cache_state`). All readers of a
+shard share a lock, so it is not evicted. The process that fetches the shard holds a second, exclusive lock, so it is
+not fetched twice. A killed process loses its locks: so the files that it leaves are recognized, and removed.
 """
 
 from __future__ import annotations
@@ -42,21 +42,20 @@ from penstock.proto.errors import InvalidArgumentError, PenstockError, ShardUnav
 __all__ = ["HeldShard", "ShardCache"]
 
 FULL_TRIES = 4
-"""Number of times that a shard is fetched when the disk is full each time."""
+"""Number of attempts to fetch a shard while the disk is full."""
 FULL_WAIT_S = 5.0
 """Seconds that a reader waits for other processes to release a shard when the disk is full."""
 DISK = (errno.ENOSPC,)
 """Error numbers of the system that say that the disk itself is full, and not a quota."""
 FREE_MORE = 1 << 16
-"""Number of bytes that are freed beyond those needed when the disk is full, for rounding to blocks and for lock
-files."""
+"""Number of bytes freed on a full disk beyond those needed: for lock files, and for sizes rounded up to disk blocks."""
 YIELD_S = 5.0
 """Seconds that a reader waits for other processes to finish their prefetches, before it exceeds the cache's limit."""
 LOOK_S = 0.1
-"""Seconds that a reader waits, before it exceeds the cache's limit, for processes that hold a shard's lock only for a
-moment. A locked shard cannot be evicted."""
+"""Seconds that a reader waits for other processes to release locks that they hold only for a moment. Only unlocked
+shards can be evicted. After this wait the reader exceeds the cache's limit."""
 CONFIRM_S = 10.0
-"""Seconds to wait for the remote to answer whether it has a file."""
+"""Seconds to wait for the remote's answer whether it still has a file, before the cache's copy is evicted."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class HeldShard:
 
 
 class _InUse:
-    """Lock and paths of a shard that this process uses, and the number of HeldShard objects that hold it."""
+    """Lock and paths of a shard that this process uses, and the number of HeldShard objects (`count`) that hold it."""
 
     def __init__(self, lock: FileLock, paths: tuple[Path, ...]) -> None:
         self.lock = lock
@@ -122,15 +121,14 @@ class ShardCache:
             remote: folder that the files are fetched from; None: `folder` is the dataset itself, and nothing in it is
                 ever removed.
             limit: largest number of bytes in the folder, for all processes of the host together; None: unlimited.
-            validate: None: verify files that were fetched, or found without a matching record, by any hash that the
-                index has. Name of an algorithm: verify all files by this hash, also those used in place; the index must
-                have it. False: verify nothing.
-            keep_packed: True to keep compressed files beside their decompressed form, which is evicted first. False to
-                keep only the decompressed form.
+            validate: None: verify fetched files, and files in `folder` that no process has verified yet, if the index
+                has hashes of them. Name of a hash algorithm: verify all files by this hash, also those used in place;
+                the index must have the hash. False: verify nothing.
+            keep_packed: True to keep compressed files beside their decompressed form; eviction removes the
+                decompressed form first. False to keep only the decompressed form.
             timeout_s: seconds until a call of `hold` gives up.
             threads: largest number of threads that prefetch.
-            on_pressure: called when a shard would exceed the limit, so that the owner releases shards that it does not
-                need now.
+            on_pressure: called when a shard would exceed the limit. It should release shards that are not needed now.
             group: ID of the Unix group whose members share the folder; None: this user alone.
             index: name of the index file.
         """
@@ -148,8 +146,8 @@ class ShardCache:
         self.remote = remote
         self.on_pressure = on_pressure
         self.neighbours: Sequence[ShardCache] = ()
-        """Other caches of the same dataset, which evict shards that are not in use if a disk that they share is
-        full."""
+        """Caches of the same dataset's other streams. If the disk of this cache is full, those of them that are on the
+        same disk evict shards, too."""
         self._limit = limit if remote else None
         self._validate = validate
         self._keep_packed = keep_packed
@@ -201,8 +199,8 @@ class ShardCache:
 
     @property
     def _indexed_here(self) -> bool:
-        """True if files are read where they lie, but their index is in the cache's folder: index_folder wrote it there,
-        because it could not write into the folder of the files."""
+        """True if files are read where they lie, but their index is in the cache's folder. `index_folder` wrote the
+        index there, because it could not write into the files' own folder."""
         if self._is_indexed_here is None:
             self._is_indexed_here = is_index_of(self.folder / self._index_name, self._in_place)
         return self._is_indexed_here
@@ -213,17 +211,17 @@ class ShardCache:
         return bool(self._in_place)
 
     def fetches_ranges(self, hashed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return for each shard whether parts of its file may be fetched instead of the whole file: if no hash of the
-        whole file is checked, and the file is not read in place.
+        """Return, for each shard, True if parts of its file may be fetched instead of the whole file. False for files
+        that are read in place, and for those that are verified by a hash of the whole file.
 
-        hashed: for each shard, whether the index has a hash of its decompressed file. The result has the same length.
+        hashed: for each shard, whether the index has a hash of its decompressed file; shape (shards,), as the result.
         """
         if self._in_place or self.remote is None or self._validate:
             return np.zeros(len(hashed), bool)
         return np.ones(len(hashed), bool) if self._validate is False else ~hashed
 
     def index(self) -> Descriptor:
-        """Return the index file, open. One process of the host fetches the file, once. Raises
+        """Return the open index file. If the folder has none, one process of the host fetches it. Raises
         ShardUnavailableError, or DatasetError for a file that is not an index."""
         if self._in_place:
             try:
@@ -256,8 +254,8 @@ class ShardCache:
                     give_name(temporary("raw"), self.folder, name)
 
     def newest_notes(self) -> dict[str, Any]:
-        """Return the notes in the index file that the remote has now, which may be newer than the cache's copy. Raises
-        ShardUnavailableError."""
+        """Return the notes (entries for Penstock alone) of the index that the remote has now. That index may be newer
+        than the cache's copy. Raises ShardUnavailableError."""
         if self._in_place or self.remote is None:
             return file_notes(self.index())
         remote, until = self.remote, time.monotonic() + self.timeout_s
@@ -266,7 +264,7 @@ class ShardCache:
     # One shard
 
     def name_of(self, path: Path, shard: Shard) -> str:
-        """Return the name of a shard's file at `path` for errors: its path, with its address if it was fetched."""
+        """Return text for errors that names a shard's file at `path`: the path, and the address that it came from."""
         if self.remote is None or (self.remote.local and path.is_relative_to(self.remote.local)):
             return str(path)
         return f"{self.remote.url_of(shard.name)} ({path}: remove it to have it fetched again)"
@@ -316,8 +314,8 @@ class ShardCache:
         return lock, paths
 
     def _found_in_place(self, shard: Shard) -> tuple[Path, ...] | None:
-        """Return the paths of a shard's files where they lie. Return None if a file is missing or has a wrong size, if
-        files are not read in place, or if they must be verified first. Files that are read in place need no lock."""
+        """Return the paths of a shard's files if they can be read in place, which needs no lock. Return None if a file
+        is missing or has a wrong size, if files must be verified first, or if the cache reads no files in place."""
         if not self._in_place or self._validate:
             return None
         paths = []
@@ -358,7 +356,7 @@ class ShardCache:
         """Fetch the shard's files, or wait for the process that fetches them; return the paths of the decompressed
         files.
 
-        decided: given for a prefetch (see `Prefetcher`), for which None is returned if the cache has no space.
+        decided: as in `Prefetcher`; None if a reader waits for the shard. A prefetch without space returns None.
         """
         with self._state.fetching(key, until, shard.name, decided) as temporary:
             paths = self._ready(shard, lock)
@@ -404,7 +402,7 @@ class ShardCache:
 
     def _with_space(self, shard: Shard, until: float, work: Callable[[], T], *, demand: bool) -> T:
         """Return the result of `work()`, which stores a shard. If the disk is full, evict shards that no process uses,
-        and call `work` again, up to FULL_TRIES times in all, because other processes may take what was freed."""
+        and call `work` again. Do so up to FULL_TRIES times in all, because other processes may use the freed space."""
         tries = 1
         while True:
             try:
@@ -412,7 +410,7 @@ class ShardCache:
             except (OSError, PenstockError) as error:
                 if is_full(error) and tries < FULL_TRIES:
                     free = free_bytes(self._root) if is_full(error, DISK) else 0  # a quota may not show in it
-                    if free >= shard.size + FREE_MORE or self._has_given_back(shard.size, until, demand=demand):
+                    if free >= shard.size + FREE_MORE or self._could_evict(shard.size, until, demand=demand):
                         tries += 1
                         continue
                 if isinstance(error, OSError):
@@ -423,8 +421,8 @@ class ShardCache:
                     ) from error.__cause__
                 raise
 
-    def _has_given_back(self, size: int, until: float, *, demand: bool) -> bool:
-        """Return True once shards were evicted because the disk is full. If all are in use, a reader waits up to
+    def _could_evict(self, size: int, until: float, *, demand: bool) -> bool:
+        """Evict shards because the disk is full. Return False if all are in use; a reader (`demand`) first waits up to
         FULL_WAIT_S seconds for other processes to release some."""
         if disk_bytes(self._root) < size:  # eviction does not help
             return False
@@ -437,12 +435,12 @@ class ShardCache:
         return True
 
     def _source(self, shard: Shard) -> str:
-        """Return the address of a shard, for errors."""
+        """Return the address or path of a shard, for errors."""
         return self.remote.url_of(shard.name) if self.remote else str(self.folder / shard.name)
 
     def _free(self, size: int, until: float, *, demand: bool) -> int:
-        """Evict shards from this cache and from its neighbours on the same disk, because the disk is full. Return the
-        number of freed bytes. size: number of bytes that are needed. demand: True if a reader waits for them."""
+        """Evict shards because the disk is full: from this cache, and from its neighbours on the same disk. Return the
+        number of freed bytes. size: number of bytes that are needed. demand: True if a reader waits for a shard."""
         size += FREE_MORE
         freed = 0
         near = [cache for cache in (self, *self.neighbours) if cache is self or same_disk(cache._root, self._root)]
@@ -472,7 +470,7 @@ class ShardCache:
         return 0
 
     def _disk_has(self, size: int, until: float, *, demand: bool) -> bool:
-        """Return True if the disk has `size` bytes free, if need be after shards were evicted."""
+        """Evict shards if fewer than `size` bytes of the disk are free. Return True if `size` bytes are free then."""
         return free_bytes(self._root) >= size or (
             disk_bytes(self._root) >= size
             and self._free(size, until, demand=demand) > 0
@@ -513,8 +511,7 @@ class ShardCache:
         return True
 
     def _others_fetch_ahead(self, key: str) -> bool:
-        """Return True if other processes are prefetching shards now. `key`: key of the shard that this process is
-        fetching, which does not count."""
+        """Return True if any shard other than `key`, which this process is fetching, is being prefetched now."""
         prefetched = set(os.listdir(os.path.join(self._root, self._state.prefetched))) - {key}
         return not prefetched.isdisjoint(os.listdir(os.path.join(self._root, self._state.fetching_folder)))
 
@@ -539,10 +536,10 @@ class ShardCache:
     # Prefetch
 
     def fetch_ahead(self, shards: Sequence[Shard]) -> None:
-        """Prefetch these shards in this order, in threads. The list replaces that of the previous call.
+        """Prefetch these shards in this order, in threads. The list replaces the list of the previous call.
 
-        A prefetched shard stays until this process uses it or drops it from the list, or until a waiting reader needs
-        its space. Errors are raised only by `hold`.
+        A prefetched shard stays until this process has used it, until a later list omits it, or until a waiting reader
+        needs its space. If a prefetch fails, `hold` raises the error later.
         """
         self._state.check_open("")
         with self._lock:
@@ -553,7 +550,8 @@ class ShardCache:
         )
 
     def reading_groups(self, group: str) -> int:
-        """Return the number of groups of processes on this host that prefetch into the folder, see HostReaders."""
+        """Register this process in a group of processes that need the same shards. Return the number of such groups on
+        this host that prefetch into the folder, see `HostReaders.groups`."""
         return 1 if self.in_place else self._prefetcher.readers.groups(group)
 
     def _prefetch_one(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
@@ -577,7 +575,7 @@ class ShardCache:
     # End
 
     def close(self) -> None:
-        """Release all shards and end the threads, within a second even during a transfer."""
+        """Release all shards, cancel transfers, and end the threads. This takes at most about a second."""
         self._state.closing.set()
         if self.remote:
             self.remote.close()

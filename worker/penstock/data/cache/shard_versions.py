@@ -1,9 +1,9 @@
-"""Version of a shard on disk: a record of its complete files. It is the text of a file that is also the lock of the
-shard's users.
+"""Version of a shard on disk: a record of the shard's complete files in a cache.
 
-A version records that files with certain sizes and times were complete, and which hash verified them. A process that
-finds the files unchanged does not verify them again. The version is written after the files, and lists all files that
-may be evicted.
+A version lists the files with their sizes and times, the hash that verified them, and which of them may be evicted. A
+process that finds the files unchanged does not verify them again. The version is written when all files are complete;
+while the shard is fetched, a version without files claims the space. Its file, .penstock/shards/KEY, is also the lock
+that the shard's readers share (cache_state.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _LONGEST_NAME = 200
 
 
 def key_of(name: str) -> str:
-    """Return a shard's key: a file name made from the shard's name, which contains no "!"."""
+    """Return a shard's key: a file name without "!", made from the shard's name. train/a.mds has the key
+    train%2Fa.mds; a long name has the key that is its hash."""
     key = quote(name, safe="")
     return key if len(key) <= _LONGEST_NAME else hashlib.sha256(name.encode()).hexdigest()
 

@@ -1,1 +1,1 @@
-"""Conversion of datasets of any format that is read to formats that are written."""
+"""Conversion of datasets to MDS or Parquet, from any format that Penstock reads."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["ARGUMENTS", "ArgumentNames"]
 
 _OPTIONS = {"types": "--as"}
-"""Argument -> option of the command, where their names differ."""
+"""Option of the command, by the name of the Python argument; only where the two names differ."""
 
 
 @dataclass(frozen=True)

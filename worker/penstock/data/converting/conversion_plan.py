@@ -1,5 +1,6 @@
-"""Plan of a conversion: plain data that all its processes read, and that a second run compares with its own plan. A
-conversion is divided into *parts*, each a run of consecutive samples of one shard of the source."""
+"""Plan of a conversion: plain data that all processes of the conversion read. A run that continues a killed one
+compares the plan of that run with its own. A conversion is divided into *parts*: consecutive samples of one shard of
+the source, or of several small shards."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ __all__ = ["GROUP_BYTES", "GROUP_SHARDS", "PART_BYTES", "ConversionPlan", "Part"
 PART_BYTES = 256 << 20
 """Size in bytes above which a source's shard is divided into several parts."""
 GROUP_BYTES = 16 << 20
-"""Largest size in bytes of consecutive shards that are one part together. Each part costs some ten file operations and
-waits for the disk three times, which takes longer than the conversion of a small shard. A conversion that is killed
-loses at most this much for each process."""
+"""Largest size in bytes of consecutive shards that are one part together. Each part costs about ten file operations and
+waits for the disk three times, which takes longer than the conversion of a small shard. The limit exists because a
+conversion that is killed loses the part that each process works on."""
 GROUP_SHARDS = 4096
-"""Largest number of shards that are one part together. Each takes some 0.5 ms, however small it is."""
+"""Largest number of shards that are one part together. Each shard takes at least about 0.5 ms."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,17 @@ class Part:
     process converts."""
 
     first: int
+    """Number of the part's first shard in the source's index, from 0."""
     past: int
-    """Numbers in the source's index of the part's first shard, and of the one after its last."""
+    """Number of the shard after the part's last one."""
     begin: int
+    """Number of the part's first sample, counted from the first sample of shard `first`."""
     end: int
-    """Numbers of the first sample, and of the one after the last. Samples are counted from the first shard's."""
+    """Number of the sample after the part's last one, counted from the first sample of shard `first`."""
 
     def pieces(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, int]]:
-        """Yield each shard that has samples of the part, with the numbers in the shard of the first of them and of the
-        one after the last. `shards`: those of the source's index."""
+        """Yield (shard, begin, end) for each shard that has samples of the part, which are samples `begin` to `end` - 1
+        of the shard. `shards`: all shards of the source."""
         offset = 0
         for shard in shards[self.first : self.past]:
             begin, end = max(self.begin - offset, 0), min(self.end - offset, shard.samples)
@@ -60,7 +63,7 @@ class ConversionPlan:
     """Format of the result: "mds" or "parquet"."""
     columns: Sequence[TargetColumn]
     schema: str = ""
-    """Parquet: serialized Arrow schema of the columns, in hexadecimal."""
+    """Serialized Arrow schema of the columns, in hexadecimal, if the result is Parquet; "" for MDS."""
     encoded: bool = False
     """True if the values of MDS columns are copied as they are stored, without decoding."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -127,7 +130,8 @@ def parts_of(shards: Sequence[Shard]) -> list[Part]:
 
 
 def _bounds(shard: Shard) -> list[int]:
-    """Return the numbers of the samples at which the parts of a shard begin, and that of the last one's end."""
+    """Return the bounds of a shard's parts: the number of the first sample of each part, then the number of samples in
+    the shard."""
     pieces = -(-shard.size // PART_BYTES)
     bounds = {shard.samples * piece // pieces for piece in range(1, pieces)}
     if shard.blocks:

@@ -5,8 +5,8 @@ into a folder of its own, read back and compared, and then gets its index; sever
 When all parts are finished, their indexes are merged into the index of the result. So a run may be killed at any
 moment, and the next one makes only the parts that are not finished.
 
-Samples keep their numbers. The index notes how the source's shards divided them (indexes/order_layout.py), so the
-result has the source's order, and a state taken over the source goes on over the result.
+Samples keep their numbers. The index notes how the source's shards divided the samples (indexes/order_layout.py). So
+the result is shuffled in the source's order, and a state that a job saved with the source can be resumed on the result.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ def _choose(
     if to == "parquet":
         made, schema = parquet_columns(samples, names, types, _declared(cache, shards[0]), say)
         return made, schema.serialize().to_pybytes().hex(), False
-    images = _image_types(shards, names)
-    return mds_columns(samples, names, {**images, **types}, say), "", False
+    known_encodings = _known_encodings(shards, names)
+    return mds_columns(samples, names, {**known_encodings, **types}, say), "", False
 
 
 def _chosen(
@@ -213,7 +213,8 @@ def _chosen(
 
 
 def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
-    """Return pyarrow's types that store a source's columns, by name; empty if its files have no Arrow types."""
+    """Return the pyarrow type of each column in the source's files, by the column's name, with storage types in place
+    of extension types. Return an empty dict if the source is neither Parquet nor Arrow."""
     if shard.format not in ("parquet", "arrow"):
         return {}
     arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
@@ -227,9 +228,9 @@ def _declared(cache: ShardCache, shard: Shard) -> dict[str, Any]:
         return {field.name: storage_of(field.type) for field in schema}
 
 
-def _image_types(shards: Sequence[Shard], names: Sequence[str]) -> dict[str, str]:
-    """Return the MDS encodings, by column, of columns that hold image files in the source, for which its reader returns
-    decoded images."""
+def _known_encodings(shards: Sequence[Shard], names: Sequence[str]) -> dict[str, str]:
+    """Return the MDS encodings, by column, that the source itself gives: those of all columns of an MDS dataset, or
+    "jpeg" and "png" for the images in tar archives. Other encodings are chosen from samples."""
     kinds = {"jpg": "jpeg", "jpeg": "jpeg", "png": "png"}
     if shards[0].format == "webdataset":
         return {name: kinds[end] for name in names if (end := name.rpartition(".")[2]) in kinds}
@@ -281,8 +282,8 @@ class _Conversion:
 
     @contextlib.contextmanager
     def _sole_writer(self) -> Iterator[FileLock | None]:
-        """Hold a lock on the journal while the `with` block runs, so that only one process converts into the folder.
-        Yield the lock; None for a remote folder, which has no locks."""
+        """Hold a lock on the file JOURNAL while the `with` block runs, so that only one process converts into the
+        folder. Yield the lock; None for a remote folder, which has no locks."""
         folder = self.remote.local
         if folder is None:
             yield None
@@ -305,8 +306,8 @@ class _Conversion:
             lock.release()
 
     def _begin(self, lock: FileLock | None) -> None:
-        """Write the journal, if it is missing. In a local folder its text goes into the locked file, because a new file
-        would not be locked."""
+        """Write the plan's key into the file JOURNAL. In a local folder, write into the file that `lock` has locked,
+        because a new file would not be locked, and only if the key is not there yet."""
         text = self.plan.key.encode() + b"\n"
         if lock is None:
             self.remote.write(JOURNAL, text, deadline_s=self.timeout_s)
@@ -359,7 +360,7 @@ class _Conversion:
         return None
 
     def _journaled(self) -> dict[int, tuple[list[Shard], dict[str, Any]]]:
-        """Return the finished parts, as number of the part -> (its shards, notes of its index)."""
+        """Return the finished parts, as number of the part -> (shards of the part, notes of the part's index)."""
         present = {name for name in self.remote.find(deadline_s=self.timeout_s) if name.endswith(f"/{INDEX}")}
         numbers = [n for n in range(len(self.plan.parts)) if f"{self.plan.folder_of(n)}/{INDEX}" in present]
 
@@ -417,8 +418,8 @@ class _Conversion:
         return self._converted(shards, digest, made)
 
     def _clean_up(self) -> None:
-        """Remove the parts' own indexes, temporary files of killed runs, and then the journal. The dataset's index
-        lists all shards by now."""
+        """Remove the parts' own indexes, temporary files of killed runs, and then the file JOURNAL. Call this once the
+        dataset's index lists all shards."""
         shards = read_index(self.remote.read(INDEX, deadline_s=self.timeout_s), self.remote.url)
         needed = {(file.packed or file.raw).name for shard in shards for file in shard.files}
         folders = {self.plan.folder_of(number) for number in range(len(self.plan.parts))}

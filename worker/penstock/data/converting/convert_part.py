@@ -1,5 +1,4 @@
-"""Conversion of one part (consecutive samples of a shard): read its samples, write them, read the result back, and
-compare."""
+"""Conversion of one part (conversion_plan.Part): read its samples, write them, read the result back, and compare."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ __all__ = ["PartConverter", "data_of", "source_of"]
 ROWS = 256
 """Number of rows that are read and written at a time."""
 FETCHES = 16
-"""Number of files of a part's small remote shards that are fetched at a time."""
+"""Number of files that are fetched at the same time, for a part that consists of several small shards of a remote
+source."""
 
 
 def source_of(source: str, options: Any, cache: str, *, limit: int | None, timeout_s: float) -> ShardCache:
@@ -87,7 +87,8 @@ class PartConverter:
             files.abandon()
 
     def _fetch(self, shards: Sequence[Shard]) -> None:
-        """Fetch small remote shards several at a time, since each takes as long as the remote takes to answer."""
+        """Fetch the shards of a remote source, several at a time: they are small, so most of the time is spent on
+        waiting for the remote's answer."""
         if self._is_remote and len(shards) > 1:
             with ThreadPoolExecutor(FETCHES) as threads:
                 list(threads.map(self._hold, shards))
@@ -97,7 +98,7 @@ class PartConverter:
             pass
 
     def _write(self, files: PartFiles, digest: RowDigest, shard: Shard, samples: range) -> None:
-        """Convert samples of one shard, and add them to files and digest."""
+        """Convert samples of one shard, and add them to `files` and `digest`."""
         with self._reader(shard) as reader:
             for begin in range(samples.start, samples.stop, ROWS):
                 rows = rows_of(reader, range(begin, min(begin + ROWS, samples.stop)))
@@ -159,6 +160,6 @@ def _named(shard: Shard, begin: int, end: int) -> str:
 
 
 def data_of(shards: list[Shard], source: RemoteFolder) -> list[str]:
-    """Return one digest for each shard, made from what the index says about its files. A digest changes when a file
-    changes."""
+    """Return one digest for each shard, of its files as the index lists them, and for a local source of their sizes and
+    times. A digest changes when a file changes."""
     return [origin_of(shard, source.local) for shard in shards]

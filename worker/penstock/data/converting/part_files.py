@@ -1,7 +1,7 @@
 """Writers of the files of one part of a conversion: a folder with an index, which is written last.
 
-The indexes of the parts are the journal of the conversion: a part without an index is converted again, and a part whose
-index has notes with this conversion's key is kept.
+The indexes of the parts show which parts a killed run has finished: a part without an index is converted again, and a
+part whose index has notes with this conversion's key is kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PartFiles(Protocol):
 
 
 class MDSPart:
-    """Writer of a part of a conversion in MDS."""
+    """Writer of a part of a conversion in MDS format: any number of shards."""
 
     def __init__(
         self, folder: str, columns: Sequence[TargetColumn], settings: Mapping[str, Any], names: ArgumentNames
@@ -95,7 +95,7 @@ class ParquetPart:
 
         Args:
             remote: folder of the whole result.
-            folder: path of the part's folder below it.
+            folder: path of the part's folder, relative to `remote`.
             schema: pyarrow schema of the columns.
             names: how errors name the arguments that the user gave.
             compression: compression of the file, by pyarrow's name; None: none.

@@ -17,7 +17,7 @@ __all__ = ["converted"]
 
 @contextlib.contextmanager
 def converted(plan: bytes) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """Yield a function that converts the part with a given number. plan: encoded ConversionPlan."""
+    """Yield a function that converts the part with a given number. `plan`: encoded ConversionPlan."""
     converter = PartConverter(ConversionPlan.decoded(plan))
 
     def convert(number: int) -> dict[str, Any]:

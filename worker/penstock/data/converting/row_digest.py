@@ -1,9 +1,9 @@
 """Digest of rows that depends only on their values, and not on the format that the rows were read from.
 
-Formats give the same value in different types: a list of numbers is an array or a list, a number is Python's or
-numpy's. Here these count as equal: an array and a list of the same numbers, numbers of any size of the same kind (an
-integer and a float differ), numpy's scalars and Python's. Anything else differs: None from an empty value, text from
-bytes, and the columns' names.
+Readers of different formats return the same value in different types: a list of numbers as an array or a list, a number
+as Python's or numpy's. Here these count as equal: an array and a list of the same numbers, numbers of different widths
+(int8 and int64), numpy's scalars and Python's. All else differs: an integer from a float, None from an empty value,
+text from bytes, and a column from one with another name.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class RowDigest:
 
 
 def value_bytes(value: Any) -> bytes:
-    """Return bytes for a value, which are equal for equal values and differ for others. Raise TypeError for an unknown
-    type."""
+    """Return bytes that stand for a value: the same bytes for equal values, other bytes for different values. Raise
+    TypeError for a value of an unknown type."""
     if value is None:
         return b"0"
     if isinstance(value, np.generic):

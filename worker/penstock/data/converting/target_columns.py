@@ -47,7 +47,7 @@ def _json_text(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """Return a value in a form that JSON can hold: arrays become lists, numpy's scalars Python's numbers."""
+    """Return a value in a form that JSON can hold: arrays become lists, and numpy's scalars become Python's numbers."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, np.generic):
@@ -102,7 +102,7 @@ CHANGES: Mapping[str, Callable[[Any], Any]] = {
     "only": _only,
     "file": _file,
 }
-"""Name -> function that turns a value of the source into the value that a reader of the result gets."""
+"""Functions by name. Each turns a value of the source into the value that a reader of the result gets."""
 
 
 def stored_rows(
@@ -144,7 +144,8 @@ def _missing(number: int, name: str, row: Mapping[str, Any], say: ArgumentNames)
 def mds_columns(
     samples: Sequence[Mapping[str, Any]], names: Sequence[str], given: Mapping[str, str], say: ArgumentNames
 ) -> list[TargetColumn]:
-    """Return the columns of an MDS dataset. Raises DatasetError, InvalidArgumentError.
+    """Return the columns of the converted dataset if it is MDS. A column's encoding is the one that the user chose, or
+    one that fits the values in `samples`. Raises DatasetError, InvalidArgumentError.
 
     Args:
         samples: some rows of the source.
@@ -188,8 +189,9 @@ def _mds_column(name: str, values: Sequence[Any], given: str | None, say: Argume
 
 
 def _unwrapped(values: Sequence[Any]) -> tuple[str, Sequence[Any]]:
-    """Return a name in CHANGES and the changed values, if these values are wrapped: each is a list of one value, as in
-    a TensorFlow feature, or a dict with a file, as in a Hugging Face image. Otherwise return "" and the values."""
+    """Return (name in CHANGES, changed values) if the values contain bytes in a wrapper: "only" if each value is a list
+    of one bytes object, as in a feature of TensorFlow; "file" if each is a dict with the bytes of a file, as in an
+    image of Hugging Face. Otherwise return ("", values)."""
     for change in ("only", "file"):
         with contextlib.suppress(ValueError):
             made = [CHANGES[change](value) for value in values]
@@ -251,7 +253,8 @@ def parquet_columns(
     declared: Mapping[str, Any],
     say: ArgumentNames,
 ) -> tuple[list[TargetColumn], Any]:
-    """Return the columns of Parquet files, and their pyarrow schema.
+    """Return the columns of the converted dataset if it is Parquet, and their pyarrow schema. A column's type is the
+    one that the user chose, the source's own, or one that fits the values in `samples`.
 
     Args:
         samples, names, say: as in `mds_columns`.
@@ -336,6 +339,6 @@ def _unchanged(arrow: Any, kind: Any, values: Sequence[Any]) -> bool:
 
 
 def arrow_value(value: Any) -> Any:
-    """Return a value in a form that pyarrow accepts: an array of several dimensions as nested lists, an array without
-    dimensions as its only item."""
+    """Return a value in a form that pyarrow accepts: an array of two or more dimensions becomes nested lists, and an
+    array of shape () becomes a number."""
     return value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value

@@ -22,7 +22,7 @@ DECODED_BYTES = 256 << 20
 
 
 class BlockOwner(Protocol):
-    """Reader of a shard that keeps decoded blocks in memory, as the block memory sees it."""
+    """Interface of a reader that keeps decoded blocks in memory: the method that BlockMemory calls."""
 
     def drop(self, block: int) -> None:
         """Drop a block from memory, if the reader still has it. Any thread may call this, so it must not wait for a
@@ -30,8 +30,8 @@ class BlockOwner(Protocol):
 
 
 class BlockMemory:
-    """Count of the decoded blocks that all readers of a process keep, in the order of their last use. Drops blocks when
-    their bytes exceed a limit. Safe for threads; empty in a forked child."""
+    """List of the decoded blocks that all readers of a process keep in memory, in the order of their last use. If all
+    blocks together exceed a limit, blocks are dropped. Thread-safe; empty in a forked child."""
 
     def __init__(self, limit: int = DECODED_BYTES) -> None:
         self.limit = limit
@@ -40,7 +40,8 @@ class BlockMemory:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all blocks and readers, without dropping the blocks."""
+        """Forget all blocks and readers, without calling `drop`. Called for a new object, and in a forked child, whose
+        readers are the parent's."""
         # Reentrant: garbage collection of a reader may run in the thread that holds this lock.
         self._lock = threading.RLock()
         self._blocks: OrderedDict[tuple[int, int], int] = OrderedDict()
@@ -78,7 +79,10 @@ class BlockMemory:
 
     def make_room(self, nbytes: int) -> None:
         """Drop blocks until another block of `nbytes` bytes, which the caller is about to decode, fits below the limit.
-        Released blocks of at least `nbytes` bytes together are dropped in any case."""
+
+        Released blocks are dropped also if the limit is not reached, until `nbytes` bytes are free or all of them are
+        dropped: the new block then reuses their memory.
+        """
         with self._lock:
             self._forget_ended()
             freed = 0
@@ -101,8 +105,8 @@ class BlockMemory:
         self._drop(self.limit, keep=1)
 
     def release(self, number: int, block: int) -> None:
-        """Mark a block of reader `number` as not needed soon. `make_room` then drops it before the next block is
-        decoded: memory that is freed just before it is allocated again need not come from the kernel."""
+        """Mark a block of reader `number` as not needed soon. `make_room` drops it before the next block is decoded,
+        and not earlier, so that the allocator reuses its memory and does not ask the kernel for more."""
         with self._lock:
             if (number, block) in self._blocks:
                 self._released[number, block] = None
@@ -137,6 +141,6 @@ class BlockMemory:
 
 
 MEMORY = BlockMemory()
-"""Count and limit of the decoded blocks in this process."""
+"""List of the decoded blocks in this process, with the limit of their bytes."""
 
 os.register_at_fork(after_in_child=MEMORY.reset)

@@ -4,8 +4,8 @@ A decoder gets the sample's bytes and the value's position in the sample, to avo
 unless it uses all of the value's bytes, and allocates no more memory than the value needs. Decoded arrays are writable
 copies. (mosaicml-streaming returns read-only copies, about which torch.from_numpy warns.)
 
-As in mosaicml-streaming, "int" and "str_float" become Python's numbers, "uint8" to "float64" numpy's scalars, and
-images PIL's, which are decoded only when they are used.
+As in mosaicml-streaming, values of "int" and "str_float" become Python's numbers, and values of "uint8" to "float64"
+become numpy's scalars. Images become PIL's objects, whose pixels are decoded when they are first used.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ class PartReading:
     (ranges/file_ranges.py)."""
 
     table: Callable[[Shard], Shard]
-    """Function that returns a shard without samples: the bytes of a file that the readers of all its parts need, such
-    as the footer of Parquet."""
+    """Function (shard of the whole file) that returns a shard without samples, which the cache fetches as a file of its
+    own. It consists of the bytes that the readers of all parts need: the table, such as the footer of Parquet."""
     read: Callable[[Shard, Path], Any]
-    """Function (shard of the whole file, path of the file with these bytes) that reads and checks them. It may raise
+    """Function (shard of the whole file, path of the file with the table) that reads and checks the table. It may raise
     any error."""
     open: Callable[[Shard, int, Path, Any, ReadOptions], ShardReader]
     """Function (shard of the whole file, number of the part, path of the part, what `read` returned, options) that

@@ -72,8 +72,8 @@ _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta"
 _STEP = r"(?!\.{1,2}(?:/|\Z))[^/\\\0]+"
 _PLAIN_PATH = re.compile(f"{_STEP}(?:/{_STEP})*")
 _OURS = re.compile(r"(?:.*/)?(?:index(?:-\d{6,})?\.json|\.penstock(?:/.*)?)", re.DOTALL | re.IGNORECASE)
-"""Pattern of names in a cache's folder that are not shards. A shard with such a name would overwrite the cache's own
-state, which decides which of the user's files are removed."""
+"""Pattern of names that no shard may have, because the cache uses them for files of its own in the dataset's folder. A
+shard could overwrite these files, and so decide which files the cache removes."""
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]+")
 _NONE: Mapping[str, str] = {}
 
@@ -196,8 +196,10 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
 
     Args:
         entry: the entry, as parsed JSON.
-        known: settings of the shards before, by their text, so that shards with equal settings share them.
-        files: files of the shards before, by name, to find a name that two entries use for different files.
+        known: settings of the entries parsed before, by format and text, so that shards with equal settings share one
+            dict. The entry's settings are added.
+        files: files of the entries parsed before, by name, to find a name that two entries use for different files.
+            The entry's files are added.
 
     Raises InvalidField or DatasetError for an invalid entry.
     """
@@ -229,7 +231,7 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
         if raw.size > known_format.max_bytes:
             raise InvalidField(
                 f"raw_{part}.bytes",
-                f"must be at most {known_format.max_bytes}, the limit of its offsets, got {raw.size}",
+                f"must be at most {known_format.max_bytes}, because the file's offsets have 32 bits, got {raw.size}",
             )
         pairs.append(ShardFile(raw, packed))
     rest = {**known_format.defaults, **{name: value for name, value in entry.items() if name not in _OWN}}
@@ -249,7 +251,8 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
 
 
 def _parts_of(entry: dict[str, Any], kind: str, samples: int) -> tuple[int, ...]:
-    """Return the number of samples in each block or span of a shard's file."""
+    """Return the number of samples in each block or span of a shard's file, from its entry in the index. `kind`: the
+    field, "blocks" or "spans". Raises InvalidField."""
     parts = entry.get(kind)
     if parts is None:
         return ()
@@ -261,7 +264,8 @@ def _parts_of(entry: dict[str, Any], kind: str, samples: int) -> tuple[int, ...]
 
 
 def _ranges(entry: dict[str, Any], parts: int, size: int) -> tuple[int, ...]:
-    """Return the ranges of the blocks or spans in a file of `size` bytes."""
+    """Return the field "ranges" of a shard's entry in the index, see `Shard.ranges`. `parts`: number of blocks or spans
+    of the shard's file; `size`: size of the file in bytes. Raises InvalidField."""
     ranges = entry.get("ranges", []) if parts else []
     if not isinstance(ranges, list) or not all(type(at) is int and 0 <= at <= size for at in ranges):
         raise InvalidField("ranges", f"must be a list of offsets from 0 to {size}")
@@ -284,7 +288,8 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
     encoded = name.encode(errors="replace")
     if encoded.decode() != name or len(encoded) > 3000 or any(len(step) > 255 for step in encoded.split(b"/")):
         raise InvalidField(
-            f"{field}.basename", f"must be valid text of at most 255 bytes a part and 3000 in all, got {name[:100]!r}"
+            f"{field}.basename",
+            f"must be valid text of at most 255 bytes between two slashes and 3000 bytes in all, got {name[:100]!r}",
         )
     if _OURS.fullmatch(name):
         raise InvalidField(f"{field}.basename", f"must not be a name that the cache uses itself, got {name!r}")
@@ -301,7 +306,7 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
     if files.setdefault(name, stored) != stored:
         raise InvalidField(
             f"{field}.basename",
-            f"must name a file with one size and hash, got {name!r}, for which another entry of the index has others",
+            f"must not be {name!r}, because another entry of the index lists this file with another size or hash",
         )
     return stored
 

@@ -20,8 +20,8 @@ def open_shard(
     """Return a reader of a shard. `paths`: the shard's raw (decompressed) files, in the order of `shard.files`;
     `source`: address of the files, for errors.
 
-    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column with pickles unless the
-    options allow it.
+    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column of pickles unless the
+    options allow pickles.
     """
     try:
         reader = _reader(shard, paths, options)
@@ -42,7 +42,7 @@ def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where:
     if missing and known is not None:
         raise InvalidArgumentError(
             f"{where}: columns must be some of {', '.join(known)}, got {', '.join(missing)}. Correct the argument "
-            "columns"
+            "`columns`"
         )
 
 
@@ -116,8 +116,8 @@ class _Projected:
             return {name: sample[name] for name in self._columns}
         except KeyError as error:
             raise DatasetError(
-                f"{self.name}: a sample must have the column {error} that the argument columns names, got "
-                f"{', '.join(map(str, sample))}. Correct the argument columns"
+                f"{self.name}: a sample must have the column {error} that the argument `columns` names, got "
+                f"{', '.join(map(str, sample))}. Correct the argument `columns`"
             ) from error
 
 

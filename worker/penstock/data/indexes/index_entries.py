@@ -1,8 +1,8 @@
-"""Entries of an index.json of any size, one by one, in bounded memory. An entry is the JSON object that describes a
-shard.
+"""Reading of an index.json of any size, entry by entry, in bounded memory. An entry is the JSON object that describes
+one shard.
 
-A whole index of a million shards takes 3 GiB as Python objects. Here the text is read in pieces, and json's own decoder
-takes one entry after the other from the front of the text.
+A whole index of a million shards takes 3 GiB as Python objects. Here the text is read in pieces, and the standard
+library's JSON decoder parses one entry at a time.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ LONGEST_VALUE = 1 << 28
 
 
 class Entry(NamedTuple):
-    """Entry of a shard in an index, and its place in the file."""
+    """Entry of a shard in an index file: its offset there, its JSON text, and the parsed JSON value."""
 
     begin: int
-    """Offset in the file, in bytes."""
+    """Offset of the entry's first byte in the file, in bytes."""
     text: bytes
     value: Any
 
 
 class IndexEntries:
-    """Iterable over the entries of the index in an open file, in their order, which can be read only once. Raises
+    """Iterable over the entries of an open index file, in their order. It can be iterated only once. Iteration raises
     InvalidField if the file is not an index."""
 
     def __init__(self, file: Descriptor) -> None:
@@ -53,7 +53,7 @@ class IndexEntries:
 
     @property
     def digest(self) -> str:
-        """Digest of everything that was read so far; after the last entry, the digest of the file."""
+        """Digest of the bytes that were read so far; after the last entry, of the whole file."""
         return self._digest.hexdigest()
 
     def __iter__(self) -> Iterator[Entry]:
@@ -104,7 +104,7 @@ class IndexEntries:
                 return
 
     def _next(self) -> str:
-        """Return the next character that is not white space, and leave it in the text; "" at the end of the file."""
+        """Skip white space, and return the next character without taking it; "" at the end of the file."""
         while True:
             end = WHITESPACE.match(self._text, self._at).end()
             self._offset += end - self._at
@@ -123,8 +123,11 @@ class IndexEntries:
         return found
 
     def _value(self) -> Entry:
-        """Take the next JSON value from the text, and return it as an Entry. While the value is not complete, read on,
-        each time twice as much, so that a long value is not decoded often."""
+        """Take the next JSON value from the text, and return it as an Entry.
+
+        If the value does not end in the text that was read, read more and decode the value again. Each time twice as
+        much is read, so that a long value is not decoded many times.
+        """
         self._next()
         pieces = 1
         while True:

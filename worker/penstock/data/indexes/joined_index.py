@@ -1,7 +1,7 @@
-"""Indexes of any size that are made from other indexes: the next version of a dataset that grows, and an index of many
-folders.
+"""Indexes of any size that are made from other indexes: the index of the next version of a dataset that grows, and one
+index for datasets in several folders.
 
-Entries are read and written one by one, so the memory needed is a few numbers for each shard.
+Entries are read and written one by one, so only a few numbers for each shard are kept in memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PIECE = 16 << 20
 
 
 class GivenIndex:
-    """Index that exists already, in a folder of this machine or at a remote."""
+    """Existing index from which a new one is made, in a folder of this machine or at a remote."""
 
     def __init__(self, remote: RemoteFolder, name: str, scratch: Path, timeout_s: float) -> None:
         """Open the index; download it first if it is at a remote.
@@ -69,7 +69,7 @@ class GivenIndex:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes that the index holds besides its shards, see `index_notes`."""
+        """Notes of the index: its entries for Penstock alone, see `index_notes`."""
         return file_notes(self.file)
 
     @property
@@ -78,7 +78,8 @@ class GivenIndex:
         return digest_of(self.file)
 
     def entries(self) -> Iterator[tuple[Entry, Shard]]:
-        """Yield each entry of the index, with its shard. Raises DatasetError for an invalid entry."""
+        """Yield each entry of the index, and the Shard that the entry describes. Raises DatasetError for an invalid
+        entry."""
         known: dict[str, Mapping[str, Any]] = {}
         files: dict[str, StoredFile] = {}
         try:
@@ -138,8 +139,11 @@ class JoinedIndex:
         return path
 
     def shards(self, path: Path, notes: Mapping[str, Any] | None = None) -> Sequence[Shard]:
-        """Return the shards of the index that `written` wrote to `path` with these notes: as a list, or for a large
-        index as a sequence that reads a shard's entry from the index when the shard is asked for."""
+        """Return the shards of the index that `written` wrote to `path`. For a small index the result is a list. For a
+        large one it is a sequence that reads the entry of a shard only when the shard is used.
+
+        notes: the notes that were given to `written`; their length tells where the first entry begins.
+        """
         if path.stat().st_size < LARGE_INDEX:
             return read_index(path.read_bytes(), path.name)
         return _IndexedShards(Descriptor(path), len(index_begin(notes)), self._begins, self._lengths)

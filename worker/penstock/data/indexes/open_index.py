@@ -1,9 +1,9 @@
-"""Opening of a dataset's index. A large one is turned into columns (arrays with a number for each shard) by one process
-of the host, in a file that all processes map into memory.
+"""Opening of a dataset's index. From a large index one process of the host makes columns (arrays with a number for each
+shard), in a file that all processes map into memory.
 
-The file of columns is in the cache's state folder, or for a dataset that is read in place in the user's cache folder.
-Its name is the index's digest, so it belongs to that index alone. A damaged or outdated file is made again. A process
-that cannot write there makes columns of its own, in a temporary file.
+The file of columns is in the cache's state folder. For a dataset that is read in place, it is in the user's cache
+folder, such as ~/.cache. Its name is the digest of the index, so it belongs to that index alone. A damaged or outdated
+file is made again. A process that cannot write to the folder makes columns for itself, in a temporary file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ColumnsPlace:
 
     @staticmethod
     def of(cache: ShardCache) -> ColumnsPlace:
-        """Return the folder for the columns of the index of a dataset with this cache."""
+        """Return the folder for the columns of a dataset's index, given the dataset's cache."""
         if not cache.in_place:
             return ColumnsPlace(cache.folder, STATE, cache.group, cache.timeout_s)
         try:
@@ -65,7 +65,7 @@ def open_index(path: Path, index: Descriptor, where: str, place: ColumnsPlace) -
     """Return the table of an index's shards, and the index's digest.
 
     Args:
-        path: path of the index, from which a copy of the table in another process opens it again.
+        path: path of the index. A copy of the table that is pickled to another process opens this path again.
         index: the open index.
         where: address of the index, for errors.
         place: folder for the file of columns, which a large index gets.
@@ -81,7 +81,7 @@ def open_index(path: Path, index: Descriptor, where: str, place: ColumnsPlace) -
 
 
 class _CopiedShards(StoredShards):
-    """Table of a large index's shards that can be pickled. The copy opens the index again."""
+    """Table of a large index's shards that can be pickled: the copy opens the index file again."""
 
     reopen: tuple[Callable[..., ShardTable], tuple[object, ...]]
 
@@ -104,8 +104,8 @@ def _reopened(path: Path, where: str, place: ColumnsPlace, digest: str) -> Shard
 
 
 def _preceded(path: Path, digest: str) -> Descriptor | None:
-    """Return the index of version 1, at `path`, if a writer has appended to the dataset since the index with this
-    digest was read, so that version 1 has the same content. Return None otherwise."""
+    """Return the index of version 1, at `path`, if it was made from the index with this digest; None otherwise. When a
+    writer appends to a dataset without versions, the old index becomes that of version 1 (dataset_versions.py)."""
     try:
         first = Descriptor(path)
     except FileNotFoundError:

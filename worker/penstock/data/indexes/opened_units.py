@@ -1,8 +1,9 @@
-"""Units of a dataset, and what is opened to read each.
+"""Numbers of a dataset's units, and of the pieces that are opened to read them.
 
-A *unit* is a part of a file that is read as a whole, such as a row group of Parquet, or a file that is not divided. An
-*opened piece* is what is opened to read a unit: the unit's whole file, or the unit alone, if it is fetched without the
-rest of the file. Units, files and opened pieces are numbered through all streams of the dataset.
+A *unit* is a part of a file that is read as a whole, such as a row group of Parquet, or a file that is not divided. To
+read a unit, either its whole file is opened, or the unit alone if it is fetched without the rest of the file. What is
+opened is called an *opened piece*. Units, files and opened pieces are counted from 0 through all streams of the
+dataset: if stream 0 has 3 files, the first file of stream 1 has the number 3.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ __all__ = ["Units"]
 
 
 class Units:
-    """Numbers of a dataset's units, files and opened pieces (see the module), over all streams. Where no file is
-    divided, the three numbers are equal, and nothing is stored for each shard."""
+    """Numbers of a dataset's units (row groups or whole files), files, and opened pieces, over all streams. A piece is
+    a whole file or a unit that is opened alone. If no file is divided, the three numbers are equal, and nothing is
+    stored for each shard."""
 
     def __init__(self, tables: Sequence[ShardTable], by_unit: Sequence[npt.NDArray[np.bool_]]) -> None:
         """Number the units of all streams.
 
         Args:
             tables: shards of each stream.
-            by_unit: for each stream, whether each of its files is fetched unit by unit; shape (files,). If any file is,
-                all files of the stream are divided into the parts that can be fetched alone.
+            by_unit: an array for each stream: for each of the stream's files, True if its units are fetched alone;
+                shape (files,). If any is True, all files of the stream are divided into the parts that can be fetched
+                alone (ShardTable.parts).
         """
         self._tables = tables
         self.finer = [table.parts is not None and bool(own.any()) for table, own in zip(tables, by_unit, strict=True)]
-        """True for each stream whose units here are smaller than the units that decide its order (order_layout.py)."""
+        """For each stream, True if its files are divided more finely here than for its order (order_layout.py): into
+        all parts that can be fetched alone."""
         self._firsts = np.cumsum([0, *(len(table) for table in tables)])
-        """Number of each stream's first file."""
+        """Number of each stream's first file, and at the end the number of all files; shape (streams + 1,)."""
         self.sizes: Ints = joined([sizes for sizes, _ in map(self._division, range(len(tables)))])
         self._file_of: Ints | None = None
         counts = [counts for _, counts in map(self._division, range(len(tables)))]
@@ -54,9 +58,8 @@ class Units:
             self.bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
 
     def _division(self, stream: int) -> tuple[Ints, Ints | None]:
-        """Return two arrays for stream number `stream` of the dataset: the number of samples in each unit (a file, or a
-        part of one that is read as a whole), and the number of units in each file. The second one is None if no file
-        is divided."""
+        """Return (number of samples in each unit, number of units in each file), two arrays for stream number `stream`.
+        The second array is None if no file of the stream is divided into units."""
         table = self._tables[stream]
         return table.parts if self.finer[stream] and table.parts is not None else (table.sizes, table.counts)
 
@@ -72,7 +75,7 @@ class Units:
         """True for each opened piece that is a single unit and not the whole file."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy in another process, without the arrays that the copy takes from its tables."""
+        """Return the state for pickling, without the arrays that the copy can take from its own tables."""
         given = dict(self.__dict__)
         if len(self._tables) == 1:
             del given["sizes"]
@@ -103,13 +106,13 @@ class Units:
         return units if self._file_of is None else self._opened_of[units]
 
     def first_unit(self, opened: int) -> int:
-        """Return the number of the first unit in `opened`, the number of a whole file or of a unit that is opened
-        alone. A unit is a part of a file that is read as a whole, such as a row group of Parquet."""
+        """Return the number of the first unit in opened piece number `opened`. A unit is a part of a file that is read
+        as a whole, such as a row group; an opened piece is a whole file, or a unit that is opened alone."""
         return opened if self._file_of is None else int(self._first_units[opened])
 
     def file(self, opened: int) -> tuple[int, int, int | None]:
-        """Return the stream of an opened piece (whole file, or unit that is opened alone), the number of its file in
-        the stream, and the number of its block in the file; None for a whole file."""
+        """Return (stream, file, unit) of opened piece number `opened`: the number of its stream, the number of its file
+        within the stream, and the number of its unit within the file. `unit` is None if the whole file is opened."""
         unit = self.first_unit(opened)
         file, block = unit, None
         if self._file_of is not None:
@@ -125,5 +128,5 @@ def joined(arrays: Sequence[Ints]) -> Ints:
 
 
 def _begins(numbers: Ints) -> npt.NDArray[np.bool_]:
-    """Return, for each of these ascending numbers, True if the number before it is another one."""
+    """Return, for each of these ascending numbers, True if it differs from the number before it."""
     return np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]

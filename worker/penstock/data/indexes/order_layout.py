@@ -1,9 +1,9 @@
 """Division of a dataset's samples that decides their order: into *units*, which are read as a whole (row groups, or
 whole shards), and the files in which the units lie.
 
-Usually it is the division of the dataset's own shards. A dataset that was made from another one, with the same samples
-under the same numbers, has a note of the other one's division in its index. It then has the other dataset's order and
-fingerprint, so that states and restore keys of one dataset are valid for both.
+Usually a dataset is divided as its own shards are. The exception is a dataset that was converted from another one, with
+the same samples under the same numbers. A note in its index describes how the original is divided. Its order and
+fingerprint are then those of the original, so states and restore keys are valid for both datasets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class OrderLayout:
-    """Units of a dataset (parts that are read as a whole), in the order of the numbers of their samples."""
+    """Division of a dataset's samples into units (parts that are read as a whole), which decides the samples' order.
+    The units are listed in ascending order of their samples' numbers."""
 
     fingerprint: str
     """Digest of the data. It changes with the data, and does not depend on where they are stored."""
@@ -81,7 +82,8 @@ class OrderLayout:
             ) from None
 
     def note(self) -> dict[str, Any]:
-        """Return the note, as JSON values, from which `noted` makes this layout again."""
+        """Return this layout as JSON values, for the index of a dataset that is converted from this one. `noted` makes
+        the layout from them."""
         counts = np.ones(len(self.units), np.int64) if self.counts is None else self.counts
         return {
             "fingerprint": self.fingerprint,
@@ -93,8 +95,8 @@ class OrderLayout:
 
 
 def joined_files(layouts: Sequence[OrderLayout]) -> list[Ints] | None:
-    """Return for each stream an array with the number of the file in which each unit lies, where files are numbered
-    through all streams. Return None if no file has blocks."""
+    """Return an array for each stream: for each unit, the number of the file in which it lies. Files are counted from 0
+    through all streams. Return None if no file has blocks, because each unit is then a file."""
     if not any(each.blocks for each in layouts):
         return None
     found, begin = [], 0

@@ -1,15 +1,15 @@
-"""Shards of a dataset's index in the form of columns: arrays with what orders and epochs need of all shards. A Shard
-object is made when it is asked for.
+"""Shards of a dataset's index in the form of columns: arrays with the facts that an epoch's order needs of all shards,
+such as their numbers of samples. A Shard object is made only when a shard is used.
 
-A small index is a list of shards. A large one has a file of columns, which all processes of the host map:
+A small index is a list of shards. For a large one there is a file of columns, which all processes of the host map:
 
     header    4096 bytes: digest of the header, JSON padded with spaces
     lines     text from which the dataset's fingerprint is computed
     columns   8 bytes for each shard or unit, see `_COLUMNS`; flags: 1 byte
 
-Its columns `begins`, `lengths` and `checks` hold the offset, length and digest of each shard's entry in index.json.
-When a shard is asked for, its entry is read from there, compared with its digest, and parsed. So names of files come
-from the index alone.
+The columns `begins`, `lengths` and `checks` hold the offset, length and digest of each shard's entry in index.json.
+When a shard is used, its entry is read from index.json, compared with the digest, and parsed. So the names of files
+are never taken from the file of columns.
 
 A *unit* decides the order and is read as a whole: a block of a file (such as a row group), or a shard without blocks. A
 *part* can be fetched without the rest of its file: a block, or else a *span* of samples (see Shard.spans).
@@ -76,7 +76,7 @@ class Facts:
 
 
 class _Collected:
-    """Columns of an index's shards, which are added one by one."""
+    """Columns of an index's shards, while the shards are added one by one."""
 
     def __init__(self) -> None:
         self.facts = Facts()
@@ -115,8 +115,8 @@ class ShardTable(ShardsOnDemand):
     """Number of units in each shard; shape (shards,). None if each shard is one unit."""
     flags: npt.NDArray[np.uint8]
     parts: tuple[Ints, Ints] | None
-    """(number of samples in each part that can be fetched alone, number of parts in each shard); None if the parts are
-    the units."""
+    """(number of samples in each part that can be fetched alone, number of parts in each shard), two arrays; None if
+    the parts are the same as the units."""
 
     def __len__(self) -> int:
         return self.facts.shards
@@ -128,11 +128,11 @@ class ShardTable(ShardsOnDemand):
 
     @property
     def hashed(self) -> npt.NDArray[np.bool_]:
-        """True for each shard of which the index has a hash of a file in decompressed form; shape (shards,)."""
+        """True for each shard if the index has a hash of one of its decompressed files; shape (shards,)."""
         return (self.flags & HASHED).astype(bool)
 
     def describe(self, digest: Any) -> None:
-        """Add to `digest` the facts about the shards from which the fingerprint of the dataset is computed."""
+        """Update `digest`, a hash object, with the facts about the shards that make the dataset's fingerprint."""
         raise NotImplementedError
 
 
@@ -299,8 +299,11 @@ def _pieces(file: Descriptor, begin: int, end: int) -> Iterable[bytes]:
 
 
 def _same_names(names: Any, contents: Any, owners: Any) -> list[int]:
-    """Return the numbers of the shards that have a file whose name is also that of a different file. `names` and
-    `contents`: digest of each file's name, and of its size and hashes; `owners`: number of each file's shard."""
+    """Return the numbers of the shards with a file that has the same name as a different file.
+
+    For each file of the index, `names` has the digest of its name, `contents` the digest of its size and hashes, and
+    `owners` the number of its shard. Files of one name are different if their contents differ.
+    """
     name, content = np.asarray(names), np.asarray(contents)
     order = np.argsort(name, kind="stable")
     differs = (name[order][1:] == name[order][:-1]) & (content[order][1:] != content[order][:-1])

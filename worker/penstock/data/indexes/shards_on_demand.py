@@ -1,4 +1,5 @@
-"""Sequence of a dataset's shards that makes a shard when it is asked for. A million shards would take gigabytes."""
+"""Sequence of a dataset's shards that makes a Shard object only when the shard is used. A million objects would take
+gigabytes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ __all__ = ["ShardsOnDemand"]
 
 
 class ShardsOnDemand(Sequence[Shard]):
-    """Base class of sequences that make a shard when it is asked for."""
+    """Base class of sequences of shards that make a Shard object only when the shard is used."""
 
     @abstractmethod
     def _shard(self, number: int) -> Shard:

@@ -294,11 +294,11 @@ class LoaderCounts:
         if self.tally is not None:
             self.tally.add(counted)
 
-    def want(self, shares: Mapping[str, tuple[int, int]]) -> None:
+    def set_shares(self, shares: Mapping[str, tuple[int, int]]) -> None:
         """Set the share that each source should have, in the form of the constructor's `shares`."""
         self._shares = shares
         if self.tally is not None:
-            self.tally.want(shares)
+            self.tally.set_shares(shares)
 
     def saved(self) -> dict[str, Any]:
         """Return the entry with the counts for a worker's state, as a dict; an empty dict if the loader does not

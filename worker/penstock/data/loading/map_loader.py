@@ -11,7 +11,7 @@ from typing import Any
 import torch.utils.data
 
 from penstock.data.arguments import whole
-from penstock.data.batch_columns import makes_all_samples
+from penstock.data.batch_columns import columns_match_samples
 from penstock.data.loading.collating import checked_collate, may_draw
 from penstock.data.loading.counting import Counts, LoaderCounts
 from penstock.data.loading.fetching import ReadAhead, check_threads, in_processes, in_threads
@@ -147,7 +147,7 @@ class MapLoader(PositionLoader):
         self.dataset, self._seed = dataset, seed
         self._threads, self._processes = fetch_threads, fetch_processes
         own_counts = LoaderCounts(counts)
-        own_samples = not (makes_all_samples(dataset) or draws_nothing(dataset))
+        own_samples = not (columns_match_samples(dataset) or draws_nothing(dataset))
         own_collate = may_draw(collate_fn)
         self._reader = MapReader(
             dataset,

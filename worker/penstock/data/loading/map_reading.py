@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.data.batch_columns import Columns, makes_all_samples
+from penstock.data.batch_columns import Columns, columns_match_samples
 from penstock.data.columns_ahead import ColumnsAhead
 from penstock.data.loading.collating import collate_columns, collates_as_torch, empty_batch
 from penstock.data.loading.counting import CountedBatch, SampleCounter
@@ -67,7 +67,7 @@ class MapReader:
         reseed_collate = reseed if reseed_collate is None else reseed_collate
         self._collate_key = derive_seed(seed, "collate") if reseed_collate else None
         self._many, self._counter = many, counter
-        self._by_column = by_column and not self.reseeds and counter is None and makes_all_samples(dataset)
+        self._by_column = by_column and not self.reseeds and counter is None and columns_match_samples(dataset)
         """True if batches are made from whole columns: the dataset can return them, and no user code needs single
         samples."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.utils.data
 
 from penstock.data.arguments import whole
-from penstock.data.cache.prefetch import process_group
+from penstock.data.cache.prefetch import host_process_id
 from penstock.data.ordering.partition import WorkerTurn
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.assignment import NEUTRAL, current_assignment
@@ -80,7 +80,7 @@ class WorkerIdentity:
         started is a group of its own."""
         info = torch.utils.data.get_worker_info()
         alone = self.standalone and (info is None or info.dataset is None)
-        return f"{process_group(None if alone else os.getppid())}-{self.box}"
+        return f"{host_process_id(None if alone else os.getppid())}-{self.box}"
 
     def alone(self, turn: WorkerTurn) -> bool:
         """Return True if this process makes all batches of its box and is not a worker of Penstock, so that its loader

@@ -1,16 +1,19 @@
-"""Block shuffle of one epoch: parts of shards in one permuted sequence, cut into partitions, shuffled block by block.
+"""Block shuffle of one epoch.
 
     index in a partition -> index in the sequence -> permuted within its block -> part -> shard and sample
 
-A part is a shard, or a piece of a shard. A block is a few neighbouring parts, cut at the partition's borders. To find
-the sample at a position, only the shards of its block are needed. The memory used is one number for each part, where it
-begins in the sequence: 4 MiB for a million shards of fewer than 2^32 samples together.
+- A *part* is a shard, or a piece of a shard. All parts of the epoch, in a random order, form one *sequence* of samples.
+- The sequence is cut into equal *partitions*, and a partition into *blocks*. A block is a few neighbouring parts; at
+  the border of a partition it may have only a piece of a part. Samples are permuted only within their block.
 
-Files with blocks of their own (row groups of Parquet) add a level. All parts of such a file are neighbours in the
-sequence and form a file run: file runs are permuted, and a block of the sequence is a few neighbouring file runs, so a
-few files are needed at a time. Within this block the parts are permuted, and samples only within some neighbouring
-parts, which fit in memory together (see nested_blocks.py). If each shard is a file, each part is a file run of its own.
-The rank of a file run is its place among all file runs after they are permuted.
+So only the shards of one block are needed to find the sample at a position. One number is kept in memory for each
+part, the index in the sequence at which it begins: 4 MiB for a million shards of fewer than 2^32 samples together.
+
+Files that themselves consist of blocks, such as the row groups of Parquet, add a level. Each row group is then a shard
+here. The parts of one file stay neighbours in the sequence, and are called a *file run*. The file runs are permuted,
+and a block of the sequence is a few neighbouring file runs, so only a few files are needed at a time. Within the block
+the parts are permuted; samples are permuted only within groups of parts that fit in memory (nested_blocks.py). If each
+shard is a file, each part is a file run of its own. The *rank* of a file run is its place after the permutation.
 """
 
 from __future__ import annotations
@@ -29,16 +32,15 @@ from penstock.data.ordering.shard_selection import ShardParts
 __all__ = ["Blocks", "PartSequence"]
 
 RANKS = 1 << 16
-"""Number of file runs whose place in the sequence is computed in one step, which limits the memory of the
-computation."""
+"""Number of file runs whose places in the sequence are computed at a time, which limits the memory needed."""
 Blocks = list[tuple[int, Ints]]
-"""Blocks that a request for some positions needs, each as (index in the request of the first position that lies in the
-block, numbers of the block's shards)."""
+"""Blocks (samples that are permuted together) in which some requested positions lie. Each block is given as (index of
+the first requested position that lies in it, numbers of its shards)."""
 
 
 class PartSequence:
-    """Shuffled sequence of the samples of some parts (shards or pieces of shards) in one epoch. Part, block, partition,
-    file run and rank are explained at the head of this module."""
+    """Shuffled sequence of the samples of an epoch's parts (shards or pieces of shards). The words part, block,
+    partition, file run and rank are explained at the head of this module."""
 
     def __init__(
         self,
@@ -62,8 +64,9 @@ class PartSequence:
             shuffle: False: the samples come in the order of `parts`.
             block: approximate number of samples that are permuted together; None: all samples of a partition.
             partitions: number of equal partitions into which the sequence is cut.
-            files: number of the file that each shard is a block of; None: each shard is a file.
-            inner: approximate number of samples that are permuted together in files with blocks; None: as `block`.
+            files: for each shard, the number of the file in which it is a block; None: each shard is a file.
+            inner: approximate number of samples that are permuted together in files with blocks; None: all samples of
+                a block.
         """
         self._parts, self._sizes, self._starts = parts, sizes, starts
         self._key, self._shuffle, self._partitions, self._inner = key, shuffle, partitions, inner
@@ -74,8 +77,8 @@ class PartSequence:
         self._known: OrderedDict[int, NestedBlocks] = OrderedDict()
         self._length = int(self._part_bounds[-1])
         self._bounds = self._run_bounds(parts.count if files is None else np.diff(self._part_bounds[self._runs]))
-        """Index in the sequence at which the file run of each rank begins, then the length of the sequence; shape (file
-        runs + 1,)."""
+        """For each file run, in the order of their ranks (places after the permutation), the index in the sequence at
+        which it begins; then the length of the sequence. Shape (file runs + 1,)."""
         mean = self._length / max(1, self._count)
         self._block = self._count if block is None else max(1, min(self._count, round(block / max(1.0, mean))))
         partition = np.arange(partitions + 1)
@@ -84,7 +87,8 @@ class PartSequence:
         """Index in the sequence at which each partition begins. If the sequence cannot be divided evenly, the first
         partitions have one sample more."""
         self._first = self._rank(self._partition_starts[:-1])
-        """Rank of the file run in which each partition begins; shape (partitions,)."""
+        """For each partition, the rank (place after the permutation) of the file run in which it begins; shape
+        (partitions,)."""
 
     @property
     def _count(self) -> int:
@@ -92,8 +96,8 @@ class PartSequence:
         return len(self._runs) - 1
 
     def ids(self, positions: Ints) -> Ints:
-        """Return the numbers of the samples at these positions of the sequence, each in [0, length). With C partitions,
-        the sample at position p is sample p div C of partition p mod C."""
+        """Return the numbers of the samples at these positions. Positions are counted from 0 through the partitions in
+        turn: with C partitions, position p is sample p div C of partition p mod C."""
         at = self._at(positions)
         if self._shuffle:
             low, high, keys = self._blocks(at, positions % self._partitions)
@@ -114,7 +118,7 @@ class PartSequence:
         return ids
 
     def blocks(self, positions: Ints) -> Blocks:
-        """Return the blocks in which these positions lie, each block once, with the shards that the block needs."""
+        """Return the blocks in which these positions lie, each block once, with the numbers of its shards."""
         at = self._at(positions)
         low, high, keys = self._blocks(at, positions % self._partitions)
         found = []
@@ -131,9 +135,9 @@ class PartSequence:
         return found
 
     def _windows(self, low: Ints, high: Ints, keys: Words) -> list[tuple[Ints, NestedBlocks]]:
-        """Return, for each block of the sequence that the indexes lie in: which of the indexes lie in it, and the order
-        of the samples within the block. The arguments are the beginning, the end and the key of each index's block, as
-        `_blocks` returns them."""
+        """Group some indexes of the sequence by the blocks in which they lie. Return, for each block, the places of its
+        indexes in the arguments, and the order of the samples within the block. `low`, `high`, `keys`: for each index,
+        the beginning, the end and the key of its block, as `_blocks` returns them."""
         found = []
         for begin in np.unique(low).tolist():
             chosen = np.flatnonzero(low == begin)
@@ -159,8 +163,9 @@ class PartSequence:
         return at
 
     def _blocks(self, at: Ints, partition: Ints) -> tuple[Ints, Ints, Words]:
-        """Return the block that contains each index `at` of the sequence, as (index at which the block begins, index at
-        which it ends, key of the block's permutation). `partition`: number of the partition of each index."""
+        """Return three arrays that describe, for each index `at` of the sequence, the block that contains it: the index
+        at which the block begins, the index at which it ends, and the key of its permutation. `partition`: for each
+        index, the number of its partition."""
         first = self._first[partition]
         number = (self._rank(at) - first) // self._block
         low = np.maximum(self._bounds[first + number * self._block], self._partition_starts[partition])
@@ -169,7 +174,8 @@ class PartSequence:
         return low, high, mix(self._key, partition, number)
 
     def _rank(self, at: Ints) -> Ints:
-        """Return the rank of the file run that contains each index `at` of the sequence."""
+        """Return, for each index `at` of the sequence, the rank (place after the permutation) of the file run that
+        contains it."""
         return np.searchsorted(self._bounds, at.astype(self._bounds.dtype), side="right") - 1
 
     def _run_bounds(self, samples: Ints) -> npt.NDArray[Any]:
@@ -184,7 +190,7 @@ class PartSequence:
         return bounds
 
     def _run_at(self, ranks: Ints) -> Ints:
-        """Return the number of the file run that has each rank (place after the shuffle)."""
+        """Return, for each rank (place after the permutation), the number of the file run that has it."""
         return permuted(ranks, self._count, np.uint64(self._key)) if self._shuffle else ranks
 
     def _part_of(self, at: Ints) -> tuple[Ints, Ints]:
@@ -215,9 +221,9 @@ def _sums(counts: Ints) -> Ints:
 
 
 def _runs(shards: Ints | Consecutive, files: Ints | None) -> Ints | Consecutive:
-    """Return the number of the first part of each file run (parts of one file that are neighbours), then the number of
-    parts. `shards`: number of the shard of each part; `files`: number of the file of each shard, None if each shard is
-    a file."""
+    """Return the number of the first part of each file run (neighbouring parts of one file), then the number of parts.
+    `shards`: for each part, the number of its shard. `files`: for each shard, the number of its file; None if each
+    shard is a file."""
     if files is None or not len(shards):
         return Consecutive(0, len(shards) + 1)
     shards = np.asarray(shards)

@@ -1,5 +1,5 @@
-"""Arrays of numbers that can be computed from their index, so that they take no memory: an order of a million shards
-needs several. They are read like numpy arrays, with an array of indexes."""
+"""Arrays whose numbers are computed from the index, so that they take no memory. An order of a million shards needs
+several such arrays. They are read like numpy arrays, with an array of indexes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Consecutive", "Zeros"]
 
 @dataclass(frozen=True)
 class Consecutive:
-    """Array of the numbers `first`, `first` + 1, ..., in all `count` numbers, computed when they are read."""
+    """Array of the `count` numbers `first`, `first` + 1, and so on, which are computed when they are read."""
 
     first: int
     count: int

@@ -1,9 +1,9 @@
 """Plan of an epoch: its batches, the samples of each batch, and where the next epoch begins.
 
-A position in the data is (epoch, start), where `start` counts all samples of the epoch's order, also those that are
-skipped (skips.py). So skipped samples, the batch size and the number of boxes do not change the meaning of a position.
-`start` is negative if samples of earlier epochs are still to come, as with tail="carry". Batches are cut from the
-samples that are not skipped.
+A position in the data is (epoch, start). `start` is the number of samples that precede the position in the epoch's
+order, skipped ones included (skips.py). So skipped samples, the batch size and the number of boxes do not change the
+meaning of a position. `start` is negative if samples of earlier epochs are still to come, as with tail="carry". Batches
+are made of the samples that are not skipped.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class BatchPlan(NamedTuple):
     ids: Ints
     """Numbers of the samples in the batch's rows, in the order of the rows."""
     empty: bool = False
-    """True if the box has no row in this batch. The plan then has one row of another box, whose tensors show the shapes
-    for a batch without rows."""
+    """True if the box has no row in this batch. The plan then contains one row of another box: a batch of 0 rows is
+    made with the dtypes and shapes of this row's tensors."""
     imbalance: float | None = None
     """Cost of the step's most expensive box, divided by the mean of all boxes; None: not measured."""
 
     def position_of(self, row: int, length: int) -> tuple[int, int]:
-        """Return the epoch of a row of the batch, and the row's position in that epoch. `length`: number of samples in
-        an epoch."""
+        """Return (epoch, position in this epoch) of row number `row` of the batch. `length`: number of samples in an
+        epoch."""
         epochs, position = divmod(int(self.positions[row]), length)
         return self.epoch + epochs, position
 
@@ -84,8 +84,8 @@ class EpochRemainder:
         return int(self.kept.positions(np.array([self._partition.position(batches) - 1]))[0]) + 1
 
     def position_after(self, batches: int) -> tuple[int, int]:
-        """Return (epoch, start) of the first sample after `batches` batches; after all batches, of the first sample of
-        the next epoch that has a batch."""
+        """Return (epoch, start) of the first sample after `batches` batches. After the last batch it is where the next
+        epoch that has a batch begins."""
         return self.following() if batches >= self.batches else (self.epoch, self.position(batches))
 
     def following(self) -> tuple[int, int]:
@@ -106,11 +106,11 @@ class EpochRemainder:
         return EpochRemainder(self.epochs, epoch, start, self._partition.batch, self.boxes)
 
     def positions(self, number: int, box: int) -> Ints:
-        """Return the positions in the epoch of a box's rows in batch `number`."""
+        """Return the positions, in the epoch, of a box's rows in global batch `number`."""
         return self.kept.positions(self._partition.rows(number, box))
 
     def all_positions(self, number: int) -> Ints:
-        """Return the positions in the epoch of all boxes' rows in batch `number`."""
+        """Return the positions, in the epoch, of the rows of all boxes in global batch `number`."""
         return self.kept.positions(self._partition.rows(number, boxes=1))
 
     def kept_ranges(self, number: int) -> list[tuple[int, int]]:
@@ -131,9 +131,9 @@ class EpochRemainder:
         return [(first, last) for first, last in found if first < last]
 
     def near(self, box: int | None, begin: int, count: int, *, run: int, runs: int) -> Ints:
-        """Return a spread-out choice of positions among the `count` samples that follow position `begin` of this epoch.
-        The positions come from at most `runs` evenly spread groups of `run` neighbouring samples. `box`: number of the
-        box whose rows are chosen; None: rows of all boxes."""
+        """Choose some of the `count` positions that follow position `begin` of this epoch, as a sample of them. At most
+        `runs` groups of `run` neighbouring positions are taken, at even distances. `box`: number of the box whose
+        positions are returned; None: those of all boxes."""
         partition = self._partition
         first = max(self.kept.rank(begin), self.kept.rank(0))
         end = min(partition.length, first + count)
@@ -156,8 +156,9 @@ class EpochPlan:
         return EpochRemainder(self, epoch, start, batch, boxes)
 
     def begin(self, epoch: int, batch: int, position: tuple[int, int]) -> int:
-        """Return the position (`start`) at which the first batch of an epoch begins, from any later position in the
-        epoch. With tail="carry" it lies a whole number of batches before `position`; otherwise it is 0."""
+        """Return the `start` of the first batch of an epoch. With tail="carry" the batch may begin in the epoch before,
+        so that its `start` is negative; otherwise it is 0. `position`: (epoch, start) of any later batch, which lies a
+        whole number of batches after the first one."""
         if self.tail != "carry":
             return 0
         kept = KeptPositions(self.skip, epoch * self.length)
@@ -186,8 +187,8 @@ class WorkerBatches:
         return self.turn.batch(done) >= self.remainder.batches
 
     def plans(self, done: int) -> list[BatchPlan]:
-        """Return the plans of the worker's next batches after its first `done` batches. They are as many as one look-up
-        of samples serves; an empty list says that the epoch has ended."""
+        """Return the plans of some of the worker's batches that follow its first `done` batches: as many as one look-up
+        of samples serves (ORDERED_AT_ONCE). The list is empty if the worker has no further batch in this epoch."""
         remainder, first = self.remainder, self.turn.batch(done)
         if self.ended(done):
             return []
@@ -206,7 +207,7 @@ class WorkerBatches:
         return [*plans[:-1], plans[-1]._replace(empty=empty)]
 
     def _assigned(self, number: int, assign: Assign) -> BatchPlan:
-        """Return the plan of batch `number`, whose rows the function `assign` chooses for the box."""
+        """Return the plan of batch `number`. The function `assign` chooses the rows that this box gets."""
         positions = self.remainder.all_positions(number)
         ids = self._ids(positions)
         # the number of the step follows from the position, so that it is the same after any resume
@@ -217,7 +218,7 @@ class WorkerBatches:
         return BatchPlan(self.remainder.epoch, positions[own], ids[own], empty, imbalance)
 
     def all_plans(self, done: int) -> Iterator[BatchPlan]:
-        """Yield the plans of all of the worker's batches after its first `done` batches."""
+        """Yield the plans of all batches of the worker that follow its first `done` batches."""
         while found := self.plans(done):
             yield from found
             done += len(found)

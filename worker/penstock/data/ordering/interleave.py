@@ -76,8 +76,8 @@ class Interleaving:
         """Number of units (elements) of all sequences together."""
 
     def split(self, positions: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield, for each sequence that occurs at these positions of the interleaving: its number, the indexes in
-        `positions` at which it occurs, and for each of these indexes which of the sequence's units stands there."""
+        """Yield, for each sequence that has units at these positions: (number of the sequence, indexes of its positions
+        in `positions`, numbers of its units there). For example, a position may hold unit 5 of sequence 2."""
         if self._root is not None and len(positions):
             yield from _split(self._root, np.arange(len(positions)), positions)
 

@@ -1,10 +1,10 @@
-"""Shuffle of a few files that consist of blocks, such as row groups: the blocks are permuted, and samples are permuted
-within groups of neighbouring blocks.
+"""Shuffle of a few files that consist of blocks, such as row groups. First the blocks are permuted. Then samples are
+permuted within groups of blocks that are neighbours after this permutation.
 
     index -> group of permuted pieces -> permuted within the group -> piece -> index in the sequence
 
-A block is decoded as a whole, and a reader needs only the blocks of one group in memory: shuffled reading decodes each
-block once, as sequential reading does.
+A block is decoded as a whole, and a reader needs only the blocks of one group in memory. So shuffled reading decodes
+each block once, as sequential reading does.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PIECES, _SAMPLES = 1, 2
 
 
 class NestedBlocks:
-    """Order of the samples in one range of a sequence. The range consists of pieces: whole blocks of files, or the part
-    of a block that is left where the border of a partition cuts it."""
+    """Order of the samples in one range of a sequence. The range consists of pieces. A piece is a whole block of a
+    file, or the part of a block that lies within the range."""
 
     def __init__(self, begins: Ints, ends: Ints, *, key: int, block: int | None) -> None:
         """
@@ -51,8 +51,8 @@ class NestedBlocks:
         self._key = int(mix(key, _SAMPLES))
 
     def indexes(self, at: Ints) -> Ints:
-        """Return, for each index `at` in the sequence (within this range), the index in the sequence of the sample that
-        stands there after the permutation."""
+        """Return, for each index `at` of the sequence, the sample that the permutation puts there, as the index that
+        this sample had before. The indexes must lie in this range."""
         inside = at - self._low
         group = self._group(inside)
         low = self._group_bounds[group]
@@ -62,8 +62,9 @@ class NestedBlocks:
         return found
 
     def blocks(self, at: Ints) -> Iterator[tuple[int, Ints]]:
-        """Yield, for each group of pieces that holds samples for the indexes `at`: the position in `at` of the first
-        index that needs the group, and the index in the sequence at which each piece of the group begins."""
+        """Yield (place, begins) for each group of pieces whose samples the permutation puts at the indexes `at`.
+        `place`: place in `at` of the first such index. `begins`: indexes in the sequence at which the group's pieces
+        begin."""
         groups, firsts = np.unique(self._group(at - self._low), return_index=True)
         for group, first in zip(groups.tolist(), firsts.tolist(), strict=True):
             yield first, self._begins[self._firsts[group] : self._firsts[group + 1]]

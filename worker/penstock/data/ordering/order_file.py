@@ -4,10 +4,15 @@
 the other library delivered, then the remaining ones in that library's order. So a state in this epoch is a position
 like any other, and fits any topology. All other epochs have the loader's own order.
 
-    magic (8 bytes), format and bytes of a number (u32 each), epoch, samples (i64 each), digest (u64), zeros to 64 bytes
-    the samples' numbers, little-endian u32 or u64
+    magic                                      8 bytes
+    format, bytes of a sample's number         u32 each
+    epoch, number of samples                   i64 each
+    digest                                     u64
+    zeros                                      up to byte 64
+    numbers of the samples                     u32 or u64 each
 
-Workers map the file into memory, so all workers of a host share its pages, and check its digest when they open it.
+All values are little-endian. Workers map the file into memory, so all workers of a host share its pages. They check its
+digest when they open it.
 """
 
 from __future__ import annotations
@@ -37,8 +42,8 @@ CHUNK = 1 << 24
 
 
 def write_order(path: Path, epoch: int, ids: Ints) -> OrderFile:
-    """Write the order of an epoch, atomically, and return it. Raises InvalidArgumentError unless `ids` has each number
-    from 0 to len(ids) - 1 once."""
+    """Write the order of an epoch to the file `path`, atomically, and return it. `ids`: numbers of the samples in this
+    order. Raises InvalidArgumentError unless `ids` has each number from 0 to len(ids) - 1 once."""
     if len(ids) == 0 or not np.array_equal(np.bincount(ids, minlength=len(ids)), np.ones(len(ids), np.int64)):
         raise InvalidArgumentError(
             f"an order must have each of the samples 0 to {len(ids) - 1} once, got repeated or other numbers. Use "
@@ -54,7 +59,7 @@ def write_order(path: Path, epoch: int, ids: Ints) -> OrderFile:
 
 @dataclass(frozen=True)
 class OrderFile:
-    """Order of one epoch that was read from a file, or has just been written to one."""
+    """Order of one epoch, as a file stores it."""
 
     path: Path
     epoch: int
@@ -67,7 +72,7 @@ class OrderFile:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Epoch and digest by which a loader's state names this order."""
+        """Epoch and digest, which identify this order in a loader's state."""
         return {"epoch": self.epoch, "digest": self.digest}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -109,7 +114,7 @@ class OrderFile:
 
 
 class FiledOrder:
-    """Order of a loader's epochs, where the order of one epoch comes from a file."""
+    """Order of all epochs of a loader. One epoch has the order in a file, the others have the loader's own order."""
 
     def __init__(self, own: SampleOrder, file: OrderFile, name: str, count: int) -> None:
         """
@@ -123,8 +128,9 @@ class FiledOrder:
         """
         if not file.samples == len(own) == count:
             raise DatasetError(
-                f"order_file {file.path} must have the samples of {name}, {count} samples and {len(own)} in an epoch, "
-                f"got {file.samples}. Pass the dataset whose position was imported, with epochs of all its samples"
+                f"order_file {file.path} must have as many samples as {name} ({count}) and as an epoch of the loader "
+                f"({len(own)}), got {file.samples}. Pass the dataset whose position was imported, with epochs that "
+                "take each sample once"
             )
         self._own, self._file = own, file
 
@@ -137,7 +143,7 @@ class FiledOrder:
         return epoch == self._file.epoch
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions, which lie in [0, len(self))."""
+        """Return the numbers of the samples at these positions of an epoch. `positions`: numbers in [0, len(self))."""
         if not self.covers(epoch):
             return self._own.ids(epoch, positions)
         return np.asarray(self._file.numbers[np.asarray(positions, np.int64)]).astype(np.int64)

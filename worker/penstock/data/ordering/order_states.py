@@ -5,13 +5,13 @@ order, so a mismatch of settings is an error that names both values.
 
 The workers of one topology share the batches from position `start` of the epoch on; `done` counts the batches that one
 worker has made since. If a run is resumed on the same topology, each worker continues after its `done` batches. On
-another topology, the box's batches before the first one that no worker has made count as done, and the samples after
-them are partitioned anew. If only the batch size differs, the next batch still comes from the worker that would have
-made it, because the box reads from that worker next.
+another topology, those batches count as done that come before the first batch that no worker has made. The samples
+after them are divided into new batches and workers. If only the batch size differs, the worker whose turn it was makes
+the next batch, because the box reads from that worker next.
 
-Positions count skipped samples, too (skips.py). A state records the skipped ranges, which show which samples its
-batches had. A resumed run may skip other ranges after the position. Skipping more samples before the position is an
-error, because those samples have already been delivered.
+Positions count skipped samples, too (skips.py). A state records the skipped ranges, to show which samples its batches
+had. A resumed run may skip other ranges after the position. Before the position it must not skip more samples than the
+saved run did, because those samples have already been delivered.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FORMAT = 3
 ORDER_FILE = "order_file"
 """Name of the setting with the path of an order file."""
 VERSIONS = "versions"
-"""Name of the setting with the versions of the dataset that the order uses."""
+"""Name of the setting with the version of each stream's dataset: a number, or None for a dataset without versions."""
 NUMBER_LIMIT = 1 << 62
 """Exclusive upper bound of every number in a state."""
 
@@ -65,22 +65,22 @@ class Topology:
 
 @dataclass(frozen=True)
 class OrderProgress:
-    """Progress of one worker, or of all workers of a topology together, in the order of samples."""
+    """Progress in the order of samples: of one worker, or of all workers of a box together."""
 
     epoch: int
     start: int
-    """Position in the epoch from which the batches are counted; negative if samples of earlier epochs were left
-    over."""
+    """Position in the epoch from which the batches are counted: a number of samples, negative if samples of earlier
+    epochs were left over."""
     done: int
     """Number of batches made since `start`, by this worker or by all workers of a box together."""
     topology: Topology
-    """Numbers of boxes and workers that share the batches, and the size of the global batch."""
+    """Boxes and workers that share the batches, and the size of the global batch."""
     first: int = 0
     """Number of the worker, in each box, that makes the first batch after `start`."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the progress as the fields of a state: numbers by name. `dataclasses.asdict` is not used: it takes 10
-        us, and a loop may save at every step."""
+        """Return the progress as the fields of a state: a dict of plain numbers. `dataclasses.asdict` is not used,
+        because it takes 10 us, and a loop may save at every step."""
         topology = {"boxes": self.topology.boxes, "workers": self.topology.workers, "batch": self.topology.batch}
         return {"epoch": self.epoch, "start": self.start, "done": self.done, "topology": topology, "first": self.first}
 
@@ -150,8 +150,8 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
 
 
 def epoch_to_begin(state: Mapping[str, Any], tail: Tail) -> int | None:
-    """Return the number of the epoch that begins at a state's position, if the position lies between two epochs. Return
-    None for a position within an epoch, for the state of one of several workers, and for a state with skipped samples.
+    """Return the number of the epoch that begins exactly at a state's position. Return None if the position lies within
+    an epoch, or if the state does not tell: because it is that of one of several workers, or has skipped samples.
     `tail`: the loader's setting."""
     progress, samples = progress_of(state), state["order"].get("samples")
     several = progress.topology.workers > 1 and "others" not in state
@@ -164,9 +164,12 @@ def epoch_to_begin(state: Mapping[str, Any], tail: Tail) -> int | None:
 
 
 def check_format(state: Any, loader: str, *names: str) -> None:
-    """Check the format of a state. `loader`: name of the kind of loader, for errors; `names`: entries that its states
-    have besides the common ones. Raises StateMismatchError for a state of another loader, StateVersionError for another
-    format version, StateCorruptError for a damaged state."""
+    """Check the format of a state. Raise StateMismatchError for the state of another kind of loader, StateVersionError
+    for another format version, StateCorruptError for a damaged state.
+
+    loader: name of the kind of loader, for errors. names: entries that a state of this kind must have, besides "format"
+    and "order".
+    """
     if not isinstance(state, Mapping) or not {"format", "order", *names} <= state.keys():
         raise StateMismatchError(
             f"the state must come from {loader}, got the state of another loader: {str(state)[:200]}. Load it with "
@@ -174,8 +177,8 @@ def check_format(state: Any, loader: str, *names: str) -> None:
         )
     if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
         raise StateCorruptError(
-            f"a loader's state must have a positive integer format and a dict order, got {str(state)[:200]}. Load an "
-            "older state"
+            "a loader's state must have an integer >= 1 as its entry 'format' and a dict as its entry 'order', got "
+            f"{str(state)[:200]}. Load an older state"
         )
     if state["format"] != FORMAT:
         raise StateVersionError(
@@ -185,8 +188,11 @@ def check_format(state: Any, loader: str, *names: str) -> None:
 
 
 def others_of(state: Mapping[str, Any], default: Any = None) -> Mapping[str, Any]:
-    """Return the states of those workers whose position differs from the common position of an aggregated state, by the
-    worker's global_worker_id."""
+    """Return the states of the workers that are not at the common position of an aggregated state. The keys are their
+    global_worker_ids, as text.
+
+    default: result if the state is that of a single worker, which has no such entry. None: raise StateCorruptError.
+    """
     others = state.get("others", default)
     if not isinstance(others, Mapping):
         raise StateCorruptError(
@@ -217,9 +223,12 @@ def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: Epoc
 def _deciding(
     state: Mapping[str, Any], order: Mapping[str, Any], epoch: int
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return those settings that decide the order from a state's position on, first the state's, then the loader's. An
-    imported state has only an order file (order_file.py); the loader's other settings decide later epochs. An order
-    file decides only its own epoch. `epoch`: epoch of the next sample."""
+    """Return the settings that decide the order after a state's position: (those of the state, those of the loader).
+    Only these must be equal. `epoch`: epoch of the next sample.
+
+    An order file (order_file.py) decides only its own epoch, so the file of an earlier epoch is left out. A state that
+    was imported from another library has an order file and no other setting. Then the files are compared alone.
+    """
     saved = state["order"]
     if saved.keys() == {ORDER_FILE}:
         if ORDER_FILE not in order:
@@ -238,8 +247,8 @@ def _without_past_file(order: Mapping[str, Any], epoch: int) -> Mapping[str, Any
 
 
 def _check_same_order(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise StateMismatchError unless the states show that all workers divided the same order into the same batches.
-    Otherwise samples were left out or repeated."""
+    """Raise StateMismatchError unless all workers divided the same order into the same batches. If they did not, the
+    run has left out and repeated samples. `states`: states of all workers."""
     first = _settings(states[0])
     for number, state in enumerate(states):
         settings = _settings(state)
@@ -279,11 +288,11 @@ def _refuse(message: str, *, strict: bool) -> None:
 
 
 def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict: bool) -> int:
-    """Return the position in the epoch after `done` batches of each box since the state's `start`. `epochs`: plan of
-    the loader that resumes, which may skip other ranges than the saved run did.
+    """Return the position in the epoch that each box reached with `done` batches after the state's `start`. The ranges
+    that the saved run skipped are counted. `epochs`: plan of the loader that resumes, which may skip other ranges.
 
-    Raises StateMismatchError (without `strict` it warns) if the loader skips more samples before this position than the
-    saved run did.
+    Raises StateMismatchError if the loader skips samples before this position that the saved run did not skip; with
+    strict=False it warns instead.
     """
     progress, saved = progress_of(state), skip_of(state)
     position = _remainder(progress, replace(epochs, skip=saved)).position(done)
@@ -299,9 +308,12 @@ def replanned(state: Mapping[str, Any], epochs: EpochPlan, done: int, *, strict:
 
 
 def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], epochs: EpochPlan) -> dict[str, Any]:
-    """Return one state merged from the states of all workers, which are in order of global_worker_id. `order`: settings
-    of the calling loader's order. Topology and skipped ranges are taken from the states, because any process may call
-    this."""
+    """Return one state merged from the states of all workers. Topology and skipped ranges come from the states, because
+    the loader that calls this may be in a process that is no worker.
+
+    states: states of all workers, by ascending global_worker_id. order: settings of the calling loader's order.
+    epochs: plan of the calling loader's epochs.
+    """
     if not states:
         raise InvalidArgumentError(
             "aggregate_state_dict needs the states of all workers, got an empty list. Pass one state for each worker"
@@ -332,7 +344,7 @@ def deaggregated(
     Args:
         state: the aggregated state.
         number: global_worker_id of the worker.
-        workers: number of all workers, `number` included.
+        workers: number of workers of all boxes together.
         topology: topology on which the run resumes.
         epochs: plan of the loader's epochs.
         strict: False to warn instead of raising StateMismatchError.

@@ -19,8 +19,8 @@ __all__ = ["APART", "Partition", "Tail", "WorkerTurn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
 APART: Literal["emit apart"] = "emit apart"
-"""Value of the setting `tail` for an order whose samples are whole batches. An incomplete last batch is emitted as with
-tail="emit", but its rows are never added to the batch before."""
+"""Value of the setting `tail` for an order of batches instead of samples: each "row" is itself a batch. An incomplete
+last group of rows is emitted as with tail="emit", but its rows are never added to the group before."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class WorkerTurn:
         return max(0, -(-(batches - self.number) // self.of))
 
     def batch(self, done: int) -> int:
-        """Return the number, counted over all batches of the box from 0, of the batch that this worker makes after its
-        first `done` batches."""
+        """Return the number of the batch that this worker makes after its first `done` batches. Batches are counted
+        from 0 over all workers of the box: worker 1 of 3 makes the batches 1, 4, 7, ..."""
         return self.number + done * self.of
 
 
@@ -46,11 +46,14 @@ class Partition:
     """Rest of an epoch, from position `start` (an index in the epoch's order) on, in global batches of `batch` samples
     for `boxes` boxes.
 
-    The setting `tail` decides what becomes of an incomplete last batch: "emit" yields it, "pad" fills it with samples
-    from the epoch's beginning, "drop" leaves it out, and "carry" makes its samples the first ones of the next epoch,
-    whose `start` is then negative. If a batch to emit has fewer rows than there are boxes, its rows are added to the
-    batch before. If there is no batch before (the epoch has too few samples, or too few are left after a resume on more
-    boxes), the last boxes get a batch without rows. So no sample is repeated.
+    The setting `tail` decides what becomes of an incomplete last batch:
+
+    - "emit": it is a batch like the others, so no sample is repeated or lost. But if it has fewer rows than there are
+      boxes, its rows are added to the batch before. If there is no batch before, the last boxes get a batch without
+      rows: the epoch has too few samples, or too few are left after a resume on more boxes.
+    - "pad": it is filled with samples from the epoch's beginning.
+    - "drop": it is left out.
+    - "carry": its samples are the first ones of the next epoch, whose `start` is then negative.
     """
 
     length: int

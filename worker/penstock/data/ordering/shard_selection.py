@@ -1,9 +1,9 @@
-"""Selection of the shards that an epoch takes from a stream, and their repeats, if the epoch's share differs from the
-stream's length.
+"""Selection of the shards that an epoch takes from a stream. An epoch may take only a part of the stream, or repeat it.
 
-An epoch that takes q L + r samples of a stream of L samples takes every shard q times, and r samples more. Each epoch's
-r samples begin where the r samples of the epoch before ended. So no sample repeats before the whole stream was read,
-and each repeat has a new order. If an epoch takes a tenth of the stream, every sample is seen once in ten epochs.
+An epoch that takes q L + r samples (r < L) from a stream of L samples takes every shard q times, and r samples more.
+The r samples of an epoch begin where those of the epoch before ended. So these samples do not repeat before the whole
+stream was read, and each repeat has a new order. If an epoch takes a tenth of the stream, every sample is seen once in
+ten epochs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ShardParts:
     first: Ints | Zeros
     """Index, in the shard's shuffled order, at which the part begins; 0 for a whole shard."""
     key: Words | Zeros
-    """Key (64 random bits) of the permutation in which the shard's samples are before a piece is cut from it; not used
+    """Key (64 random bits) of a permutation of the shard's samples: the part is a piece of the permuted shard. Not used
     for a whole shard."""
 
     def __len__(self) -> int:
@@ -67,8 +67,8 @@ def parts_of(
         epoch: number of the epoch.
         key: key of the stream's permutations, 64 bits.
         shuffle: False: the parts come in the order of the shards.
-        files: number of the file that each of the stream's shards is a block of, ascending; None: each shard is a file.
-            The shards that an epoch takes from a file stay consecutive.
+        files: for each of the stream's shards, the number of the file in which it is a block, ascending; None: each
+            shard is a file. The shards that an epoch takes from one file stay neighbours.
     """
     count, total = len(sizes), int(sizes.sum())
     times, rest = divmod(share, total) if total else (0, 0)
@@ -89,8 +89,8 @@ def parts_of(
 def _piece(
     sizes: Ints, start: int, stop: int, first_shard: int, *, key: int, shuffle: bool, files: Ints | None
 ) -> ShardParts:
-    """Return the parts that contain the samples [start, stop) of one repeat of the stream, counted in that repeat's
-    order."""
+    """Return the parts that contain the samples `start` to `stop` - 1 of one repeat of the stream. A repeat is the
+    whole stream, with its shards in an order that `key` decides."""
     order = np.arange(len(sizes))
     if shuffle and files is None:
         order = permuted(order, len(sizes), np.uint64(key))

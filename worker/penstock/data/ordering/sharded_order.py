@@ -3,15 +3,15 @@ and workers.
 
     position -> stream, and position in its sequence -> partition -> shuffled block -> shard and sample
 
-- **Parts.** An epoch consists of whole shards, and pieces of shards where a stream's share is not all of it
-  (shard_selection.py), in a permuted sequence.
+- **Parts.** An epoch is a permuted sequence of whole shards. If it takes only a share of a stream, or repeats a part of
+  it, the sequence also has pieces of shards (shard_selection.py).
 - **Partitions.** The sequence is cut into C equal partitions, and position p takes the next sample of partition p mod
   C. Rows go to boxes in turn, so if the number of boxes divides C, each box reads its own partitions and so its own
   shards. The order itself does not depend on the number of boxes.
 - **Blocks.** A few neighbouring parts of a partition form a block, and samples are permuted only within their block.
   That gives locality: only the shards of a few blocks are needed at a time (block_shuffle.py).
-- **Files with blocks.** What is called a shard in this package is a block of a file, if the file has blocks that are
-  decoded as a whole (row groups of Parquet). Blocks of a file stay near each other (nested_blocks.py).
+- **Files with blocks.** If a file has blocks that are decoded as a whole (row groups of Parquet), each block is called
+  a shard in this package. The blocks of a file stay near each other (nested_blocks.py).
 - **Streams.** Either the parts of all streams are in one sequence ("shards"), or each stream has a sequence of its own
   and they are interleaved: in units of C samples ("samples") or of a whole batch ("batches"). Then every prefix of the
   order has each stream's share (interleave.py); the rest of each stream, less than a unit, comes at the end.
@@ -77,8 +77,8 @@ class ShardedOrder:
             interleave: "shards": the shards of all streams are shuffled as one sequence; "samples" or "batches": the
                 streams are interleaved in units of `partitions` samples, or of global batches.
             batch: number of samples in a global batch; used with interleave="batches".
-            files: for each stream, the number of the file that each of its shards is a block of, ascending over all
-                streams; None: each shard is a file.
+            files: for each stream, an array with the number of the file in which each of its shards is a block,
+                ascending over all streams; None: each shard is a file.
             inner: approximate number of samples that are shuffled with each other in files with several blocks; None:
                 as `block`.
             starts: value of the property `starts`, if the caller has it in memory already; None: computed.
@@ -119,8 +119,8 @@ class ShardedOrder:
         return self._starts
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers (ids) of the samples at these positions of an epoch, each in [0, len(self)). An id counts
-        all samples of all shards from 0 (see `starts`)."""
+        """Return the numbers (ids) of the samples at these positions of an epoch. `positions`: numbers in
+        [0, len(self)). Ids are counted from 0 over all samples of all shards (see `starts`)."""
         at = np.asarray(positions, np.int64)
         ids = np.empty_like(at)
         for sequence, chosen, inner in self._split(epoch, at):
@@ -148,8 +148,8 @@ class ShardedOrder:
         return needed[np.sort(first)]
 
     def _split(self, epoch: int, at: Ints) -> Iterator[tuple[PartSequence, Ints, Ints]]:
-        """Yield, for each sequence of the epoch that has samples at the positions `at` of the epoch: the sequence, the
-        indexes of its positions in `at`, and these positions counted within the sequence."""
+        """Group the positions `at` of an epoch by the sequence to which they belong. Yield, for each such sequence:
+        (the sequence, places of its positions in `at`, the same positions counted within the sequence)."""
         sequences = self._epoch(epoch)
         if len(sequences) == 1:
             yield sequences[0], np.arange(len(at)), at

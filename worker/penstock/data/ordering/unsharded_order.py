@@ -1,14 +1,14 @@
 """Order of a map-style dataset, which has no shards and is read sample by sample. An epoch may have any number of
 samples.
 
-All epochs laid end to end repeat the dataset, each repeat in another permutation:
+All epochs, laid end to end, repeat the dataset. Each repeat is another permutation of it:
 
     epoch, position -> number over all epochs -> repeat, and index in it -> permuted
 
-So no sample repeats before all samples have come, for any number of samples in an epoch, and the look-up of every
-position takes the same time. With blocks, neighbouring samples stay near each other: the blocks of a repeat are
-permuted, and the samples within each block. Blocks are equally long, except one short block with the rest of the
-samples, which stands at a random place among them.
+So no sample comes again before all samples have come, for any number of samples in an epoch. The look-up of a position
+takes the same time for every position. With blocks, neighbouring samples stay near each other: the blocks of a repeat
+are permuted, and so are the samples within each block. Blocks are equally long, except one short block with the rest of
+the samples, which stands at a random place among them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class UnshardedOrder:
         return self._length
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
+        """Return the numbers of the samples at these positions of an epoch. `positions`: numbers in [0, len(self))."""
         repeat, first = divmod(epoch * self._length, self._count)  # a Python int: epoch * length may exceed 64 bits
         at = np.asarray(positions, np.int64) + first
         if not self._shuffle:

@@ -20,7 +20,8 @@ __all__ = ["PlainFilesystems"]
 
 
 class PlainFilesystems:
-    """Filesystem objects of one remote folder in one process. Each call that runs has one for itself."""
+    """Filesystem objects of one remote folder in one process. Each running call uses an object that no other call
+    uses."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url, self._options = url, options
@@ -30,8 +31,8 @@ class PlainFilesystems:
         """Calls of the filesystem that are running."""
 
     def begin(self, work: Callable[[Any, str], Any]) -> Future[Any]:
-        """Start a call of `work(filesystem, path of the remote folder in it)` in a thread, and return a future for its
-        result. Cancelling the future abandons the call."""
+        """Start a call of `work(filesystem, path)` in a thread, and return a future for its result. `path` is that of
+        the remote folder in the filesystem. Cancelling the future abandons the call."""
         future: Future[Any] = Future()
         with self._lock:
             self._calls.add(future)

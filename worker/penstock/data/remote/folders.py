@@ -5,8 +5,8 @@ transfer has a deadline and a minimum rate: a server that sends a byte now and t
 
 fsspec's shared event loop does not survive a fork, and closes its connections at any time. So each RemoteFolder has an
 event loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts a loop of its
-own. The child never touches the inherited loop, whose sockets belong to the parent. The inherited loop is never freed
-either, because the stack frame of its thread, which does not run in the child, still refers to it.
+own. The child never touches the inherited loop, whose sockets belong to the parent. The inherited loop is not freed in
+the child: the frame of the loop's thread still refers to it, although the thread does not run there.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ a new attempt continues the transfer."""
 _SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
 """Names of options of fsspec's filesystems that say which server a URL belongs to."""
 _BY_RANGES: dict[str, dict[str, Any]] = {"hf": {"cache_type": "none"}}
-"""Filesystems without an event loop that request each part of a file independently, so that parts can be requested at
-the same time. The options keep `cat_file` from reading more than was asked for."""
+"""Protocol -> options of `cat_file`, for filesystems without an event loop of which several parts of a file can be
+requested at the same time. The options keep `cat_file` from reading more than was asked for."""
 _log = logging.getLogger(__name__)
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
 
@@ -499,7 +499,7 @@ class RemoteFolder:
 
     def _begin(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> _Request:
         """Begin a call of a method of the filesystem; if the filesystem is asynchronous, of its coroutine `_METHOD`.
-        `stall_s`: seconds without progress after which a coroutine is cancelled; None: those of this folder."""
+        `stall_s`: seconds without progress after which the coroutine is cancelled; None: as given to `__init__`."""
         if not self._asynchronous:
             if method == "cat_file":
                 kwargs |= _BY_RANGES.get(self._protocol, {})

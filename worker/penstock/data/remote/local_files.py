@@ -1,4 +1,4 @@
-"""Files of a dataset's folder on this machine, with the errors of a remote."""
+"""Reading and writing of a dataset's files on this machine. Failures raise the same errors as for a remote folder."""
 
 from __future__ import annotations
 

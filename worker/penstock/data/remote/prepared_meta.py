@@ -1,7 +1,8 @@
-"""Copies of the files by which Energon, when it prepares a folder, says how the folder is divided into splits such as
-"train". They lie in the cache of the remote folder.
+"""Local copies of the files in which Energon describes the splits, such as "train", of a remote folder that it has
+prepared. The copies lie in the cache of the remote folder.
 
-The copies show which splits the folder has, without a request to the remote, and whether the index is older than they.
+From the copies a process knows the splits without a request to the remote. They also show whether the cached index is
+older than the description of the splits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from penstock.runtime.files.atomic_files import write_whole
 __all__ = ["fetch_meta"]
 
 MARK = b"split_parts"
-"""Text that each file of splits contains, and a web server's page for a missing file does not."""
+"""Text that each file of splits contains. A page that a web server sends for a missing file does not contain it."""
 
 
 def fetch_meta(remote: RemoteFolder, folder: Path, *, deadline_s: float) -> bool:

@@ -35,7 +35,8 @@ def _reach(address: Address) -> int:
 
 
 def watch_redirects(fs: Any) -> None:
-    """Make a filesystem of fsspec refuse redirects to nearer addresses. Call it before the filesystem has a session."""
+    """Make a filesystem of fsspec refuse redirects to addresses that are nearer than the server's own (`is_nearer`).
+    Call this before the filesystem has a session."""
     import aiohttp  # imported here, because aiohttp is installed only with an extra
 
     watch = aiohttp.TraceConfig()

@@ -12,7 +12,7 @@ __all__ = ["LAST_PAUSE_S", "pause_before_retry", "tries_text"]
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 LAST_PAUSE_S = 0.2
-"""Seconds before a deadline in which no new attempt begins."""
+"""Seconds: no new attempt begins if less time than this is left until the deadline."""
 
 
 def pause_before_retry(failures: int, left: float, failure_kind: FailureKind) -> float:

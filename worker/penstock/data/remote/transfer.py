@@ -252,8 +252,8 @@ async def http_headers(fs: Any, url: str) -> Any:
 
 
 def age_of(info: Any) -> str | None:
-    """Return a text that changes when a file is written, from what a filesystem's `info` returned for the file; None if
-    `info` names neither a time nor a version."""
+    """Return a text that changes whenever a file is written: its time or version. `info`: what the filesystem's method
+    `info` returned for the file. Return None if it contains neither."""
     return next((f"{name}: {info[name]}" for name in _AGES if info.get(name)), None)
 
 
@@ -268,7 +268,7 @@ def _validator(headers: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes of a file on S3, as one request returned them."""
+    """Answer to one request for some bytes of a file on S3."""
 
     data: bytes
     size: int

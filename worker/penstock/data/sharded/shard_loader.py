@@ -198,7 +198,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._share: WorkerShare | None = None
         """Batches that this worker makes in the epoch in progress; None between epochs. Earlier iterators end."""
         lengths = None if source.endless else source.lengths(0)
-        self._counts.want(wanted_shares(source))
+        self._counts.set_shares(wanted_shares(source))
         counts = self._counts.tally is not None  # counting needs the samples between two states
         self._wants_change = counts and changes_shares(source)
         if counts or balance or not is_keyed(self._order["source"]) or (lengths is None and not source.endless):
@@ -518,7 +518,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         if latest is not None:
             shard, saved = latest
             order = self._begun.endless_order
-            self._counts.want(
+            self._counts.set_shares(
                 wanted_shares(self.source, shard, saved, None if order is None else order.position_of(shard))
             )
 

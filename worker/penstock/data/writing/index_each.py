@@ -28,12 +28,14 @@ __all__ = ["STAMPS", "Key", "index_each", "indexed", "resumed"]
 STAMPS = ".penstock-indexed"
 """Name of the file with the entries of the files that were indexed, each with the identity of the file's content."""
 STAMPS_VERSION = 1
-"""Version of the entries. Raise it when an index of the same files gets other entries, so that they are read again."""
+"""Version of the entries in STAMPS. Increase it when a change of the code gives the same file another entry in the
+index. Entries of older versions are ignored, so all files are read again."""
 PROGRAM = "penstock.data.writing.index_process"
 MEASURE_S = 0.5
-"""Seconds of indexing in this process from which the time for the other files is estimated."""
+"""Seconds for which this process indexes files before it estimates the time for the remaining files."""
 WORTH_S = 2.0
-"""Estimated seconds from which other processes are started. Each takes 0.3 s of processor time until it begins."""
+"""Estimated seconds for the remaining files from which other processes are started. Each process takes 0.3 s of
+processor time until it begins."""
 
 Key = tuple[Any, ...]
 """Identity of a file's content: its name, its size in bytes, then numbers or texts that change with the content."""
@@ -44,8 +46,8 @@ def index_each(root: Path, files: Sequence[tuple[str, Path]], format: str, out: 
 
     Args:
         root: the dataset's folder.
-        files: (path relative to it, path) of each file.
-        format: name of their format, a key of INDEXABLE.
+        files: for each file, (path relative to `root`, path).
+        format: name of the files' format, a key of INDEXABLE.
         out: folder of the index.
 
     Files that an earlier call indexed, and that have not changed since, are not read again. Raises DatasetError, and
@@ -94,8 +96,8 @@ def resumed(
 
 
 def _shards(root: Path, names: Sequence[str], format: str, out: Path) -> Generator[tuple[str, Shard], None, None]:
-    """Index files, and yield the name and the shard of each: the first ones in this process, and the others in several
-    if they would take it long."""
+    """Index files, and yield the name and the shard of each. This process indexes the first files. If the remaining
+    files would take more than WORTH_S, several processes share them."""
     index_file, began = INDEXABLE[format].index_file, time.monotonic()
     for count, name in enumerate(names, 1):
         yield name, indexed(index_file, root / name, name, out)
@@ -116,7 +118,7 @@ def _in_processes(
 
 
 def indexed(index_file: IndexFile, path: Path, name: str, out: Path) -> Shard:
-    """Return the shard of a file, see `IndexableFormat.index_file`."""
+    """Return the shard of a file, as `index_file` returns it. Raises DatasetError in place of an OSError."""
     try:
         return index_file(path, name, out)
     except OSError as error:
@@ -136,7 +138,7 @@ def _key(root: Path, name: str) -> Key:
 
 
 def _head(format: str) -> bytes:
-    """Return the first line of the file of entries."""
+    """Return the first line of the file STAMPS. Entries after any other first line are ignored."""
     return json.dumps([STAMPS_VERSION, format]).encode() + b"\n"
 
 
@@ -150,8 +152,8 @@ def _append(log: IO[bytes], key: Key, shard: Shard) -> None:
 
 
 def _finished(out: Path, format: str) -> dict[str, tuple[Key, Shard]]:
-    """Return the files that an earlier run indexed. A line that a kill cut short does not count, and a file whose file
-    of offsets is missing does not either."""
+    """Return the files that an earlier run indexed, as name -> (identity of the content, shard), from STAMPS. A line
+    that is incomplete, because the run was killed, is left out, and so is a file whose file of offsets is missing."""
     found = {}
     try:
         text = (out / STAMPS).read_bytes()

@@ -53,19 +53,19 @@ def index_folder(
     times and inode). The hidden file .penstock-indexed beside the index lists them: remove it to have all files read.
     Hidden files and folders, and those whose names begin with `_` and have no `=`, are left out.
 
-    Files in a remote folder are indexed where they lie. Of Parquet files only the footers are read, of archives that
-    Megatron Energon prepared the offsets that it has stored beside them, of Megatron-core's files the .idx. Other files
-    are read once, as a whole, four at a time, and take their size on the disk (TMPDIR) for that time; with `out`, a
-    later call does not read them again.
+    Little is read of some files in a remote folder: of Parquet files only the footers, of archives that Megatron
+    Energon prepared only the offsets that it has stored beside them, of Megatron-core's token files only the .idx
+    files. Other files are read once, as a whole, four at a time, and take their size on the disk (TMPDIR) for that
+    time; with `out`, a later call does not read them again.
 
     Args:
         folder: folder with files of one format: Parquet (.parquet), Arrow IPC (.arrow), JSON lines (.jsonl, .ndjson),
             CSV and TSV with a header (.csv, .tsv), tar archives of WebDataset (.tar), TFRecord (.tfrecord and the
             like), ArrayRecord (.array_record and the like), Megatron-core's token files (.bin beside .idx), or a
             Dataset or DatasetDict of Hugging Face datasets that `save_to_disk` wrote. A DatasetDict gets an index in
-            the folder of each split. A folder that Megatron Energon prepared keeps its splits and
-            fields. Beside each file of lines, rows, tar members or TFRecords a file .penstock-index is written. A
-            remote folder is any URL that fsspec opens.
+            the folder of each split. A folder that Megatron Energon prepared keeps its splits and fields. Beside each
+            JSON lines, CSV, tar or TFRecord file a file .penstock-index is written. A remote folder is any URL that
+            fsspec opens.
         format: "parquet", "arrow", "json_lines", "csv_rows", "webdataset", "tfrecord", "array_record" or "megatron";
             None: the format of the files in the folder. "-example" or "-bytes" after "tfrecord" or "array_record" gives
             the kind of the records; without it, records are read as examples (tf.train.Example) if the first record of
@@ -179,7 +179,9 @@ def _found(root: Path, format: str | None, where: str) -> tuple[str, list[tuple[
 
 
 def _joined(root: Path, where: str, format: str, shards: list[Shard], ranges: bool) -> list[Shard]:
-    """Return the shards of one dataset, checked. Raises DatasetError."""
+    """Return the shards of a folder's files, checked and completed as those of one dataset. Without `ranges`, the
+    shards have no parts that can be fetched alone. Raises DatasetError if the shards do not fit together, or have no
+    sample."""
     shards = INDEXABLE[format].join(root, shards)
     if not any(shard.samples for shard in shards):
         raise DatasetError(
@@ -190,8 +192,8 @@ def _joined(root: Path, where: str, format: str, shards: list[Shard], ranges: bo
 
 
 def _refuse_written(out: Path) -> None:
-    """Raise DatasetError if the index in the folder is one that a writer of shards wrote, because it would be
-    replaced."""
+    """Raise DatasetError if folder `out` has an index that a Writer wrote, for shards of a format that index_folder
+    cannot index: the new index would replace it."""
     path = out / INDEX
     if not path.exists():
         return

@@ -50,7 +50,7 @@ def index_parquet(
         storage_options: keyword arguments for fsspec's filesystem.
         out: local folder that the index is written to; None: the dataset's folder. Use it for a folder that you cannot
             write to, and give it as `local` of the StreamingDataset.
-        ranges: True: readers of a remote folder fetch only the row groups that they need, if the server knows ranges.
+        ranges: True: readers of a remote folder fetch only the row groups that they need, if the server allows it.
             False: they fetch whole files. The order of samples is the same.
         timeout_s: seconds for each request to a remote folder.
 
@@ -112,8 +112,8 @@ def _write_local(shards: list[Shard], folder: Path, notes: Mapping[str, Any]) ->
 
 
 def data_files(names: Iterable[str], pattern: str = "") -> list[str]:
-    """Return those of the names that are data files, sorted. `names`: paths relative to the dataset's folder;
-    `pattern`: pattern with wildcards for the files; "" for all *.parquet."""
+    """Return the names that match a pattern and are not hidden, sorted. `names`: paths relative to the dataset's
+    folder; `pattern`: pattern with wildcards; "" for all *.parquet."""
     matches = re.compile(_expression(pattern)).fullmatch if pattern else lambda name: name.lower().endswith(".parquet")
     return sorted(name for name in names if matches(name) and not is_hidden(name))
 

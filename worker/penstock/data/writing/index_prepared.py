@@ -1,4 +1,4 @@
-"""Indexing of a remote folder that Megatron Energon prepared, where it lies.
+"""Indexing of a remote folder that Megatron Energon prepared, without a local copy of the archives.
 
 `energon prepare` stores beside each archive the offset of each sample in it (NAME.tar.idx: 8 bytes each, then the end
 of the last one). So an archive of any size costs three small requests, and none of its samples is read.
@@ -63,8 +63,8 @@ def index_prepared(
 
 
 def warn_of_loader(notes: Mapping[str, Any], where: str) -> None:
-    """Warn if a folder that Energon prepared names a function that loads samples, because it is not called. `notes`:
-    notes of the folder's index."""
+    """Warn if a folder that Energon prepared names a function that loads samples, because Penstock does not call it.
+    `notes`: notes of the folder's index."""
     loader = notes.get(NOTE, {}).get("sample_loader")
     if loader:
         warnings.warn(

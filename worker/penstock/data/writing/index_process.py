@@ -20,7 +20,7 @@ __all__ = ["indexing"]
 
 @contextlib.contextmanager
 def indexing(plan: bytes) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """Yield a function that indexes the file with a given number. plan: JSON text that `index_each` made."""
+    """Yield a function that indexes the file with a given number. `plan`: JSON text that `index_each` made."""
     task = json.loads(plan)
     root, out, names = Path(task["root"]), Path(task["out"]), task["names"]
     index_file = INDEXABLE[task["format"]].index_file

@@ -1,8 +1,8 @@
-"""Indexing of the files in a remote folder, where they lie.
+"""Indexing of the files in a remote folder.
 
-A local folder stands for the remote one: it has an empty file for each of its files, so that formats are found there as
-in any folder. A file's content is fetched into it while the file is indexed, and removed then. Each file is read once,
-as a whole; of Megatron-core's token files only the .idx is.
+A local folder stands for the remote one: it has an empty file for each remote file, so the code that finds a folder's
+files and their format works on it. While a file is indexed, the local one has its content. Each remote file is read
+once, as a whole; of Megatron-core's token files only the .idx file is read.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from penstock.proto.errors import PenstockError
 __all__ = ["StandIn"]
 
 FETCHES = 4
-"""Files that are fetched and indexed at a time. Each takes its size on the disk for that time."""
+"""Number of files that are fetched and indexed at the same time. Each takes its size on the disk meanwhile."""
 REQUESTS = 16
-"""Files whose sizes are asked for at a time."""
+"""Number of requests for files' sizes, or uploads of files of offsets, at the same time."""
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """Local folder that stands for a remote one."""
+    """Local folder `root` that stands for a remote one: it has an empty file for each remote file."""
 
     remote: RemoteFolder
     root: Path
     timeout_s: float
 
     def fill(self) -> None:
-        """Make the empty files, and fetch those that describe a saved dataset. Raises ShardUnavailableError."""
+        """Make an empty local file for each remote file. Fetch the small files that describe a dataset which Hugging
+        Face datasets saved. Raises ShardUnavailableError."""
         names = [name for name in self.remote.find(deadline_s=self.timeout_s) if not is_hidden(name)]
         folders = {parent.as_posix() for name in names for parent in PurePosixPath(name).parents}
         for name in names:
@@ -95,8 +96,8 @@ class StandIn:
             return indexed(INDEXABLE[format].index_file, path, name, out)
 
     def upload(self, shards: Sequence[Shard], out: Path) -> None:
-        """Write the files of offsets beside the files. `out`: local folder that has them. Raises
-        ShardUnavailableError."""
+        """Upload the shards' files of offsets, so that they lie beside the data files. `out`: local folder with the
+        files of offsets. Raises ShardUnavailableError."""
         names = [file.raw.name for shard in shards for file in shard.files if file.raw.name.endswith(ENDING)]
         with ThreadPoolExecutor(REQUESTS) as threads:
             list(threads.map(lambda name: self.remote.upload(name, out / name, deadline_s=self.timeout_s), names))

@@ -123,4 +123,5 @@ INDEXABLE: Mapping[str, IndexableFormat] = {
     "array_record-bytes": replace(_ARRAY_RECORD, join=_as("bytes")),
     "array_record-example": replace(_ARRAY_RECORD, join=_as("example")),
 }
-"""Name -> format. Names with "-" are used only if the user gives them; they also say what kind the records are."""
+"""Formats by name. A name with "-" also gives the kind of the records, and is never found from a folder's files: it
+must be the argument `format` of index_folder."""

@@ -46,8 +46,8 @@ def merge_index(
             are listed.
         storage_options: keyword arguments for fsspec's filesystem.
         timeout_s: seconds for each file.
-        append: True: publish a new version of the dataset in `folder`: its own shards, then the shards of the parts
-            that it does not have yet.
+        append: True: publish a new version of the dataset in `folder`: the shards of its newest version, then those
+            shards of the parts that this version does not have.
 
     Raises DatasetError if there is no index, or one cannot be read; ShardUnavailableError.
     """
@@ -87,8 +87,8 @@ def merge_index(
 
 
 def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
-    """Return the paths, relative to a remote folder, of its subfolders that have an index, without those inside another
-    one."""
+    """Return the paths, relative to a remote folder, of its subfolders that have an index. Folders below such a
+    subfolder are left out."""
     paths = [
         PurePosixPath(name).parent for name in remote.find(deadline_s=timeout_s) if f"/{name}".endswith(f"/{INDEX}")
     ]
@@ -100,8 +100,8 @@ def _all_below(remote: RemoteFolder, timeout_s: float) -> list[str]:
 
 
 def _below(folder: str, part: str) -> str:
-    """Return the path of the dataset's folder `part`, relative to `folder`. Raise InvalidArgumentError if `part` is not
-    below `folder`."""
+    """Return the path of a dataset's folder, relative to `folder`. `part`: path or URL of the dataset's folder, or of
+    its index. Raise InvalidArgumentError if `part` is not below `folder`."""
     inside = part.removesuffix(INDEX).rstrip("/").removeprefix(folder.rstrip("/"))
     if inside == part.rstrip("/") or not inside.startswith("/") or not inside.strip("/"):
         raise InvalidArgumentError(f"parts must name folders below {folder!r}, got {part!r}. Leave out other folders")

@@ -36,8 +36,8 @@ _COLUMNS = ("column_names", "column_encodings", "columns")
 
 
 def publish(remote: RemoteFolder, added: Sequence[Shard], *, timeout_s: float) -> tuple[int, Sequence[Shard]]:
-    """Publish the next version of a dataset; return its number and all its shards. Shards that the newest version has
-    already are left out; if no other shard is given, no version is published.
+    """Publish the next version of a dataset. Return the number and all shards of the version that is then the newest.
+    Shards in `added` that the newest version has already are left out; if none is left, no version is published.
 
     Several writers on one machine, or on one file system with locks, may publish at the same time; each makes a
     version. On an object store, two simultaneous writers may lose the shards of one of them, so let only one process
@@ -95,8 +95,8 @@ def newest_index(remote: RemoteFolder, scratch: Path, *, timeout_s: float) -> Gi
 
 
 def check_no_versions(names: Sequence[str], url: str) -> None:
-    """Raise DatasetError if a dataset has versions, because its writer would remove them. `names`: names of the files
-    in its folder; `url`: address of the folder, for errors."""
+    """Raise DatasetError if a dataset that is to be replaced has versions, because jobs may be reading an older one.
+    `names`: names of the files in the dataset's folder; `url`: address of the folder, for errors."""
     if any(map(_is_version_index, names)):
         raise DatasetError(
             f"{url} must not have versions when it is replaced, because jobs may be reading them. Publish the next "

@@ -16,7 +16,7 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError
 __all__ = ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"]
 
 REMEDY = "Correct the value, or write the dataset with JSONWriter, which stores any text"
-"""Remedy in errors about a value that separated values cannot hold."""
+"""Remedy in errors about a value that a file of separated values (CSV, TSV) cannot hold."""
 
 
 class _TextWriter(Writer):

@@ -53,7 +53,7 @@ class Uploads:
     def __init__(
         self, remote: RemoteFolder, *, keep_local: bool, threads: int, timeout_s: float, progress: bool = False
     ) -> None:
-        """Start without files.
+        """Start the threads.
 
         Args:
             remote: folder to which files are uploaded.

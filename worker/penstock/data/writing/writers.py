@@ -76,7 +76,8 @@ class WriterSettings(TypedDict, total=False):
 
 
 Out = str | os.PathLike[str] | tuple[str | os.PathLike[str], str]
-"""Where a writer writes: a local folder; a URL that fsspec opens; or (local folder, URL)."""
+"""Destination of a writer: a local folder; a URL that fsspec opens; or (local folder, URL). With the last, files are
+written to the local folder, uploaded, and removed unless keep_local is True."""
 
 
 class Writer(ABC):
@@ -178,8 +179,8 @@ class Writer(ABC):
             self._bytes = self._shard_bytes
         if self._bytes + size > self._most:
             raise DatasetError(
-                f"{self.name}: sample {self._written}: the shard must have at most {MAX_BYTES} bytes, the limit of its "
-                "offsets, got more with this sample. Pass a smaller size_limit, or split the sample"
+                f"{self.name}: sample {self._written}: the shard must have at most {MAX_BYTES} bytes, because its "
+                "offsets have 32 bits, got more with this sample. Pass a smaller size_limit, or split the sample"
             )
         self._samples.append(data)
         self._bytes += size

@@ -121,7 +121,8 @@ class EntryLease:
         memory.
 
         guess: True if the caller builds only some tensors of the batch in the arena, and does not know the sizes of
-        those in between. The offset is then taken from the layout of the last batch whose tensors lay at wrong offsets.
+        those in between, so that the cursor may be wrong. The offset is then guessed: batches often have one layout. It
+        is taken from the right layout of the last batch that had to be copied because its offsets were wrong.
         """
         at = self._guess(nbytes) if guess and self._leaf_ranges else self.cursor
         if at is None or at + nbytes > len(arena):
@@ -193,8 +194,8 @@ class EntryLease:
         self._forked = False
 
     def _guess(self, nbytes: int) -> int | None:
-        """Return the offset in bytes at which a tensor of `nbytes` bytes lay in the layout of the last batch whose
-        tensors were built at wrong offsets. Return None if that batch had no such tensor behind the cursor."""
+        """Return the offset in bytes that a tensor of `nbytes` bytes had in the right layout of the last batch that was
+        built at wrong offsets. Return None if that layout has no tensor of this size at the cursor or behind it."""
         for start, size in self._leaf_ranges:
             if size == nbytes and start >= self.cursor:
                 return start

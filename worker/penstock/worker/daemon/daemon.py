@@ -1,7 +1,7 @@
 """The worker daemon: registers with the coordinator, asks which slots to run, starts and stops them.
 
-A slot is a logical worker of a training run, as one worker process of a DataLoader; a child process, the runner, runs
-the slot's loader (docs/concepts.md). The daemon itself never runs user code.
+A slot is a logical worker of a training run, comparable to one worker process of a torch DataLoader. A child process,
+the runner, runs the slot's loader (docs/concepts.md). The daemon itself never runs user code.
 
 Each heartbeat's reply holds the whole set of slots that this worker should run. The daemon starts slots that are
 missing and stops slots that are not in the set, so a lost, late or repeated message does no harm.
@@ -71,16 +71,16 @@ ATTACH_DEADLINE_S = 30.0
 HELPERS_AT_ONCE = 2
 """Smallest limit on helper processes that work at the same time; with more than two cores the limit is one per core."""
 ASSIGNED = 2
-"""Largest number of assigned slots in one reply of the coordinator, as a multiple of the worker's number of slots;
-further ones are ignored. Slots beyond the worker's number are reported lost."""
+"""Largest number of assignments read from a coordinator's reply, as a multiple of the worker's number of slots. With 8
+slots: 16 are read, 8 slots are started, and the other 8 are reported lost."""
 ANSWERS_AT_ONCE = 1024
-"""Largest number of requests for a slot's state that are answered at a time; one coordinator reply has no more."""
+"""Largest number of requests for slots' states that are answered at the same time. The coordinator sends no more."""
 TURN_S = 0.5
 """Seconds between two reports of the event loop to the heartbeat thread that it still makes progress."""
 
 
 class Daemon:
-    """Worker daemon of this process: runs a coordinator's slots in child processes. `run()` returns after `stop()`."""
+    """Worker daemon: runs each slot that the coordinator assigns in a child process. `run()` returns after `stop()`."""
 
     def __init__(self, settings: DaemonSettings, fork_server: StartedForkServer | None = None) -> None:
         """Store the settings; `run()` registers and serves.
@@ -131,15 +131,15 @@ class Daemon:
         self._findings: dict[tuple[str, int], LoaderFindings] = {}
         self._answered: set[str] = set()
         self._answering = 0
-        """Number of the coordinator's requests for a slot's state that are being answered."""
+        """Number of requests for slots' states, from the coordinator, that are being answered now."""
         self._unanswered = False
-        """True if a request for a slot's state was postponed because ANSWERS_AT_ONCE others were being answered."""
+        """True if ANSWERS_AT_ONCE requests for slots' states were being answered when another one arrived."""
         self._made = self._seen = 0
-        """Version numbers of the coordinator's replies, which rise. `_made`: version of the last reply that was
-        applied. `_seen`: version that heartbeats report as known; with 0 the coordinator sends its whole reply again.
-        """
+        """Version numbers of the coordinator's replies. Each new reply has a higher one. `_made`: version of the last
+        reply that was applied. `_seen`: version that heartbeats report as known; with 0 the coordinator sends its whole
+        reply again."""
         self._listeners = LaneListeners(self._attach, settings.tls, insecure=settings.insecure)
-        self._coordinators_clock = 0.0
+        self._clock_offset = 0.0
         """Coordinator's Unix time minus this worker's monotonic clock at the last reply, in seconds."""
         self._dirty = asyncio.Event()
         self._assigned = asyncio.Event()
@@ -163,13 +163,13 @@ class Daemon:
     # ---- life cycle
 
     def stop(self) -> None:
-        """End the daemon after its slots have moved to other workers. A second call ends it at once."""
+        """End `run` once the slots run on other workers, or after `drain_s` seconds. A second call ends it at once."""
         if self.stopping.is_set():
             self._at_once.set()
         self.stopping.set()
 
     async def run(self, ready: Callable[[str], None] | None = None) -> None:
-        """Register and serve until `stopping` is set; then migrate the slots and end all processes."""
+        """Register, call `ready` with the worker's name, serve until `stop()`, migrate the slots, end all processes."""
         self._listeners.open(self.settings.listen)
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
@@ -339,7 +339,7 @@ class Daemon:
 
     def _take(self, reply: coordinator_pb2.HeartbeatReply) -> None:
         self._hold_s, self._lease_s = intervals(reply)
-        self._coordinators_clock = within(reply.wall_s, MOST, 0.0) - time.monotonic()
+        self._clock_offset = within(reply.wall_s, MOST, 0.0) - time.monotonic()
         if reply.draining != self._draining:
             drains = "drains: its slots move to other workers"
             _log.info("worker %s: %s", self.name, drains if reply.draining else "takes slots again")
@@ -456,9 +456,9 @@ class Daemon:
         task.add_done_callback(self._ending.discard)
 
     def _drop_unused(self) -> None:
-        """Release what was kept for runs that have no slot on this worker any more: warm helper processes, large
-        values, and findings about their loaders. If no slot is left, let the fork server end after a delay, in case
-        another run starts soon."""
+        """Release what was kept for runs that have no slot on this worker any more: warm helper processes, large values
+        (blobs), and LoaderFindings. If no slot is left, let the fork server end after a delay, in case another run
+        starts soon."""
         attempts = {_attempt_of(slot.assignment) for slot in self._slots.values()}
         for attempt in [attempt for attempt in self._findings if attempt not in attempts]:
             del self._findings[attempt]
@@ -539,7 +539,7 @@ class Daemon:
                 f"{hello.attempt}, generation {hello.generation}): the slot has moved to another worker, or its run is "
                 "over. A job that still runs connects to the slot's new worker by itself"
             )
-        now = self._coordinators_clock + time.monotonic()
+        now = self._clock_offset + time.monotonic()
         check_ticket(hello.ticket, slot.assignment.lane_key, now, slot.name)
         await slot.attach(sock, hello, ATTACH_DEADLINE_S)
 

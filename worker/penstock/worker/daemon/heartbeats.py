@@ -1,13 +1,14 @@
 """Heartbeats that do not wait for the daemon's event loop.
 
-The event loop reports its slots and receives its assignments. While it is busy with something else (hundreds of states
-at once, a large value) it sends no heartbeats. After the time called *lease* the coordinator would take the worker for
-dead, and move all of its slots. So a thread watches the time since the coordinator's last answer. If that time is too
-long, the thread sends a bare heartbeat over a connection of its own, without slots, and ignores the answer. The thread
-closes the connection once the event loop gets answers again; otherwise each worker would hold two after an outage.
+The event loop sends a heartbeat with the reports of the worker's slots, and gets its assignments in the reply. While
+the loop is busy with something else, such as hundreds of states at once, it sends no heartbeats. After the time called
+*lease* the coordinator would take the worker for dead, and move all of its slots. So a thread watches the time since
+the coordinator's last answer. If that time is too long, the thread sends a bare heartbeat (one without slot reports)
+over a connection of its own, and ignores the answer. The thread closes this connection once the event loop gets answers
+again. Otherwise each worker would hold two connections to the coordinator after an outage.
 
 A thread is used and not a process, because heartbeats must stop when the daemon is stopped or killed. The heartbeats
-also stop `HANGS_S` seconds after the event loop has stopped making progress, and other workers get the slots.
+also stop `HANGS_S` seconds after the event loop has stopped making progress. Other workers then get the slots.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SOON_S = 0.5
 
 def fitted(reports: list[coordinator_pb2.SlotReport]) -> list[coordinator_pb2.SlotReport]:
     """Return the slots' reports, shortened if necessary, so that together they fit into one heartbeat (REPORTS_MAX
-    bytes). A report is cut only if it is larger than an equal share of that size."""
+    bytes). Of 8 reports that are too large together, those above an eighth of REPORTS_MAX are cut."""
     if sum(report.ByteSize() for report in reports) <= REPORTS_MAX:
         return reports
     share = REPORTS_MAX // len(reports)
@@ -84,7 +85,7 @@ class Heartbeats:
         self._connect, self._bare, self._lease_s = connect, bare, lease_s
         self._answered = self._turned = time.monotonic()
         self._loop_is_answered = True
-        """False from the thread's first heartbeat until the coordinator answers the event loop again."""
+        """False from the thread's first heartbeat until the coordinator answers a heartbeat of the event loop again."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-heart", daemon=True)
         self.heartbeats = 0

@@ -6,13 +6,14 @@ runner and takes no further part. For a consumer on another host the daemon star
 treats as any other consumer.
 
 A peer that has not sent a Hello must cost little: the peer gets no thread, may send only the bytes of a handshake and a
-Hello, and has one deadline for both. The number of such peers is limited. At the limit, the daemon takes the address
-with the most such connections, and closes the oldest one. So a peer that floods the port with silent connections loses
-these; other peers send their Hello within milliseconds, and are not affected.
+Hello, and has one deadline for both. The number of such peers is limited. At the limit, the daemon closes the oldest
+such connection of the address that has the most of them. So a peer that opens many silent connections loses its own;
+other peers send their Hello within milliseconds, and are not affected.
 
-Every user of the network namespace can connect to an abstract name, so the daemon checks the peer's user, which the
-kernel reports. With TLS, the certificate of a consumer on another host is checked before its Hello is read. If only one
-of the two ends uses TLS, the peer gets an error at once; otherwise both ends would wait for each other.
+Every user of this host can connect to an abstract Unix socket (except from another network namespace), so the daemon
+checks the peer's user, which the kernel reports. With TLS, the certificate of a consumer on another host is checked
+before its Hello is read. If only one of the two ends uses TLS, the peer gets an error at once; otherwise both ends
+would wait for each other.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ PAUSE_S = 0.1
 
 Attach = Callable[[socket.socket, lane_pb2.Hello], Awaitable[None]]
 SlotOf = tuple[str, int, int, int, int]
-"""Key of a slot's runner: (run, attempt, box, slot, generation). `attempt` counts the launches of the run's job,
-`generation` the runners that the slot has had."""
+"""Key of a slot's runner: (run, attempt, box, slot, generation). `attempt` is the number of the job's launch.
+`generation` is a number that rises each time the slot gets a new runner."""
 
 
 def slot_of(hello: lane_pb2.Hello) -> SlotOf:
-    """Return the key of the slot whose batches a training job requests by this Hello, the first message on a lane."""
+    """Return the key of the runner from which a training job wants batches. The job names the runner in its Hello, the
+    first message on a lane."""
     return hello.run, hello.attempt, hello.box, hello.slot, hello.generation
 
 
@@ -76,8 +78,8 @@ def check_hello(hello: lane_pb2.Hello) -> None:
     protocol."""
     if hello.protocol != LANE_PROTOCOL:
         raise VersionSkewError(
-            f"the training job uses version {hello.protocol} of the protocol for batches, this worker version "
-            f"{LANE_PROTOCOL}. Install the same version of Penstock on both"
+            f"the training job uses version {hello.protocol} of the protocol for batches, this worker uses "
+            f"version {LANE_PROTOCOL}. Install the same version of Penstock on both"
         )
 
 
@@ -85,8 +87,8 @@ class LaneListeners:
     """Listeners for lanes (connections over which training jobs read batches), on an abstract Unix socket and on TCP.
 
     attach: called with each connection and its Hello (first message); checks the ticket and passes the connection to
-    the runner. tls: TLS files for training jobs on other hosts. With a CA, these jobs must show a certificate too.
-    insecure: True allows an address that other machines can reach without TLS.
+    the runner. tls: this worker's TLS files; None = no TLS. If the files include a CA, training jobs on other hosts
+    must show a certificate too. insecure: True allows an address that other machines can reach without TLS.
     """
 
     def __init__(self, attach: Attach, tls: Tls | None = None, *, insecure: bool = False) -> None:
@@ -105,7 +107,7 @@ class LaneListeners:
         """Tasks of connections that have not sent a Hello, oldest first, with the peer's address."""
         self._senders: dict[Sender, SlotOf] = {}
         self._sent_bytes = 0
-        """Bytes sent by senders that have ended."""
+        """Bytes sent by sender threads that have ended."""
         self.local_address = ""
         self.tcp_address = ""
 
@@ -151,11 +153,12 @@ class LaneListeners:
             sender.stop()
 
     def drop(self, slot: SlotOf) -> None:
-        """End the sender threads (they send batches to other hosts) of this slot, because the slot's runner ends or has
-        a newer lane.
+        """End the sender threads of this slot (they send its batches to other hosts), because the slot's runner ends or
+        has a newer lane.
 
         Otherwise a training job whose host has vanished would keep the sender, the connection and the ring's memory
-        until the kernel gives up, and a job that opens lanes again and again could have any number of senders.
+        until TCP times out, which may take minutes. And a job that opens lanes again and again could have any number of
+        senders.
         """
         for sender in [sender for sender, served in self._senders.items() if served == slot]:
             sender.stop(0)
@@ -324,8 +327,8 @@ def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
 
 
 async def _first_bytes(connection: socket.socket) -> bytes:
-    """Return the peer's first PEEKED bytes, enough to detect TLS, but leave these bytes in the socket for the next
-    reader."""
+    """Return the peer's first PEEKED bytes, which show whether the peer uses TLS. The bytes stay in the socket, so that
+    the next reader gets them too."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PEEKED)
     await when_readable(connection)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
@@ -339,7 +342,7 @@ async def _first_bytes(connection: socket.socket) -> bytes:
 
 
 async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
-    """Read a Hello from a new connection, and leave all later bytes in the socket, because the sender reads them."""
+    """Read a Hello from a new connection. Leave all later bytes in the socket, because the sender reads them."""
     reading = tcp.HelloReader()
     while reading.missing:
         try:

@@ -1,26 +1,29 @@
 """Sender of batches over TCP: reads a runner's ring (shared memory), and sends its batches to a box (a data-parallel
 rank) on another host.
 
-The daemon runs one sender thread for each TCP lane. The runner treats the sender as any other consumer. To the receiver
-the sender writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or
-compressed if the consumer requested that. So the runner works as for a local consumer and spends no processor time on
-sending. Batches that the runner had produced before it died are still sent.
+The daemon runs one sender thread for each TCP lane. The runner treats the sender as any other consumer, so it works as
+for a consumer on its own host, and spends no processor time on sending. The sender forwards the runner's frames to the
+receiver on the other host. After each BATCH frame it sends the batch's bytes (the payload), straight from the ring, or
+compressed if the consumer requested that. Batches that the runner had produced before it died are still sent.
 
-The sender never blocks on one side while the other is ready: it polls both sockets, and each write takes as much as the
-socket accepts. Outgoing data waits in `_out`, in order; many small buffers are sent in one call. The bytes in `_out`
-need no bound of their own: each batch there holds a ring entry, so the ring is the bound (compressed batches are
-copies, smaller than their entries). Only announcements are counted, against a runner that floods them.
+The sender polls both sockets, and each write takes as much as the socket accepts. So a socket that is not ready never
+holds up the other one. Outgoing data waits in the queue `_out`, in order; many small buffers are sent in one call. The
+ring bounds the number of batches in `_out`, because each of these batches holds a ring entry (compressed batches are
+copies, smaller than their entries). Frames without a payload hold no entry. MAX_OUT bounds their number, in case a
+runner sends too many.
 
 The checksum behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent,
-so that the kernel copies from the processor's cache.
+so that the kernel finds the piece in the processor's cache.
 
 A ring entry is released to the runner when its batch was delivered to the remote training loop, not when it was sent.
 So a broken TCP connection costs no computation: the sender ends, the runner keeps the batches that were not delivered,
-and the next lane sends these batches again. Acks for free entries of the receiver's ring stay within the receiver.
+and the next lane sends these batches again. The receiver has a ring of its own; acks that free entries of that ring are
+not sent to this host.
 
-When the runner has ended, the sender sends all batches that the runner had produced, shuts its direction of the TCP
-connection, and receives the last acks until the receiver closes: closing sooner would destroy data in flight. When the
-TCP connection is lost, the sender detaches from the runner without a message. A CLOSE from either side is passed on.
+When the runner has ended, the sender sends all batches that the runner had produced, and closes the TCP connection for
+sending. It then receives the last acks until the receiver closes the connection: closing sooner would destroy data that
+are still on their way. When the TCP connection is lost, the sender closes its socket to the runner without a CLOSE
+message. A CLOSE from either side is passed on.
 """
 
 from __future__ import annotations
@@ -51,24 +54,24 @@ _log = logging.getLogger(__name__)
 BUFFERS_A_CALL = 128
 """Largest number of buffers given to one sendmsg call; a batch has two or three. The kernel takes up to 1,024."""
 FRAMES_A_TURN = 64
-"""Largest number of frames (messages, such as one batch) read from the runner before data is sent over TCP again. It is
-more than a ring has entries."""
+"""Largest number of frames (each announces one batch or is a rare other message) read from the runner before data is
+sent over TCP again. A ring has fewer entries."""
 PACKED_A_TURN = 1 << 20
-"""Bytes of batches that are compressed before data is sent over TCP again; compressing 1 MiB takes 2 ms."""
+"""Number of bytes of batches that are compressed before data is sent over TCP again; compressing 1 MiB takes 2 ms."""
 MAX_BACKLOG = 1 << 16
-"""Largest number of acknowledgements, and of numbers in them, that may wait until the runner reads them. A receiver
-that causes more is treated as an attacker: its lane ends."""
+"""Largest number of acknowledgements that may wait until the runner reads them (`Consumer.backlog`). A training job
+that causes more breaks the protocol, and its lane is closed."""
 AT_ONCE = 512 << 10
-"""Number of bytes given to one sendmsg call, and number of bytes of a payload for which the checksum is computed before
-they are sent. It is the size of the send buffer of a connection to a nearby peer. With half or twice the size, sending
-batches of 1 and 8 MiB takes a tenth longer."""
+"""Size of the pieces in which data is sent, in bytes: sendmsg gets about this many bytes a call, and a payload's
+checksum is computed over one piece before that piece is sent. The value is the size of the send buffer of a connection
+to a nearby peer. With half or twice the size, sending batches of 1 and 8 MiB takes a tenth longer."""
 MAX_OUT = 512
-"""Largest number of buffers waiting to be sent; at the limit the sender reads no more from the runner. A ring whose
-entries are all full needs fewer buffers."""
+"""Largest number of buffers waiting to be sent; at the limit the sender reads no more from the runner. The batches of a
+full ring need fewer than 100 buffers, so only a runner that sends too many other frames reaches the limit."""
 
 
 class _Payload:
-    """Payload of a batch, which is sent in pieces and followed by its checksum."""
+    """Bytes of one batch, which are sent in pieces and followed by their checksum."""
 
     __slots__ = ("_hasher", "_left")
 
@@ -77,7 +80,8 @@ class _Payload:
         self._hasher = xxh3_64()
 
     def next(self) -> tuple[bytes | memoryview, bool]:
-        """Return the next bytes to send, and True if these bytes are the last, which are the checksum."""
+        """Return the next bytes to send, and a flag: False for a piece of the batch, True for the checksum, which comes
+        last."""
         left = self._left
         if not left:
             return tcp.check_of(self._hasher), True
@@ -92,12 +96,15 @@ class _Payload:
 
 
 class Sender(threading.Thread):
-    """Thread that forwards one runner's batches to one TCP connection, until either side ends.
+    """Thread that forwards one runner's batches to one TCP connection, until either side ends. It closes both sockets.
 
-    tcp_socket: connected socket whose Hello (first message of a training job) was read and verified; under TLS a
-    TlsSocket. local: the daemon's end of a SEQPACKET socket pair; the runner has the other end and the same Hello.
-    hello: that Hello. The sender closes both sockets.
-    name: text for messages, which names the run, box and slot. on_end: called in the sender's thread when it ends.
+    Args:
+        tcp_socket: connected socket to the training job, whose Hello (first message) was read and verified; under TLS a
+            TlsSocket.
+        local: the daemon's end of a SEQPACKET socket pair. The runner has the other end, and was given the same Hello.
+        hello: the training job's Hello.
+        name: text for messages, which names the run, box and slot.
+        on_end: called in the sender's thread when it ends; None = not called.
     """
 
     def __init__(
@@ -226,8 +233,8 @@ class Sender(threading.Thread):
             return False
 
     def _take_batch(self, frame: Frame) -> int:
-        """Append a batch to `_out`, the queue of outgoing data. Return the batch's size in bytes if it was compressed,
-        0 otherwise."""
+        """Append a batch to `_out`, the queue of outgoing data. Return the number of bytes that were compressed for it,
+        which count towards PACKED_A_TURN; 0 = the batch is sent uncompressed."""
         runner, out, packer = self._runner, self._out, self._packer
         ring = runner.rings[frame.ring]
         size = frame.nbytes + 8 * frame.size
@@ -248,7 +255,7 @@ class Sender(threading.Thread):
         return size
 
     def _make_ready(self) -> None:
-        """Move the buffers for one sendmsg call from `_out` (all outgoing data) to `_ready`."""
+        """Move buffers from `_out` (all outgoing data) to `_ready`, as many as one sendmsg call may send."""
         out, ready = self._out, self._ready
         size = sum(map(len, ready))
         while out and size < AT_ONCE and len(ready) < BUFFERS_A_CALL:

@@ -1,7 +1,7 @@
 """HTTP pages of a worker daemon: /metrics for Prometheus, /healthz for orchestrators.
 
-Only the event loop may read the daemon's state. So a scrape lets the event loop copy the needed figures. /proc, which
-takes longer to read, is read on the scrape's own thread. Nothing is kept between scrapes.
+Only the event loop may read the daemon's state. So a thread that answers a request for /metrics lets the event loop
+copy the needed figures. The thread itself reads /proc, which takes longer. Nothing is kept between requests.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from penstock.worker.slots.slot_interfaces import DaemonCounters
 __all__ = ["health", "open_web"]
 
 MANY = 1 << 62
-"""Memory limit, in bytes, larger than any runner's memory. Below its limit, `held_by` returns plain sums, and does not
-read proportional shares, which the kernel computes slowly."""
+"""Argument for `held_by`, in bytes, larger than the memory of any runner. It makes `held_by` add up the memory of a
+runner's processes, which is fast, and not divide shared memory among them, which the kernel computes slowly."""
 _PLAIN = "text/plain; charset=utf-8"
 
 
@@ -89,7 +89,7 @@ class _Now:
 
 
 def _look(daemon: MeasuredDaemon) -> _Now:
-    """Copy the figures of a daemon. Must run on the daemon's event loop."""
+    """Copy the figures of a daemon for the pages. Must run on the daemon's event loop."""
     slots, phases = [], Counter[str]()
     for slot in daemon.slots:
         slot.progress_page.refresh()
@@ -170,7 +170,7 @@ def health(answered_at: float | None, lease_s: float, stopping: bool, now: float
 def open_web(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> WebServer:
     """Start the web server of a daemon that runs in `loop`, listening at `settings.http`.
 
-    Raises InvalidArgumentError if prometheus-client is missing, and what WebServer raises.
+    Raises InvalidArgumentError if prometheus-client is missing, and any error that `WebServer` raises.
     """
 
     def well() -> Page:
@@ -183,6 +183,6 @@ def open_web(daemon: MeasuredDaemon, loop: asyncio.AbstractEventLoop) -> WebServ
 
     settings = daemon.settings
     routes = {"/metrics": metrics_route(Collector(lambda: _readings(daemon, loop))), "/healthz": well}
-    # No TLS on loopback, because clients there do not have the cluster's CA, and none without a certificate.
+    # No TLS on loopback, because clients there do not have the cluster's CA. No TLS without a certificate either.
     tls = None if is_local(settings.http) or settings.tls is None or not settings.tls.cert else settings.tls
     return WebServer(settings.http, routes, tokens=settings.http_tokens, tls=tls, insecure=settings.insecure)

@@ -42,7 +42,7 @@ class DaemonSettings:
     """Process ids; the daemon ends when one of these processes ends. In embedded mode: the training job and its
     coordinator."""
     embedded: bool = False
-    """Flag that this daemon was started by a training job on its own machine, for that job alone."""
+    """Flag that a training job started this daemon on its own machine, for that job alone."""
     runner_memory: int = 0
     """Largest number of bytes of memory that one runner may hold; 0 = no limit."""
     starts: int = 0
@@ -55,7 +55,8 @@ class DaemonSettings:
     """Largest number of processes and threads of all runners together; 0 = no limit. Needs runner_user or control
     groups."""
     no_cage: bool = False
-    """Flag that turns off the sandbox, which hides other processes of the same user from runners (see sandbox.py)."""
+    """Flag that turns off the sandbox for runners (see sandbox.py). The sandbox hides other processes of the same user.
+    """
     no_groups: bool = False
     """Flag that turns off control groups for runners; see control_groups.py."""
     tls: Tls | None = None
@@ -63,10 +64,11 @@ class DaemonSettings:
     insecure: bool = False
     """Flag that allows listening for lanes and metrics beyond this machine without TLS."""
     drain_s: float = 0.0
-    """Seconds that the daemon continues after a stop request, while other workers prepare to take over its slots."""
+    """Seconds that the daemon continues after a stop request, while its slots move to other workers; 0 = it ends at
+    once."""
     liveness_file: str = ""
-    """Path of a file that is touched when the coordinator answers (penstock.runtime.process.liveness_file); "" = no
-    file."""
+    """Path of a file for health probes (penstock.runtime.process.liveness_file), into which the daemon writes the times
+    of its last heartbeat round and of the coordinator's last answer; "" = no file."""
     http: str = ""
     """Address of the pages for metrics and health (worker_metrics.py), as host:port; "" = no pages."""
     http_tokens: str = field(default="", repr=False)
@@ -80,7 +82,7 @@ def own_name() -> str:
 
 def user_of_runners(settings: DaemonSettings) -> RunnerUser | None:
     """Return the user that user code runs as; None for the daemon's own user. Log a warning if memory that several
-    processes of a runner share would be counted more than once in its memory limit."""
+    processes of a runner share would be counted several times, once for each process, against `runner_memory`."""
     if settings.runner_user:
         if settings.runner_memory and not sees_shared_memory():
             _log.warning(

@@ -1,4 +1,5 @@
-"""Large values that slots need (a loader's arguments, the state to resume from), fetched once for each worker daemon.
+"""Large values (blobs) that slots need, such as a loader's arguments or the state to resume from. The worker daemon
+fetches each value once.
 
 A value is kept in a sealed memfd, and every child process gets a descriptor of it: copies of 300 MB for each of 32
 slots would take 10 GB. A thread fetches the value, over a connection that is closed afterwards. If the daemon's event

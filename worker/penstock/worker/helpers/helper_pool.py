@@ -24,7 +24,7 @@ from penstock.worker.processes.progress_page import ProgressPage
 
 __all__ = ["HelperPool", "HelperProcess"]
 
-PAYS = 3
+MIN_TASKS = 3
 """Smallest number of simultaneous tasks of one loader for which a warm helper is started. Fewer tasks would end before
 the helper has imported its modules."""
 IDLE_S = 30.0
@@ -118,7 +118,7 @@ class HelperPool:
         loader has enough tasks. Return None if a fresh child process must do the task. The caller must give the helper
         back or end it."""
         group = self._groups.get(_key_of(assignment))
-        if group is None or group.unfit or group.modules is None or (group.tasks < PAYS and not group.idle):
+        if group is None or group.unfit or group.modules is None or (group.tasks < MIN_TASKS and not group.idle):
             return None
         while group.idle:
             helper = group.idle.pop()

@@ -1,5 +1,8 @@
-"""Tasks with a slot's loader in a helper process, while the slot's runner continues to stream: the daemon's side. The
-helper's side is replayer.py. The stream continues even if the task fails."""
+"""The daemon's side of tasks for helper processes. A helper process does one task with a slot's loader, such as making
+the state at a step, while the slot's runner continues to stream. The stream continues even if the task fails.
+
+The helper's side is replayer.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ __all__ = ["DEADLINE_S", "ReplayHost", "run_task", "send_assignment"]
 DEADLINE_S = 120.0
 """Default for the largest number of seconds that a task may take."""
 ASKED_FOR = ("state", "aggregate", "advance", "mixture")
-"""Names of the tasks for whose result a training job waits. They run before tasks that only the daemon needs."""
+"""Names of the tasks for whose result a training job waits (an operator for "mixture"). They run before tasks that only
+the daemon needs."""
 
 
 class ReplayHost(Protocol):
@@ -52,8 +56,12 @@ async def run_task(
     """Let a helper process do `task` with the slot's loader, and return the helper's answer. If the helper is killed
     from outside (SIGKILL), another helper does the task.
 
-    name: the slot's name for messages. points: restart points (earlier positions of the loader with its states),
-    serialized, in the order to try. task: one of the messages that replayer.py handles, with its `fields`.
+    Args:
+        host: the daemon.
+        name: the slot's name for messages.
+        points: restart points (earlier positions of the loader with its states), serialized, in the order to try.
+        task: kind of the message with which replayer.py gets the task; `fields` are the message's fields.
+        deadline_s: seconds for the work of helpers. Waiting for a turn and starting a process do not count.
 
     Raises:
         DeadlineError: the task took longer than `deadline_s` seconds; with the helper's stack.
@@ -91,7 +99,7 @@ async def _by_helper(
     fields: dict[str, Any],
 ) -> ControlMessage | None:
     """Let a warm helper (a process that has imported the loader's modules) do the task, and return its answer. Return
-    None if a fresh child process must do the task instead."""
+    None if the helper died or its answer does not count; a fresh child process must then do the task."""
     assert helper.child is not None
     answer, whole = helper.expect(), False
     try:
@@ -166,7 +174,7 @@ async def _ask(
 
 
 async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.WorkerAssignment) -> None:
-    """Send an assignment to a child process. Large arguments go as a file descriptor."""
+    """Send an assignment to a child process. Large arguments of input_fn are sent as a file descriptor."""
     name = assignment.loader.arguments_blob
     await child.send("assign", assignment.SerializeToString(), [await blobs.descriptor(name)] if name else None)
 

@@ -13,23 +13,23 @@ __all__ = [
     "KEPT",
     "REPLAY",
     "WAYS",
-    "First",
-    "are_one",
+    "EpochBeginning",
     "first_choice",
+    "lead_to_same_epoch",
     "more_careful",
-    "the_right_one",
+    "right_crossing",
     "to_try",
 ]
 
 KEPT, FRESH, REPLAY = "kept", "fresh", "replay"
 WAYS = ("", KEPT, FRESH, REPLAY)
-"""Names of the crossings (ways in which a restored loader enters the next epoch), the most careful last. They are
-explained in epoch_crossing.py; "" = not known yet."""
+"""Names of the crossings (ways in which a restored loader enters the next epoch), in the order in which they replace
+each other when one has proved wrong. They are explained in epoch_crossing.py; "" = not known yet."""
 
 
 def more_careful(one: str, other: str) -> str:
-    """Return the more careful of two crossings (ways in which a restored loader enters the next epoch), which may be
-    right where the other one leads to wrong batches."""
+    """Return the one of two crossings (ways in which a restored loader enters the next epoch) that is later in WAYS. It
+    is used for a loader for which the other one has proved wrong."""
     return max(one, other, key=WAYS.index)
 
 
@@ -46,42 +46,42 @@ def first_choice(known: str, *, methods: int, whole: bool, untouched: bool, stra
         known: crossing found so far, see `StreamHistory.crossing`.
         methods: number of the four state methods that the loader has.
         whole: True if the loader's stream can be replayed from the beginning.
-        untouched: True if the loader has yielded nothing since it was restored. Such a loader may continue the epoch
-            instead of beginning the next one.
+        untouched: True if the loader has yielded nothing since it was restored. The next iter() of such a loader may
+            continue the restored epoch instead of beginning the next one.
         strays: True if the restored loader drew other random numbers than the loader that streamed.
     """
     if methods == 4 and not whole:
-        return KEPT  # the stream began with another number of workers, so a new loader is no standard of comparison
+        return KEPT  # the stream began with another number of workers, so a new loader yields other batches
     if strays:
         return REPLAY
     return "" if known == KEPT and untouched else known
 
 
 @dataclass(frozen=True)
-class First:
-    """Beginning of an epoch: its first batch, and the loader's state after this batch."""
+class EpochBeginning:
+    """Beginning of an epoch, as one crossing leads to it: the first batch, and the loader's state after this batch."""
 
     digest: int | None
     """Digest of the first batch; None if the epoch has no batch."""
-    behind: bytes
+    state_after: bytes
     """State of the loader and of the random generators after the first batch, as bytes; b"" if it cannot be taken."""
     failure: str = ""
     """Text of the error that the loader raised instead of opening the epoch; "" = no error."""
 
-    def alike(self, other: First) -> bool:
+    def alike(self, other: EpochBeginning) -> bool:
         """Return True if both epochs begin with the same batch, or fail with the same error."""
         return (self.digest, self.failure) == (other.digest, other.failure)
 
 
-def are_one(kept: First, fresh: First, *, awaited: int | None, whole: bool) -> bool:
-    """Return True if the crossings KEPT and FRESH (the restored loader, and a new one from input_fn) lead to the same
-    next epoch, so that FRESH can be used.
+def lead_to_same_epoch(kept: EpochBeginning, fresh: EpochBeginning, *, awaited: int | None, whole: bool) -> bool:
+    """Return True if the crossings KEPT (the restored loader) and FRESH (a new one from input_fn) lead to the same next
+    epoch, so that FRESH can be used.
 
     Args:
         kept: beginning of the next epoch with KEPT.
         fresh: beginning of the next epoch with FRESH.
-        awaited: digest of the batch that followed when a state was saved at this epoch's end, None if not known. A
-            crossing that leads to another batch is wrong.
+        awaited: digest of the epoch's first batch, if it was recorded with a state saved at the end of the previous
+            epoch; None if not known. A crossing that leads to another batch is wrong.
         whole: True if the stream can be replayed from the beginning. Then the states after the first batch must be
             equal too. Otherwise an equal first batch is enough.
     """
@@ -89,7 +89,7 @@ def are_one(kept: First, fresh: First, *, awaited: int | None, whole: bool) -> b
     return same and (awaited is None or awaited == fresh.digest)
 
 
-def the_right_one(right: First, kept: First, fresh: First) -> str:
+def right_crossing(right: EpochBeginning, kept: EpochBeginning, fresh: EpochBeginning) -> str:
     """Return the crossing (way into the next epoch) that leads to the right next epoch: KEPT or FRESH, or REPLAY if
     both are wrong.
 

@@ -9,12 +9,14 @@ loader replayed from the beginning is always right, but takes long. So there are
     FRESH    call input_fn() again, with the random generators as they are
     REPLAY   replay a new loader from the beginning
 
-`StreamHistory.crossing` names the right crossing, once it is known. Until then the first batch of the next epoch is
-made by the first two. If the two batches are equal, and also `state_dict()` and the random generators after them, FRESH
-is used. Otherwise the slot's stream is replayed from the beginning, once, and the result decides for the rest of the
-run. Comparing the batch alone is not enough: where the order of shards depends on the epoch's number, two epochs may
-begin with the same batch. If a state was saved at this epoch's end, the batch that followed is known
-(`PositionedLoader.awaited`): a crossing that leads to another batch is wrong.
+`StreamHistory.crossing` names the right crossing, once it is known. Until then KEPT and FRESH are both tried: each
+makes the first batch of the next epoch. If the two batches are equal, and so are the results of `state_dict()` and the
+random generators after them, FRESH is used. Otherwise the slot's stream is replayed from the beginning, once. The first
+batch after the replay shows which crossing is right, and this one is used for the rest of the run.
+
+Comparing the batch alone is not enough: where the order of shards depends on the epoch's number, two epochs may begin
+with the same batch. If a state was saved at the end of the restored epoch, the digest of the batch that followed is
+known (`PositionedLoader.awaited`): a crossing that leads to another batch is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from penstock.proto.batch.digest import cover_of
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.state.codec import encode_state
-from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY, First, are_one, first_choice, the_right_one
+from penstock.worker.loader.crossing_kinds import (
+    FRESH,
+    KEPT,
+    REPLAY,
+    EpochBeginning,
+    first_choice,
+    lead_to_same_epoch,
+    right_crossing,
+)
 from penstock.worker.loader.positioned_loader import PositionedLoader
 from penstock.worker.loader.restart_plan import Leg, Target
 from penstock.worker.loader.restart_points import END, RestartPoint, StreamHistory, StreamPosition
@@ -40,10 +50,10 @@ _log = logging.getLogger("penstock.worker")
 
 def cross(source: PositionedLoader, step: int) -> RestartPoint:
     """Open the next epoch of a loader that was restored within an epoch, in the way that gives the right batches. The
-    ways (crossings) are explained at the top of this module; the right one is found first if it is not known. Return
+    ways (crossings) are explained at the top of this module. If the right one is not known, it is found first. Return
     the epoch start: the loader's state at the new epoch's beginning.
 
-    step: training step of the box (data-parallel rank) as of which the state is taken.
+    step: training step of the box (data-parallel rank) that `get_worker_state()` reports to the loader's state_dict().
     """
     end, untouched, history = source.rng(), source.is_untouched, source.history
     choice = first_choice(
@@ -67,15 +77,15 @@ def cross(source: PositionedLoader, step: int) -> RestartPoint:
     kept = _tried(source, step, take)
     source.renew(end)
     fresh = _tried(source, step, take)
-    if are_one(kept, fresh, awaited=source.awaited.get(source.position.total), whole=history.complete):
+    if lead_to_same_epoch(kept, fresh, awaited=source.awaited.get(source.position.total), whole=history.complete):
         source.learn_crossing(FRESH)
         source.renew(end)
         return source.open(step=step)
     _from_the_beginning(source, take)
     opened = source.open(step=step)
-    right = _first_of(source, take)
+    right = _beginning_of(source, take)
     if not untouched:
-        source.learn_crossing(the_right_one(right, kept, fresh))
+        source.learn_crossing(right_crossing(right, kept, fresh))
         opened = source.marked(opened)
         _log.warning(
             "%s: restored within epoch %d, the loader begins the next epoch differently from a new loader. A replay of "
@@ -91,18 +101,19 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
     """Open the next epoch of a loader that resumes by its own four state methods (deaggregate_state_dict, then
     load_state_dict), and so can be restored only to the start of its launch. Return the epoch start.
 
-    The next epoch is right if it begins with the batch that followed when a state was saved at this position. If that
-    batch is not known or differs, a second loader is replayed from the beginning, once; both must begin the next epoch
-    with the same batch.
+    First the loader opens the epoch in its present state. This is right if the first batch is the one that followed
+    when a state was saved at this position. If that batch is not known or differs, a new loader is replayed from the
+    beginning, once, and makes the right first batch. If both first batches are equal, the resumed loader is used from
+    now on, otherwise the replayed loader.
     """
     take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
     start, untouched, target, history = source.start, source.is_untouched, source.position.copy(), source.history
     awaited = source.awaited.get(target.total)
-    came: First | None = None
+    came: EpochBeginning | None = None
     if history.crossing != REPLAY:
         try:
             opened = source.open(step=step)
-            came = _first_of(source, take)
+            came = _beginning_of(source, take)
         except InputFnError as error:
             _log.info("%s: the restored loader failed to begin the next epoch: %s", source.name, error.message)
         else:
@@ -111,7 +122,7 @@ def _cross_as_resumed(source: PositionedLoader, step: int) -> RestartPoint:
         source.abort()
     _from_the_beginning(source, take)
     opened = source.open(step=step)
-    right = _first_of(source, take)
+    right = _beginning_of(source, take)
     if came is not None and came.digest == right.digest and start is not None:
         if not untouched:
             source.learn_crossing(KEPT)
@@ -147,8 +158,7 @@ def _as_resumed(
     take: Callable[[Any], tuple[int, int]],
 ) -> None:
     """Bring a loader that resumes by its own four state methods back to its position between two epochs: restore the
-    state with which its launch began, then replay. The loader itself enters each next epoch on the way, as it did
-    before, and the result is not verified again."""
+    state with which its launch began, then replay. On the way, iter() on the same loader opens each next epoch."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
@@ -161,32 +171,33 @@ def _as_resumed(
     source.restored = True
 
 
-def _first_of(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) -> First:
+def _beginning_of(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) -> EpochBeginning:
     batch = source.peek()
     digest = None if batch is END else take(batch)[0]
     try:
-        return First(digest, encode_state(source.state(source.position.total)[0]) + source.rng())
+        return EpochBeginning(digest, encode_state(source.state(source.position.total)[0]) + source.rng())
     except PenstockError:
-        return First(digest, b"")
+        return EpochBeginning(digest, b"")
 
 
-def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> First:
+def _tried(source: PositionedLoader, step: int, take: Callable[[Any], tuple[int, int]]) -> EpochBeginning:
     """Open the next epoch with the loader in its present state, return the epoch's beginning, and undo the opening. An
-    error of the loader is part of the result: some loaders cannot open an epoch after a restore, and then another way
-    into the next epoch is tried."""
+    error of the loader is part of the result, because some loaders cannot open an epoch after a restore."""
     try:
         source.open(step=step)
-        return _first_of(source, take)
+        return _beginning_of(source, take)
     except InputFnError as error:
-        return First(None, b"", error.message)
+        return EpochBeginning(None, b"", error.message)
     finally:
         source.abort()
 
 
 def _from_the_beginning(source: PositionedLoader, take: Callable[[Any], tuple[int, int]]) -> None:
-    """Replay a loader from the beginning of its stream up to its present position, which is between two epochs. Raise
-    ReplayMismatchError if its stream cannot be replayed from the beginning, or leads to another batch than the
-    delivered one."""
+    """Replay a loader from the beginning of its stream up to its present position, which is between two epochs.
+
+    Raises ReplayMismatchError if the stream cannot be replayed from the beginning, or if the last batch of the replay
+    is not the one that was delivered.
+    """
     target, digest, history = source.position.copy(), source.digest, source.history
     why = (
         f"{source.name}: the right first batch of epoch {target.epoch} cannot be determined: the loader was restored "

@@ -36,8 +36,10 @@ __all__ = ["PositionedLoader"]
 
 
 class PositionedLoader(SlotLoader, ABC):
-    """Loader of a slot that can be replayed, saved and restored. To *open* an epoch is to call iter() on the loader for
-    it. The subclass `RestorableLoader` opens the next epoch after a restore within an epoch."""
+    """Loader of a slot that can be replayed, saved and restored. To *open* an epoch means to call iter() on the loader.
+
+    The subclass `RestorableLoader` adds how the next epoch is opened after a restore within an epoch.
+    """
 
     def __init__(
         self,
@@ -50,37 +52,40 @@ class PositionedLoader(SlotLoader, ABC):
         self.digest = 0
         """Digest (hash) of the last batch, which the caller of `next` computes and sets; 0 = not known."""
         self.unsaved: Exception | None = None
-        """Error of state_dict() when the epoch start was taken; None if the state could be taken."""
+        """Error that state_dict() raised at an epoch start, which therefore has no state; None if it raised none."""
         self.resume: dict[str, Any] | None = None
-        """Decoded state from which the launch resumed; None without one. A loader with four state methods needs this
-        state to start its launch again."""
+        """Decoded state from which the launch resumed; None if it began without a state. A loader with four state
+        methods loads this state again when it is restored."""
         self.restored = False
-        """True if a state has brought the loader into the middle of its epoch, so that it has not yielded the batches
-        before."""
+        """True if the loader reached its position by loading a state and not by a replay. It has not yielded the
+        earlier batches of its epoch itself, so its next iter() may begin the next epoch with wrong batches."""
         self.strays = False
-        """True if the loader, restored to an epoch's start, drew other random numbers than the loader that streamed:
-        the random generators differ after `iter()`."""
+        """True if the loader was restored to an epoch's start, and `iter()` then drew other random numbers than it drew
+        in the loader that streamed. The states of the random generators show that."""
         self.counts_from: RestartPoint | None = None
-        """Start of the stream, set if the loader's own states lead to wrong batches; None otherwise. If set, later
-        positions are saved as numbers of batches after the start, and not as states."""
+        """Restart point at the start of the stream, set if the loader's own states lead to wrong batches; None
+        otherwise. If set, a position is saved as the number of batches after that start, and not as a state."""
         self.awaited: dict[int, int] = {}
-        """Digests of batches that followed, in an earlier launch, on an epoch's end at which a state was saved. The key
-        is the number of the slot's batches in the run up to that end."""
+        """Digests of the first batches of epochs, recorded by earlier launches. An entry exists if a state was saved at
+        the end of the epoch before. The key is the number of the slot's batches up to that end, over the whole run."""
         self._restored_at = 0
         self._ahead: list[Any] = []
         """Batch that `peek` has taken and `next` has not returned yet, as a list of at most one."""
         self._rng_at_peek = b""
         self._held: tuple[Iterator[Any], list[Any], RestartPoint | None] | None = None
-        """Next epoch, if the loader has begun it before `next` has returned the end of the present one: its iterator,
-        the batch taken by `peek`, and its epoch start. None otherwise."""
+        """Next epoch, if the loader has begun it before `next` has returned END for the present one: the iterator, the
+        batch taken by `peek`, and the epoch start. None otherwise."""
         self._start: RestartPoint | None = None
-        """Start of the launch; None unless the loader can be restored by its own methods only, that is
-        deaggregate_state_dict and load_state_dict."""
+        """Restart point at the start of the launch, for a loader that can be restored by its own methods only
+        (deaggregate_state_dict and load_state_dict); None for any other loader."""
 
     @abstractmethod
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
-        """Open epoch `position.epoch`. Return the epoch start: the position with the loader's state, taken as of
-        training step `step` of the box (data-parallel rank)."""
+        """Open epoch `position.epoch`. Return the epoch start: a restart point with the loader's state.
+
+        step: training step of the box (data-parallel rank) that `get_worker_state()` reports to the loader's
+        state_dict().
+        """
 
     @property
     def is_open(self) -> bool:
@@ -89,8 +94,8 @@ class PositionedLoader(SlotLoader, ABC):
 
     @property
     def is_untouched(self) -> bool:
-        """True if the loader was restored and has yielded nothing since. Such a loader may continue the restored epoch
-        when the next one is to begin."""
+        """True if the loader was restored and has yielded nothing since. Its next iter() may continue the restored
+        epoch instead of beginning the next one."""
         return self.restored and self.position.total == self._restored_at
 
     @property
@@ -100,34 +105,33 @@ class PositionedLoader(SlotLoader, ABC):
 
     @property
     def start(self) -> RestartPoint | None:
-        """Start of the launch, for a loader that can be restored by its own methods only (deaggregate_state_dict and
-        load_state_dict); None for any other loader."""
+        """Restart point at the start of the launch, for a loader that can be restored by its own methods only
+        (deaggregate_state_dict and load_state_dict); None for any other loader."""
         return self._start
 
     def learn_resume(self, resume: dict[str, Any] | None) -> None:
-        """Record the state from which the launch resumed. If the state was saved at an epoch's end, record also the
-        digest of the batch that followed then, for a comparison with the batch that follows now."""
+        """Record the state from which the launch resumed; None = it began without a state. If the state was saved at an
+        epoch's end, record in `awaited` also the digest of the batch that followed."""
         self.resume, a = resume, self.assignment
         part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_topology else None
         if part is not None and part.get("next_epoch") and part["next_digest"] and self.trusts_history(part):
             self.awaited[a.start.slots[a.slot].total] = part["next_digest"]
 
     def trusts_history(self, part: dict[str, Any]) -> bool:
-        """Return True if the history (launches and abandoned epochs) in a slot's saved part can be used. Return False
-        if an older release wrote the part, or the user edited it or loads it with strict=False: then only the loader's
-        own state is used."""
+        """Return True if the history (launches and abandoned epochs) in a slot's part of a saved state can be used.
+        Return False if an older release wrote the part, or the user edited it or loads it with strict=False: then only
+        the loader's own state is used."""
         strict = self.capabilities.state_methods != 4 or self.resume is None or self.resume["strict"]
         return bool("history" in part["restart"] and strict and not part.get("changed"))
 
     # ---- epochs
 
     def open(self, *, step: int = 0, rng_after: bytes | None = None) -> RestartPoint:
-        """Open the next epoch with the present loader, whatever state it is in, and return the epoch start. If the
-        loader can be restored only to the start of its launch, the epoch start says that a replay from there leads to
-        it.
+        """Open the next epoch with the present loader, in whatever state the loader is, and return the epoch start.
 
-        step: training step of the box. rng_after: states of the random generators to set once the epoch is open, on a
-        resume.
+        step: training step of the box (data-parallel rank) that `get_worker_state()` reports to the loader's
+        state_dict(). rng_after: states of the random generators to set once the epoch is open; None = leave them. Set
+        on a resume.
         """
         before = self._begin()
         if rng_after is not None:
@@ -140,7 +144,8 @@ class PositionedLoader(SlotLoader, ABC):
     def _epoch_start(self, step: int, before: bytes) -> RestartPoint:
         """Return the epoch start of the epoch that was just opened.
 
-        step: training step of the box. before: states of the random generators before the epoch was opened.
+        step: training step of the box (data-parallel rank) that `get_worker_state()` reports to the loader's
+        state_dict(). before: states of the random generators before the epoch was opened.
         """
         state, asked = None, False
         if self.saves_state:
@@ -155,7 +160,8 @@ class PositionedLoader(SlotLoader, ABC):
     def end_previous_epoch_first(
         self, position: StreamPosition, epoch: int, epoch_start: RestartPoint | None = None
     ) -> None:
-        """Let `next` return the end of the previous epoch before the batches of epoch `epoch`, which is open already.
+        """Let `next` return END for the previous epoch first, although epoch number `epoch` is open already; then the
+        batches of this epoch.
 
         position: the slot's position, which is still in the previous epoch. epoch_start: epoch start of the open epoch;
         None if none of its batches was made yet.
@@ -174,20 +180,20 @@ class PositionedLoader(SlotLoader, ABC):
         return self._reached_from_start(self._epoch_start(step, self.rng()) if epoch_start is None else epoch_start)
 
     def enter(self, epoch: int) -> None:
-        """Record that the loader was resumed at the end of an epoch, and continued with epoch `epoch` without a
-        StopIteration in between."""
+        """Record that the loader was resumed at the end of an epoch, and then yielded batches of epoch number `epoch`
+        at once, without a StopIteration for the old epoch."""
         self.history = self.history.of(replace(self.history.launch, enters=epoch))
         assert self._start is not None
         self._start = replace(self._start, history=self._start.history.of(self.history.launch))
 
     def _reached_from_start(self, point: RestartPoint) -> RestartPoint:
-        """Return `point`. For a loader that can be restored only to the start of its launch, return a copy whose
-        `behind` is that start, because the way to the point's position is then a replay from there."""
+        """Return `point`, or for a loader that can be restored only to the start of its launch a copy of it. In the
+        copy `replayed_from` is that start: the point's position is reached by a replay from there."""
         start = self._start or self.counts_from
-        return point if start is None or point.position == start.position else replace(point, behind=start)
+        return point if start is None or point.position == start.position else replace(point, replayed_from=start)
 
     def abort(self) -> None:
-        """Close the open epoch and forget that it was opened. At most one of its batches may have been made."""
+        """Close the open epoch and forget that it was opened. Only `peek` may have made one of its batches."""
         self._iterator, self._ahead, self._held = None, [], None
 
     def peek(self) -> Any:
@@ -199,8 +205,8 @@ class PositionedLoader(SlotLoader, ABC):
         return self._ahead[0]
 
     def _begin(self) -> bytes:
-        """Start to iterate over the loader; a loader that is its own iterator is made again first. Return the states of
-        the random generators that a replay must set before this step."""
+        """Start to iterate over the loader. If the loader is its own iterator, call input_fn for a new one first.
+        Return the states of the random generators that a replay must set before this step."""
         if not self.capabilities.is_iterator:
             before = self.rng()
         else:
@@ -211,8 +217,8 @@ class PositionedLoader(SlotLoader, ABC):
         return before
 
     def next(self) -> Any:
-        """Return the next batch and advance the position by it, or return END at the end of the epoch. The number of
-        samples in the position (`position.samples`) is left to the caller."""
+        """Return the next batch and advance the position by it, or return END at the end of the epoch. The caller must
+        add the batch's samples to `position.samples`."""
         assert self._iterator is not None
         try:
             if self._ahead:
@@ -232,8 +238,8 @@ class PositionedLoader(SlotLoader, ABC):
         return batch
 
     def learn(self, point: RestartPoint) -> None:
-        """Take over the stream's history (launches, abandoned epochs) from this restart point, and skip the batches
-        that were quarantined when the point was taken."""
+        """Copy the stream's history (launches, abandoned epochs) from this restart point, and skip the batches that
+        were quarantined when the point was taken."""
         self.history = point.history.before(point.position.epoch).knowing(self.history.crossing)
         self.learn_skips(point)
 
@@ -243,16 +249,16 @@ class PositionedLoader(SlotLoader, ABC):
             self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
 
     def learn_crossing(self, crossing: str) -> None:
-        """Record a crossing (way into the next epoch, epoch_crossing.py) that was found for this loader, unless a more
-        careful crossing is known."""
+        """Record a crossing (way into the next epoch) that was found for this loader, unless one that is later in WAYS
+        (crossing_kinds.py) is known."""
         self.history = self.history.knowing(crossing)
 
     def marked(self, point: RestartPoint, *, whole_history: bool = False) -> RestartPoint:
         """Return a copy of the restart point with the loader's present history (launches, abandoned epochs) and its
-        list of skipped batches.
+        list of quarantined batches, which are skipped.
 
-        whole_history: True keeps in the history also the epochs that earlier launches abandoned between the point and
-        the loader's position, which the training loop of this launch does not know.
+        whole_history: False keeps in the history only abandoned epochs before the point's own epoch. True keeps all of
+        them.
         """
         skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
         return replace(
@@ -275,8 +281,12 @@ class PositionedLoader(SlotLoader, ABC):
     # ---- states
 
     def snapshot(self, step: int) -> RestartPoint:
-        """Return a snapshot (the loader's state and position), as of training step `step` of the box. The caller must
-        encode the snapshot before the next call of `next`, because its state may share objects with the loader."""
+        """Return a snapshot (the loader's state and position). The caller must encode the snapshot before the next call
+        of `next`, because the state may share objects with the loader.
+
+        step: training step of the box (data-parallel rank) that `get_worker_state()` reports to the loader's
+        state_dict().
+        """
         state, asked = self.state(step)
         taken = self.marked(
             RestartPoint(self.position.copy(), state, self.rng(), None, self.digest, step if asked else 0)
@@ -287,9 +297,10 @@ class PositionedLoader(SlotLoader, ABC):
         """Bring the loader to the position of a restart point (a saved position with the loader's state). May be called
         at any time.
 
-        For the beginning of the stream a new loader is made and no state is loaded, because some loaders begin their
-        epoch only in the first next(): their state from before does not record that the epoch was opened. But a loader
-        whose states are exact gets its state, which may hold what a new loader lacks: the version of its data.
+        At the beginning of the stream a new loader is made, and the state in the restart point is not loaded. The
+        reason is that some loaders begin their epoch only in the first next(), so a state from before does not record
+        that the epoch was opened. If the loader declares `exact_states`, the state is loaded even there. It may hold
+        what a new loader does not know, such as the version of its data.
         """
         self.learn(point)
         self.abort()
@@ -352,7 +363,8 @@ class PositionedLoader(SlotLoader, ABC):
             self._load(point.state, True)
 
     def mark_restored(self) -> None:
-        """Record that the loader has just reached its position by loading a state, and not by a replay."""
+        """Record that the loader has reached its position just now, and that it did so by loading a state, not by a
+        replay."""
         self.restored, self._restored_at = True, self.position.total
 
     def begin(self) -> None:
@@ -387,8 +399,8 @@ class PositionedLoader(SlotLoader, ABC):
     def seek(
         self, total: int, epoch: int, seen: Callable[[Any], None], open_epoch: Callable[[], object] | None = None
     ) -> bool:
-        """Replay until the slot has made `total` batches in the run. Stop at the end of epoch number `epoch` and return
-        False if that epoch ends earlier; otherwise return True.
+        """Replay until the slot has made `total` batches in the run. Return True then. Stop at the end of epoch number
+        `epoch`, and return False if the slot has made fewer batches by then.
 
         Args:
             seen: called with each batch.
@@ -407,8 +419,7 @@ class PositionedLoader(SlotLoader, ABC):
         return True
 
     def reach_end(self) -> None:
-        """Read on, and expect the end of the epoch. Raise ReplayMismatchError if the loader yields one more batch
-        instead."""
+        """Check that the epoch ends here. Raise ReplayMismatchError if the loader yields one more batch."""
         if self.is_open and self.next() is not END:
             raise ReplayMismatchError(
                 f"{self.name}: epoch {self.position.epoch} has more batches than before. The data have changed, or the "

@@ -3,8 +3,8 @@ order these are tried, and which *legs* are replayed from each. A leg is the par
 
 The functions are pure: no loader, no socket, no torch. A plan says "restore this restart point, replay these legs,
 compare the last batch with this digest; on a mismatch take the next restart point". A runner (runner.py), a helper
-process (replayer.py) or a resume (start.py) carries the plan out. The daemon plans in the same way with the restart
-points that it keeps (snapshots.py).
+process (replayer.py) or a resume (start.py) carries the plan out. The daemon uses the same functions to choose among
+the restart points that it keeps (snapshots.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Final, Generic, Protocol, TypeVar
 __all__ = ["BEGINNING", "Leg", "Recovery", "RestartPoint", "Target", "first_fit", "plan_recovery", "route", "usable"]
 
 BEGINNING: Final = None
-"""Entry of `Recovery.ways` that uses no restart point. It means: call input_fn again, and replay all batches from the
-beginning."""
+"""Entry of `Recovery.ways` that stands for the beginning of the stream: call input_fn again, and replay all batches."""
 
 
 class RestartPoint(Protocol):
@@ -47,8 +46,8 @@ class _History(Protocol):
 
 
 class _WithHistory(RestartPoint, Protocol):
-    """Restart point that also knows how the stream came to its position: where it began, and which epochs the training
-    loop abandoned. A replay must repeat these."""
+    """Restart point with a history: where its stream began, and which epochs the training loop abandoned. A replay must
+    abandon the same epochs."""
 
     @property
     def history(self) -> _History: ...
@@ -68,10 +67,10 @@ class Leg:
 
     epoch: int
     total: int
-    leaves: bool = False
+    abandons: bool = False
     """True if the training loop abandoned the epoch after batch `total`, so that the replay must abandon it too."""
     digest: int = 0
-    """Digest that batch `total` must have; 0 = not compared."""
+    """Digest that batch `total` must have; 0 = any."""
 
 
 @dataclass(frozen=True)
@@ -81,34 +80,36 @@ class Target:
 
     epoch: int
     total: int
-    left: Mapping[int, int] = field(default_factory=dict)
+    abandoned: Mapping[int, int] = field(default_factory=dict)
     """Epochs that the training loop abandoned, as a dict: number of the epoch -> number of the slot's last batch in it,
     counted over all epochs."""
     digest: int = 0
-    """Digest that batch `total` must have; 0 = not known."""
+    """Digest that batch `total` must have; 0 = any."""
 
-    def behind(self, left: Iterable[tuple[int, int]]) -> Target:
-        """Return a copy of the target that also names the abandoned epochs `left`, which a restart point's history
-        lists as (epoch, number of the slot's last batch in it)."""
-        return replace(self, left=dict(left) | dict(self.left))
+    def with_abandoned(self, epochs: Iterable[tuple[int, int]]) -> Target:
+        """Return a copy of the target that also names the abandoned `epochs` of a restart point's history, which
+        are listed as (epoch, number of the slot's last batch in it)."""
+        return replace(self, abandoned=dict(epochs) | dict(self.abandoned))
 
 
 def route(from_epoch: int, target: Target) -> list[Leg]:
     """Return the legs of a replay (its parts, one for each epoch) from a position in epoch `from_epoch` to the target.
     The leg of an abandoned epoch ends at the batch after which the training loop abandoned the epoch."""
-    left = target.left
-    legs = [Leg(epoch, left[epoch], leaves=True) for epoch in sorted(left) if from_epoch <= epoch < target.epoch]
+    abandoned = target.abandoned
+    legs = [
+        Leg(epoch, abandoned[epoch], abandons=True) for epoch in sorted(abandoned) if from_epoch <= epoch < target.epoch
+    ]
     return [*legs, Leg(target.epoch, target.total, digest=target.digest)]
 
 
 def _is_on_the_way(point: RestartPoint, target: Target) -> bool:
     if point.epoch > target.epoch or point.total > target.total:
         return False
-    # If the loop abandoned the point's epoch or a later one before the point, the point is not on the way.
-    if any(point.total > there for epoch, there in target.left.items() if epoch >= point.epoch):
+    # A point after the batch at which the loop abandoned the point's epoch, or a later one, is not on the way.
+    if any(point.total > there for epoch, there in target.abandoned.items() if epoch >= point.epoch):
         return False
     # If the point's epoch began after the batch where the loop abandoned the previous epoch, the runner was ahead.
-    return point.began <= target.left.get(point.epoch - 1, point.began)
+    return point.began <= target.abandoned.get(point.epoch - 1, point.began)
 
 
 def usable(points: Iterable[Point], target: Target) -> list[Point]:
@@ -119,7 +120,9 @@ def usable(points: Iterable[Point], target: Target) -> list[Point]:
     next one is opened.
     """
     found = [point for point in points if _is_on_the_way(point, target)]
-    return [point for point in found if point.is_epoch_start or point.total != target.left.get(point.epoch)] or found
+    return [
+        point for point in found if point.is_epoch_start or point.total != target.abandoned.get(point.epoch)
+    ] or found
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ class Recovery(Generic[PointWithHistory]):
     """Plan by which a new runner brings its loader to a slot's position: the restart points to try."""
 
     nearest: PointWithHistory
-    """Restart point nearest to the position; its history of the stream is the longest."""
+    """Restart point nearest to the position. The new runner takes the history of the stream from it, because no other
+    restart point has a longer one."""
     ways: list[PointWithHistory | None]
     """Restart points to try, at least one, the best first; BEGINNING = no restart point."""
 

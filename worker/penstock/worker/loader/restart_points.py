@@ -41,10 +41,10 @@ END = _End()
 
 @dataclass
 class StreamPosition:
-    """Position in a slot's stream of batches.
+    """Position in a slot's stream of batches. The counts begin at the run's first batch.
 
     epoch: number of the epoch, from 0. delivered: number of batches that the slot has made in this epoch. total: number
-    of batches that it has made in all epochs. samples: number of samples in these batches.
+    of batches that the slot has made in all epochs. samples: number of samples in all these batches.
     """
 
     epoch: int
@@ -66,8 +66,9 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Launch:
-    """Position at which a launch (one start of the training job) began. The loader counts its own steps, batches and
-    samples from there. A loader that was replayed from the beginning of the run counts from the beginning instead."""
+    """Position at which a launch (one start of the training job) began. A loader that resumed there counts its own
+    steps, batches and samples from there. A loader that is replayed from the beginning of the run counts from the
+    beginning."""
 
     step: int = 0
     """Number of training steps of the box (data-parallel rank) before the launch."""
@@ -75,13 +76,14 @@ class Launch:
     """Number of the slot's batches in all earlier launches."""
     samples: int = 0
     worker: int | None = None
-    """Worker number that input_fn saw; None unless the loader resumes by its own methods (deaggregate_state_dict, then
-    load_state_dict). Some loaders distribute their batches to workers in turn, and begin each launch with worker 0. So
-    the slot whose turn it is becomes worker 0."""
+    """Worker number in the box that input_fn was given, for a loader that resumes by its own methods
+    (deaggregate_state_dict, then load_state_dict); None for any other loader. The number may differ from the slot's.
+    Some loaders yield the next batch of the whole box from worker 0 after a resume, so the slot whose turn it is
+    becomes worker 0."""
     enters: int | None = None
-    """Number of the epoch with which a loader went on after it was resumed at the end of an epoch, if it did so without
-    ending that epoch by StopIteration. Penstock then ends the earlier epochs itself. None: the loader ended the epoch
-    first."""
+    """Number of an epoch, for a loader that was resumed at the end of the epoch before and then yielded batches of this
+    epoch at once, without a StopIteration. Penstock then ends the epochs before it by itself. None for a loader that
+    raised StopIteration first."""
 
     def encode(self) -> list[Any]:
         return [self.step, self.batches, self.samples, self.worker, self.enters]
@@ -89,21 +91,21 @@ class Launch:
 
 @dataclass(frozen=True)
 class StreamHistory:
-    """Facts about a slot's stream up to a position that a replay from the beginning must repeat."""
+    """What a replay of a slot's stream from the beginning must repeat, up to a position."""
 
     launch: Launch = Launch()
     abandoned: tuple[tuple[int, int], ...] = ()
     """Epochs that the loop abandoned by `break`, oldest first, as (number of the epoch, number of the slot's last
     delivered batch in it, counted over all epochs)."""
     complete: bool = False
-    """True if the stream can be replayed from the beginning: the slot's counts began with a new loader from input_fn,
-    and `abandoned` lists all abandoned epochs."""
+    """True if the stream can be replayed from the beginning: the run began without a state and with the present numbers
+    of boxes and workers, and `abandoned` lists all abandoned epochs."""
     crossing: str = ""
     """Way in which the loader enters the next epoch after a restore within an epoch: KEPT, FRESH or REPLAY; "" = not
     known yet. See epoch_crossing.py."""
 
     def leaving(self, epoch: int, total: int) -> StreamHistory:
-        """Return the history with one more abandoned epoch: the training loop left `epoch` after the slot's batch
+        """Return the history with one more abandoned epoch: the training loop abandoned `epoch` after the slot's batch
         `total`."""
         abandoned = (*(known for known in self.abandoned if known[0] < epoch), (epoch, total))
         return replace(
@@ -111,8 +113,8 @@ class StreamHistory:
         )
 
     def of(self, launch: Launch) -> StreamHistory:
-        """Return the same history with another launch, from whose beginning the loader counts its steps, batches and
-        samples."""
+        """Return the same history with another launch. The loader counts its steps, batches and samples from the
+        launch's beginning."""
         return replace(self, launch=launch)
 
     def before(self, epoch: int) -> StreamHistory:
@@ -121,9 +123,9 @@ class StreamHistory:
         return replace(self, abandoned=tuple(known for known in self.abandoned if known[0] < epoch))
 
     def knowing(self, crossing: str) -> StreamHistory:
-        """Return the history with the more careful of two crossings (ways into the next epoch): its own, and
-        `crossing`, which was found at another position. A crossing that is wrong at one position must not be used at
-        any other."""
+        """Return the history with the later in WAYS of two crossings (ways into the next epoch): its own, and
+        `crossing`, which was found at another position. A crossing that has proved wrong at one position must not be
+        used at any other."""
         return replace(self, crossing=more_careful(self.crossing, crossing))
 
     def encode(self) -> dict[str, Any]:
@@ -161,14 +163,15 @@ class RestartPoint:
     digest: int = 0
     """Digest of the last batch before this position; 0 = not known."""
     step: int = 0
-    """Training step of the box (data-parallel rank) for which the state was taken, if state_dict() called
-    get_worker_state(); otherwise 0."""
+    """Training step of the box (data-parallel rank) that `get_worker_state()` reported to the loader's state_dict(); 0
+    if state_dict() did not ask for it."""
     skips: tuple[tuple[int, int, int], ...] = ()
-    """Quarantined batches known when the restart point was taken, as (epoch, total, count), see records.proto."""
+    """Quarantined batches known when the restart point was taken, as (epoch, total, count): `count` batches are skipped
+    after the slot's batch `total` in this epoch."""
     history: StreamHistory = StreamHistory()
-    behind: RestartPoint | None = None
-    """Earlier restart point from which this position is reached by a replay; None if this restart point can be restored
-    directly."""
+    replayed_from: RestartPoint | None = None
+    """Earlier restart point from which this position is reached by a replay; None if the loader can be restored at this
+    position without a replay."""
 
     @property
     def epoch(self) -> int:
@@ -191,18 +194,18 @@ class RestartPoint:
     @property
     def is_beginning(self) -> bool:
         """True if this restart point is at the beginning of the slot's stream, before its first batch. If
-        `history.complete` is set, a new loader from input_fn is at this position."""
+        `history.complete` is True, calling input_fn is enough to restore it."""
         return self.is_epoch_start and self.position.total == self.position.epoch == 0
 
     def encode(self) -> bytes:
         """Return the restart point as bytes, in the format that docs/restarts.md describes."""
-        if self.behind is not None:
+        if self.replayed_from is not None:
             epoch_start: dict[str, Any] | None = {
-                "at": self.behind.position.as_list(),
-                "state": self.behind.state,
-                "rng_before": self.behind.rng_before,
-                "rng": self.behind.rng,
-                "digest": self.behind.digest,
+                "at": self.replayed_from.position.as_list(),
+                "state": self.replayed_from.state,
+                "rng_before": self.replayed_from.rng_before,
+                "rng": self.replayed_from.rng,
+                "digest": self.replayed_from.digest,
             }
         else:
             epoch_start = None if self.rng_before is None else {"rng_before": self.rng_before}
@@ -227,7 +230,7 @@ class RestartPoint:
 
     @classmethod
     def taken(cls, data: bytes) -> RestartPoint:
-        """Return the state and the position that were encoded, even if this position can only be reached by a replay.
+        """Return the position that was encoded, with its state, even if the loader can get there only by a replay.
         (`of` returns the restart point from which that replay starts.)"""
         value = cast(dict[str, Any], decode_state(data))
         restart = value["restart"]
@@ -235,9 +238,11 @@ class RestartPoint:
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> RestartPoint:
-        """Return the restart point that a decoded value describes. If its position can only be reached by a replay,
-        return the restart point from which the replay starts. Raise StateCorruptError for a value that `encode` did not
-        write."""
+        """Return the restart point that a decoded value describes. If its position can be reached only by a replay,
+        return the restart point from which the replay starts.
+
+        Raises StateCorruptError if `encode` did not write the value.
+        """
         try:
             return cls._of(value)
         except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:

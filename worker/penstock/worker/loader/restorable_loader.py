@@ -19,9 +19,13 @@ class RestorableLoader(PositionedLoader):
     """Loader of one slot that can be brought to any position. Exceptions of user code are raised as InputFnError."""
 
     def open_epoch(self, *, step: int = 0) -> RestartPoint:
-        """Open epoch number `position.epoch`. If the loader was restored within the previous epoch, do so in the way
-        that gives the right batches (epoch_crossing.py). Return the epoch start: the loader's state there, as of
-        training step `step` of the box."""
+        """Open epoch number `position.epoch`, and return the epoch start: a restart point with the loader's state. If
+        the loader was restored within the previous epoch, open the epoch in the way that gives the right batches
+        (epoch_crossing.py).
+
+        step: training step of the box (data-parallel rank) that `get_worker_state()` reports to the loader's
+        state_dict().
+        """
         if self._held is not None:
             return self._open_held(step)
         crosses = self.restored and not (self.capabilities.is_iterator or self.capabilities.exact_states)

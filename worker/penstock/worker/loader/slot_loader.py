@@ -1,7 +1,8 @@
 """A user's loader, made by input_fn for a slot.
 
-All calls of the user's loader are in this module. Before a call, the assignment, the random generators and the worker
-information that user code reads are set. An exception of user code is raised as InputFnError with its traceback.
+All calls of the user's loader are in this module. Before a call, Penstock sets what user code may read: the assignment,
+the random generators and torch's worker information. An exception of user code is raised as InputFnError with its
+traceback.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class SlotLoader:
 
         Args:
             assignment: the slot, and the loader to make for it.
-            doing: called with the name of the activity before user code is called.
+            doing: called before user code is called, with one of the names in progress_page.ACTIVITIES.
             skipped: called when quarantined batches were skipped, with the epoch and the number of skipped batches.
-            load: returns input_fn, given the loader's part of the assignment.
+            load: imports and returns input_fn; its argument is the loader's part of the assignment.
         """
         self.assignment = assignment
         self.position = StreamPosition(0, 0, 0, 0)
@@ -73,7 +74,7 @@ class SlotLoader:
         self._taken_for = slot
         """Worker number in the box (data-parallel rank) with which the present loader was made."""
         self._counts = False
-        """True if the loader counts its samples."""
+        """True if the loader counts its samples, for example per source, in an attribute `tally`."""
         self._unused = False
         self._rng_before_call = b""
         self._strict = False
@@ -103,8 +104,8 @@ class SlotLoader:
         return by_own_methods(self.capabilities)
 
     def another(self, assignment: records_pb2.WorkerAssignment) -> Self:
-        """Return a new object of this class for the loader of another assignment, which gets input_fn in the same
-        way."""
+        """Return a new object of this class, for the loader of another assignment. Its input_fn is imported by the same
+        function `load`."""
         return type(self)(assignment, load=self._load_fn)
 
     # ---- making it
@@ -154,8 +155,9 @@ class SlotLoader:
         )
 
     def _seed(self) -> None:
-        """Seed the random generators before input_fn is called. The seed is the same at each start of the slot, except
-        after a change of the number of boxes or workers, where earlier random numbers would be drawn again."""
+        """Seed the random generators before input_fn is called. All runners of the slot use the same seed. After a
+        resume on another number of boxes or workers the seed is a new one, because otherwise the slot would draw random
+        numbers again that the run has used already."""
         a = self.assignment
         new_topology = a.start.step > 0 and not a.resume.same_topology
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *([a.start.step] if new_topology else [])))
@@ -187,7 +189,7 @@ class SlotLoader:
     # ---- batches
 
     def changed_counts(self) -> bytes:
-        """Return the counts of samples (for example per source) that the batches since the last call have changed,
+        """Return the counts of samples (for example per source) that have changed since the last call of this method,
         encoded as in a BATCH frame; b"" if the loader does not count its samples."""
         tally = self._tally
         return b"" if tally is None else tally.take()
@@ -200,9 +202,9 @@ class SlotLoader:
         return name if isinstance(name, str) else None
 
     def last_batch(self) -> tuple[list[range] | None, Mapping[Group, Sequence[int]] | None]:
-        """Return two facts about the batch that the loader yielded last: the sample numbers of the global batch, in the
-        form that the loader's `skip` accepts, and the counts of its samples. Each is None if the loader does not know
-        it."""
+        """Return two facts about the batch that the loader yielded last. The first is the sample numbers of the global
+        batch (the batches of all boxes together), in the form that the loader's method `skip` accepts. The second is
+        the counts of its samples. Each is None if the loader does not know it."""
         numbers, tally = getattr(self._loader, "last_samples", None), self._tally
         with self._user("last_samples()"):
             return (numbers() if callable(numbers) else None), (None if tally is None else tally.last)
@@ -232,8 +234,8 @@ class SlotLoader:
                 forks.leave()
 
     def _skip_quarantined(self) -> None:
-        """Skip the batches at the present position that are quarantined, because they killed their runner again and
-        again."""
+        """Skip the batches at the present position that are quarantined: batches that killed their runner several
+        times."""
         position = self.position
         count = self._skips.get((position.epoch, position.total), 0)
         try:
@@ -242,15 +244,17 @@ class SlotLoader:
         except CannotSkipError as why:
             raise InputFnError(
                 f"{self.name}: batch {position.total + 1} killed its runner process each time, and cannot be skipped, "
-                f'as poison="skip" requires: {why}. Mend the sample or the code that kills the process'
+                f'as poison="skip" requires: {why}. Correct the sample or the code that kills the process'
             ) from None
         self._skipped(position.epoch, count)
 
     # ---- states
 
     def state(self, step: int) -> tuple[Any, bool]:
-        """Return the loader's state_dict() as of training step `step` of the box (data-parallel rank), and True if
-        state_dict() called get_worker_state()."""
+        """Return the loader's state_dict(), and True if state_dict() called get_worker_state().
+
+        step: training step of the box (data-parallel rank) that `get_worker_state()` reports to state_dict().
+        """
         a, position, launch = self.assignment, self.position, self.history.launch
         checkpoint = DataLoaderCheckpoint(
             self.worker,

@@ -33,8 +33,8 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
     Args:
         source: the loader, after `build`.
         resume: decoded state to resume from; None to start from the beginning.
-        keep: called with each restart point that is reached, and True if all later batches of the slot are made from
-            there, so that the restart point needs no verification.
+        keep: called for each restart point on the way, with the restart point and a flag. True means that all later
+            batches of the slot are made from this restart point, so it needs no verification.
         go: replays a leg; see travel.py.
     """
     a = source.assignment
@@ -63,10 +63,11 @@ def start(source: RestorableLoader, resume: dict[str, Any] | None, keep: Keep, g
 
 
 def _leads_on(beside: RestorableLoader, slot: int, worker: int, resume: dict[str, Any]) -> bool:
-    """Return True if another slot's loader also resumes with the right batch: the loader of slot `slot`, made as worker
-    `worker` and resumed by its own methods, yields the batch that followed in this slot when the state was saved.
+    """Return True if another slot of the box (data-parallel rank) would also continue with its right batch. To find
+    out, make that slot's loader and resume it by its own methods, as worker number `worker`. The right batch is the one
+    that followed in that slot when the state was saved. Return True also if its digest is not known.
 
-    beside: loader of the slot that resumes, in the same box (data-parallel rank).
+    beside: loader of the slot that resumes. slot: number of the other slot.
     """
     a, part = beside.assignment, resume["slots"].get(slot)
     if part is None or not part["next_digest"]:
@@ -106,7 +107,8 @@ class _Resume:
         self._point = RestartPoint.of(part)
         launch = replace(source.history.launch, samples=part.get("samples", 0))
         self._history = self._point.history.of(launch).knowing(source.history.crossing)
-        """History of the stream up to the saved position. `_point` may be far before that position."""
+        """History of the stream up to the saved position. `_point` is the restart point, which may lie far before that
+        position."""
         self._as_saved = source.trusts_history(part)
         if not self._as_saved:
             self._history = StreamHistory(launch)
@@ -133,7 +135,7 @@ class _Resume:
             _log.warning("%s; the slot's batches are replayed from the beginning", cast(PenstockError, error).message)
 
     def _ways(self) -> list[ResumeWay]:
-        """Return the ways that may lead to the saved position, in the order in which they are tried."""
+        """Return the ways to the saved position, in the order in which they are tried."""
         source, own = self._source, self._source.by_own_methods
         return resume_ways(
             methods=source.capabilities.state_methods,
@@ -145,8 +147,8 @@ class _Resume:
 
     @property
     def _any_wrong_epoch(self) -> bool:
-        """True if the resumed loader began its next epoch with a wrong batch on any slot of the box. All slots are then
-        replayed, not that one alone, so that the loaders of all slots count their batches from the same beginning."""
+        """True if on any slot of the box the resumed loader began its next epoch with a wrong batch. Then all slots of
+        the box are replayed from the beginning, so that all their loaders count batches from there."""
         resume = self._source.resume
         assert resume is not None
         return any(RestartPoint.of(part).history.crossing == REPLAY for part in resume["slots"].values())
@@ -224,8 +226,8 @@ class _Resume:
         return self._epoch + 1 if self._as_saved and self._part.get("next_epoch") else self._then
 
     def _cross_saved_end(self) -> None:
-        """Advance a loader that was saved at the end of an epoch to the next epoch. Its next batch shows if the loader
-        ends the epoch first, or continues with the next epoch at once."""
+        """Advance a loader that was saved at the end of an epoch to the next epoch. The loader's next batch shows
+        whether the loader ends the saved epoch first or yields a batch of the next epoch at once."""
         source, (first, _), to = self._source, self._kept[-1], self._next_epoch
         position, epoch_start = source.position.copy(), first
         known = bool(self._as_saved and self._part["next_digest"])
@@ -255,7 +257,8 @@ class _Resume:
         catch_up(source, self._then)
 
     def _arrive(self) -> None:
-        """Compare the next batch with the one that followed when the state was saved, if its digest was saved."""
+        """Compare the loader's next batch with the one that followed when the state was saved. Do nothing if the digest
+        of that batch was not saved."""
         source = self._source
         if not (self._part.get("next_digest", 0) and self._as_saved) or (source.by_own_methods and self._at_an_end):
             return

@@ -1,4 +1,4 @@
-"""Execution of the plans of restart_plan.py: restoring a loader, and replaying batches with it."""
+"""Execution of the plans that restart_plan.py makes: restoring a loader, and replaying batches with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Targ
         history = plan.nearest.history
         begin(source, history)
         beginning = source.open_epoch()
-        travel(source, target.behind(history.abandoned), go)
+        travel(source, target.with_abandoned(history.abandoned), go)
 
     def log_mismatch(mismatch: Exception, instead: RestartPoint | None) -> None:
         _log.warning("%s; an older state of the loader is tried instead", cast(PenstockError, mismatch).message)
@@ -44,11 +44,12 @@ def recover(source: PositionedLoader, plan: Recovery[RestartPoint], target: Targ
 def restore(source: PositionedLoader, point: RestartPoint, target: Target, go: Go) -> None:
     """Restore a restart point, then replay to the position `target`. `go` replays one leg (the part in one epoch)."""
     source.restore(point)
-    travel(source, target.behind(point.history.abandoned), go)
+    travel(source, target.with_abandoned(point.history.abandoned), go)
 
 
 def begin(source: PositionedLoader, history: StreamHistory) -> None:
-    """Bring the loader to the beginning of its stream, with the history of the stream that is known."""
+    """Bring the loader to the beginning of its stream. `history` is the history of the stream that is already known,
+    for example the abandoned epochs that a replay must repeat."""
     source.history = history
     source.begin()
 
@@ -58,7 +59,7 @@ def travel(source: PositionedLoader, target: Target, go: Go) -> None:
     batch. `go` replays one leg (the part of the replay in one epoch)."""
     for leg in route(source.position.epoch, target):
         go(leg)
-        if leg.leaves:
+        if leg.abandons:
             leave(source, leg.epoch, leg.total)
 
 
@@ -88,8 +89,8 @@ def replay(
 
 
 def catch_up(source: PositionedLoader, epoch: int) -> None:
-    """Advance the loader to the beginning of epoch `epoch`. Raise ReplayMismatchError if an earlier epoch does not end
-    here, but yields one more batch."""
+    """Advance the loader to the beginning of epoch `epoch`: end all earlier epochs, which must have no batch left.
+    Raise ReplayMismatchError if the loader yields one more batch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -97,8 +98,8 @@ def catch_up(source: PositionedLoader, epoch: int) -> None:
 
 
 def leave(source: PositionedLoader, epoch: int, total: int) -> None:
-    """Abandon epoch `epoch` after the slot's batch `total`, as the training loop did. The loader must be at this
-    position."""
+    """Abandon epoch `epoch` after the slot's batch `total`, as the training loop did. The loader must have reached that
+    batch."""
     catch_up(source, epoch)
     if not source.is_open:
         source.open_epoch()

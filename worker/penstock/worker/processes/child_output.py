@@ -20,9 +20,9 @@ __all__ = ["PAUSE_S", "READ_BYTES", "OutputLines", "unblocked_logging"]
 LONGEST_LINE = 8192
 """Largest number of bytes of a line that are logged."""
 LINES_PER_S = 200.0
-"""Lines per second that are logged from one child on average, more than a person reads."""
+"""Largest number of lines per second that are logged from one child on average. A person cannot read more."""
 BURST = 1000
-"""Number of lines that one child may log together although they exceed the average rate, for example a long traceback
+"""Number of lines of one child that are logged even if they come faster than LINES_PER_S, for example a long traceback
 or a table of settings."""
 BYTES_PER_S = 16 << 20
 """Bytes per second that the daemon reads from one child. A child that writes faster blocks until its pipe has free
@@ -39,8 +39,8 @@ _CLOSE_S = 1.0
 
 
 class OutputLines:
-    """Splitter of one child's output into the lines to log. It reads no clock and no file: bytes and times are
-    arguments."""
+    """Splitter of one child's output into the lines to log. Bytes and times are arguments; the class reads no clock and
+    no file."""
 
     def __init__(self, now: float) -> None:
         self._part = b""
@@ -91,8 +91,8 @@ def _text(line: bytes) -> str:
 
 
 class _Dropping(logging.handlers.QueueHandler):
-    """Logging handler that puts records into a queue and never waits. A record for which the queue has no space is
-    dropped and counted."""
+    """Logging handler that puts log records into a queue and never waits. A record is dropped and counted if the queue
+    is full."""
 
     def __init__(self, records: queue.Queue[logging.LogRecord]) -> None:
         super().__init__(records)

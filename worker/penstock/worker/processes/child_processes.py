@@ -43,28 +43,28 @@ START_DEADLINE_S = 600.0
 """Largest number of seconds that a fork server may take to start; the default of --start-timeout. On a cold network
 file system importing torch takes minutes."""
 IDLE_SHARE = 0.1
-"""Fraction of the start deadline. A starting fork server is killed if for so long it neither ran nor waited for a
-processor."""
+"""Fraction of the start deadline. A starting fork server is killed if it used no processor time for that part of the
+deadline, and did not wait for a processor either."""
 FORK_DEADLINE_S = 15.0
 """Seconds without an answer after which a fork server (the process that forks the daemon's children) is replaced, if it
-neither runs nor waits for a processor. A fork takes milliseconds, and longer on a busy machine."""
+neither runs nor waits for a processor meanwhile. A fork takes milliseconds, and longer on a busy machine."""
 FORK_MOST_S = 300.0
 """Largest number of seconds for a fork on a busy machine."""
 STATUS_S = 0.25
 """Seconds that the daemon waits for the fork server's report of a dead child's exit status, before the daemon looks for
 the status itself."""
 LAST_STATUS_S = 2.5
-"""Seconds after a child's death at which its exit status counts as unknown: the fork server has reaped the child and
-not reported the status."""
+"""Seconds after a child's death at which the daemon stops waiting for its exit status. The status then counts as
+unknown: the fork server has reaped the child and not reported the status."""
 ORPHANS_LOOK_S = 0.03
 """Seconds between two searches for orphans, which are processes that user code started and that outlived their runner.
 """
 ORPHANS_LEAST_S = 1.0
-"""Smallest number of seconds for which orphans (processes of user code without a parent) are searched after a fork
-server has died."""
+"""Smallest number of seconds that the daemon searches for orphans (processes of user code without a parent) after a
+fork server has died."""
 ORPHANS_S = 4.0
-"""Largest number of seconds for ending orphans (processes of user code without a parent), after a fork server has died
-and when the daemon ends."""
+"""Largest number of seconds that the daemon takes to end orphans (processes of user code without a parent), after a
+fork server has died and when the daemon ends."""
 KILL_S = 5.0
 """Seconds to wait until a killed process ends. A process that hangs in a driver or a file system does not end."""
 GROUP_S = GRACE_S + 1.0
@@ -110,8 +110,8 @@ class Child:
         self.group = group
         """Folder of the child's control group; "" = no group. See control_groups.py."""
         self.out_of_memory = OutOfMemory.NO
-        """Memory limit that was reached, if the kernel killed the child or one of its processes for lack of memory. Set
-        when the child has exited."""
+        """Kind of memory limit that was reached, if the kernel killed the child or one of its processes for lack of
+        memory; otherwise NO. Set when the child has exited."""
         self._logger = SubjectLogger(_log, **(about or {}))
         self._user_logger = SubjectLogger(_user_log, **(about or {}))
         self.pid = 0
@@ -130,7 +130,7 @@ class Child:
         self._sending = asyncio.Lock()
         self._open = True
         self.unwanted = False
-        """True once the daemon has called `kill`."""
+        """True once `kill` was called, so that the end of the child is no failure."""
         self._output = output
         self._lines = OutputLines(time.monotonic())
         os.set_blocking(output, False)
@@ -334,9 +334,9 @@ class ForkServer:
         Args:
             sandboxed: True to sandbox the children; see sandbox.py.
             user: user of the children; None: this process's own user. See runner_user.py.
-            deadline_s: largest number of seconds for the start. The start also fails if the process neither runs nor
-                waits for a processor for a tenth of this time.
-            started: the fork server's process, if it was already started with these settings.
+            deadline_s: largest number of seconds for the start. The start also fails if for a tenth of this time the
+                process neither runs nor waits for a processor.
+            started: the fork server's process, if it was already started with these settings; None = start one.
 
         Raises:
             WorkerLostError: the process died, or did not start in time.
@@ -356,7 +356,8 @@ class ForkServer:
             ) from None
 
     async def _give_up(self) -> None:
-        """Kill a fork server that did not start in time. Return when the process has ended, or after KILL_S seconds."""
+        """Kill a fork server that did not start in time. Return when the process has ended, after KILL_S seconds at the
+        latest."""
         self.dead = True
         self._up.cancel()
         self._kill()

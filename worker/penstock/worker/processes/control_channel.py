@@ -47,8 +47,8 @@ parent."""
 _HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, number of file descriptors
 MAX_JSON = 1 << 20
 MAX_PAYLOAD = 1 << 30
-"""Largest payload of a message, in bytes. The payload is usually a loader's state; the coordinator accepts states of at
-most 900,000,000 bytes."""
+"""Largest payload of a message, in bytes. The payload is usually a loader's state, which the coordinator limits to
+900,000,000 bytes."""
 MAX_FDS = 16
 """Largest number of file descriptors in one message, and of descriptors that may arrive before their message."""
 DESCRIPTORS_CLOSED = 77
@@ -73,8 +73,8 @@ class ControlMessage:
 
 
 def invalid_message(what: str) -> ProtocolError:
-    """Return the error for a control message that no process of Penstock sends. what: sentence about the message,
-    without a full stop."""
+    """Return the error for a control message that breaks the protocol, and so comes from user code. what: sentence
+    about the message, without a full stop."""
     return ProtocolError(
         f"{what}. User code may have written to Penstock's control socket: let it write only to files that it opened"
     )
@@ -155,8 +155,8 @@ class ControlChannel:
         return self.sock.fileno()
 
     def forked(self) -> None:
-        """Disconnect the socket in a process that user code has forked, so that it cannot speak for the runner; see
-        penstock.runtime.process.forks."""
+        """Disconnect the socket in a process that user code has forked, so that this process cannot send messages as
+        the runner; see penstock.runtime.process.forks."""
         if self._is_own(self.sock.fileno()):
             silence(self.sock.fileno())
 
@@ -265,7 +265,7 @@ def assignment_of(message: ControlMessage) -> records_pb2.WorkerAssignment:
 
 
 def begin_slot(message: ControlMessage, role: str) -> records_pb2.WorkerAssignment:
-    """Return the assignment in the first message to a forked child, and set the process's title to its slot.
+    """Return the assignment in the first message to a forked child, and show its slot in the process's title.
 
     role: role of the process for the title, such as "runner".
     """

@@ -1,17 +1,18 @@
-"""Control groups (cgroup v2), one for each child that runs user code, if the daemon is alone in its own group.
+"""Control groups (cgroup v2), one for each child that runs user code. They are used only if the daemon's own control
+group holds no other processes.
 
     <the daemon's own group>     delegated to it: systemd's Delegate=yes, a container with a writable /sys/fs/cgroup
-      penstock-daemon            the daemon and its fork servers: a group that has groups can have no processes itself
+      penstock-daemon            the daemon and its fork servers: a group with subgroups can have no processes itself
       penstock-runners           pids.max: processes and threads of all runners together
         1, 2, ...                one for each child: memory.max; the kernel kills all its processes (memory.oom.group)
 
 The kernel enforces these limits at every moment. The memory watch (memory_watch.py) measures only once a second, and
 replaces a runner at a snapshot. A group counts more memory than the watch: also rings, and each page that a loader's
-processes share. So a group's limit is 1 GiB above the watch's kill limit; the group stops a runner whose memory grows
-faster than the watch measures.
+processes share. So a group's limit is 1 GiB above the size at which the watch kills a runner. The group stops a runner
+whose memory grows faster than the watch measures.
 
 A group also ends processes that outlive their child: a moment after the child's end, all processes still in the group
-are killed at once, even if they fork fast.
+are killed at once, even if they keep forking.
 
 Only user code that runs as another user (runner_user.py) cannot leave its group. No groups are made if the daemon's
 group has processes that are not the daemon's, because Penstock must not move other processes.
@@ -45,7 +46,7 @@ _REMEDY = (
 
 
 class OutOfMemory(Enum):
-    """Memory limit that was reached when the kernel killed a process of a child's control group (cgroup)."""
+    """Kind of memory limit that was reached when the kernel killed a process of a child's control group (cgroup)."""
 
     NO = "no limit: the kernel has killed no process"
     OWN = "the group's own limit"
@@ -107,7 +108,7 @@ def enter(group: str) -> None:
 
 
 def out_of_memory(group: str) -> OutOfMemory:
-    """Return the memory limit that was reached, if the kernel has killed a process in this group; otherwise
+    """Return the kind of memory limit that was reached, if the kernel has killed a process in this group; otherwise
     OutOfMemory.NO."""
     try:
         events = dict(line.split() for line in Path(group, "memory.events").read_text().splitlines())
@@ -198,8 +199,8 @@ class ControlGroups:
         return group not in self._busy
 
     def kill(self, group: str) -> None:
-        """Kill all processes that are still in a dead child's group. The group's folder is removed now, or, if
-        processes take longer to end, when the next child's group is made."""
+        """Kill all processes that are still in a dead child's group. Remove the group's folder if they are gone at
+        once; otherwise it is removed when the next child's group is made."""
         if group in self._busy:
             with contextlib.suppress(OSError):  # no such file before Linux 5.14: orphans.py alone ends them
                 Path(group, "cgroup.kill").write_text("1")

@@ -11,8 +11,8 @@ __all__ = ["descriptors_closed", "how_it_ended"]
 
 
 def how_it_ended(status: int | None, progress_page: ProgressPage) -> str:
-    """Return how a runner ended, at which batch and in which activity, as the end of a sentence whose subject the
-    caller puts before it.
+    """Return how a runner ended, as the end of a sentence, such as "was killed by SIGKILL at batch 17, in next". The
+    caller puts the subject before it.
 
     status: exit status, negative for a signal; None = unknown.
     """
@@ -22,7 +22,8 @@ def how_it_ended(status: int | None, progress_page: ProgressPage) -> str:
 
 def descriptors_closed(status: int | None, name: str) -> InputFnError | None:
     """Return the error for a child whose user code closed Penstock's control socket; None if the child ended in another
-    way. The error is one of user code and not a lost worker, because a replacement runner would end in the same way."""
+    way. The error is an InputFnError and not a WorkerLostError, because a replacement runner would end in the same way.
+    """
     if status != DESCRIPTORS_CLOSED:
         return None
     return InputFnError(

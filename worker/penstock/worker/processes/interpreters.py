@@ -40,8 +40,8 @@ HASH_SEED = "0"
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment variables of runners: without torchrun's variables, Penstock's tokens and CUDA devices,
-    with one thread for each numeric library and a fixed PYTHONHASHSEED.
+    """Return the environment variables of runners: those of this process, without torchrun's variables and Penstock's
+    tokens. CUDA devices are hidden, numeric libraries get one thread each, and PYTHONHASHSEED is fixed.
 
     The hash seed fixes the order in which sets are iterated over. Seeds of random generators do not.
     """
@@ -118,7 +118,8 @@ def working_directory() -> str:
 
 
 def missing_packages(prefixes: Iterable[str]) -> list[str]:
-    """Return those of the module prefixes whose top package a fresh interpreter would not find. Nothing is imported."""
+    """Return those of the module prefixes whose top-level package a fresh interpreter would not find. Nothing is
+    imported."""
     searched = [] if why_not_searched() else [os.getcwd()]
     return [prefix for prefix in prefixes if prefix != "*" and not _found(prefix.partition(".")[0], searched)]
 

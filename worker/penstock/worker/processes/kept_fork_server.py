@@ -1,5 +1,5 @@
-"""The daemon's fork server, from which all runners are forked: one for all runs, started when needed, replaced when it
-dies, kept for a while when no slot needs it."""
+"""The daemon's fork server, from which all runners are forked. One serves all runs. It is started when the first slot
+needs it, replaced when it dies, and kept for a while when no slot needs it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class KeptForkServer:
 
     Args:
         tempdirs: temporary directories of the runners.
-        starts: queue that limits simultaneous starts of runners. Its limit is lowered by one while a killed fork server
-            has not ended.
+        starts: queue that limits simultaneous starts of runners. Its limit is lowered by one as long as a fork server
+            that was killed has not ended.
         deadline_s: largest number of seconds that a fork server may take to start; see ForkServer.start.
         sandboxed: True to sandbox runners; see sandbox.py.
         user: user of the runners; None: the daemon's own user. See runner_user.py.
         groups: control groups of the runners; None: no groups. See control_groups.py.
-        started: a fork server that was already started with these settings.
+        started: a fork server that was already started with these settings; None: one is started when it is needed.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class KeptForkServer:
             )
         finally:
             if fork_server.dead and fork_server.lives:
-                self._starts.lend_until(fork_server.wait())
+                self._starts.occupy_until(fork_server.wait())
         return fork_server
 
     def keep(self, *, needed: bool) -> None:
-        """Keep the fork server while slots need it (`needed`). Otherwise end it after IDLE_S seconds, unless a slot
-        needs it before."""
+        """Tell this object whether slots need the fork server. With `needed` False, the fork server is ended after
+        IDLE_S seconds, unless a slot needs it before."""
         if needed and self._retiring is not None:
             self._retiring.cancel()
             self._retiring = None
@@ -101,7 +101,7 @@ class KeptForkServer:
             current.result().close()
 
     async def close(self) -> None:
-        """End the fork server. Return when its process has ended, or cannot be killed."""
+        """End the fork server. Return when its process has ended, or after a time if it cannot be killed."""
         if self._retiring is not None:
             self._retiring.cancel()
         last = self._current

@@ -23,8 +23,8 @@ from penstock.runtime.process.watch import stat_of
 __all__ = ["GRACE_S", "Orphans", "forget_shared_memory", "own_children"]
 
 GRACE_S = 3.5
-"""Seconds for which orphans that clean up are spared. torch's manager of shared memory waits for 2 s after its last
-user has ended."""
+"""Seconds that orphans get to clean up before they are killed. torch's manager of shared memory waits for 2 s after its
+last user has ended."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -43,8 +43,7 @@ def forget_shared_memory(pids: Collection[int]) -> None:
 
 
 class Orphans:
-    """Processes that became children of this process when their own parent died, and that this process did not
-    start."""
+    """Children that this process did not start: each became a child of this process when its own parent died."""
 
     def __init__(self) -> None:
         self._spared: dict[int, float] = {}  # pid -> time at which the orphan is killed, monotonic seconds

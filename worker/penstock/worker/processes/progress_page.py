@@ -24,7 +24,7 @@ __all__ = ["ENTRIES", "BatchRecord", "ProgressPage"]
 ENTRIES = 4096
 """Number of newest batches whose digests (hashes of their content) are kept."""
 EARLY = 256
-"""Number of first batches of a runner whose digests are kept too, so that early snapshots of a fast runner can be
+"""Number of first batches of a runner whose digests are kept for good, so that early snapshots of a fast runner can be
 verified."""
 ENDS = 1024
 """Number of newest epoch ends that the page holds."""
@@ -44,7 +44,7 @@ IDLE = ("starting", "waiting", "sending")
 """Activities in which the runner does not work on a batch: the slot starts, waits for the training loop, or waits for a
 free ring entry."""
 ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_dict", "waiting", "sending", "replay")
-"""Names of all activities; the page holds the index in this tuple."""
+"""Names of all activities. The page stores an activity as its index in this tuple."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ProgressPage:
         self.total = self.epoch = self.delivered = self._ends = self._activity = self.looked = self.samples = 0
         self._since = 0.0
         self.worked_s = 0.0
-        """Seconds that the runner has spent on batches, without its present activity."""
+        """Seconds that the runner has spent on batches in finished activities; the present activity is not counted."""
         self._recorded = 0
         self._first: int | None = None
         self._last = self._made = self._replayed = 0
@@ -125,7 +125,11 @@ class ProgressPage:
         self._put(_COUNTS_AT, _COUNTS.pack(first, self._last, self._made, self._replayed))
 
     def record(self, total: int, epoch: int, digest: int, samples: int, delivered: int) -> None:
-        """Record a batch that is sent to the training loop, and set the runner's position to this batch."""
+        """Record a batch that is sent to the training loop, and set the runner's position to this batch.
+
+        total: number of the batch in its slot, from 1. samples: number of samples in the slot's batches up to this one.
+        delivered: number of the slot's batches that the training loop has taken so far.
+        """
         self.note(total, epoch, digest, samples)
         self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
         self._write_head()
@@ -139,14 +143,14 @@ class ProgressPage:
             self._recorded += 1
 
     def end(self, epoch: int, total: int) -> None:
-        """Record that epoch `epoch` ended after the slot's batch `total`, which is counted over all epochs."""
+        """Record that epoch `epoch` ended after the slot's batch number `total`, counted over all epochs."""
         self._put(_ENDS_AT + self._ends % ENDS * _END.size, _END.pack(epoch, total))
         self._ends += 1
         self._write_head()
 
     def cut(self, epoch: int, total: int) -> None:
-        """Record that the training loop abandoned epoch `epoch` (by `break`), whose last batch is now the slot's batch
-        `total`. Drop the recorded ends of later epochs."""
+        """Record that the training loop abandoned epoch `epoch` (by `break`) after the slot's batch number `total`,
+        counted over all epochs. Drop the recorded ends of later epochs."""
         kept = [(e, t) for e, t in self.ends().items() if e < epoch]
         self._ends = 0
         for end in [*kept, (epoch, total)]:
@@ -187,15 +191,16 @@ class ProgressPage:
         self._put(0, head)
 
     def _put(self, at: int, data: bytes) -> None:
-        """Write a record into the page. `Struct.pack_into` would fill it with zeros first, and the daemon, which reads
-        at any time, would see these: in 2 of 5 reads if the runner writes without a pause."""
+        """Write bytes into the page at offset `at`. `Struct.pack_into` must not be used: it fills the place with zeros
+        first, and the daemon, which reads at any time, would see zeros in 2 of 5 reads if the runner writes without a
+        pause."""
         self._map[at : at + len(data)] = data
 
     # ---- the daemon reads
 
     def counts(self) -> tuple[int, int, int]:
         """Return three numbers of batches as of the last `refresh`: made by this runner, delivered to the training
-        loop, and replayed. The numbers never fall, also while the runner replays."""
+        loop, and replayed. None of them falls when the runner returns to an earlier position."""
         first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
         # Until the runner has set its position, `delivered` counts batches of the slot's previous runner.
         found = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
@@ -239,7 +244,7 @@ class ProgressPage:
 
     @property
     def begun(self) -> int:
-        """Newest epoch that the runner has begun."""
+        """Number of the newest epoch that the runner has begun, from 0."""
         return int(_HERE.unpack_from(self._map, _HERE_AT)[0])
 
     def entry(self, total: int) -> BatchRecord | None:
@@ -252,7 +257,8 @@ class ProgressPage:
         return None
 
     def ends(self) -> dict[int, int]:
-        """Return the newest epoch ends as a dict: epoch -> total, the number of the epoch's last batch in the slot."""
+        """Return the newest epoch ends as a dict: number of the epoch -> number of the slot's last batch in it, counted
+        over all epochs."""
         count = self._ends
         found = [
             _END.unpack_from(self._map, _ENDS_AT + index % ENDS * _END.size)

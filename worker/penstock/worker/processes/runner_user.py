@@ -47,7 +47,7 @@ class RunnerUser:
     groups: Sequence[int]
     home: str
     processes: int = 0
-    """Largest number of processes and threads of this user on the machine; each runner sets it. 0 = the present
+    """Limit on the processes and threads of this user on the whole machine, set in each runner; 0 = leave the present
     limit."""
 
     def encode(self) -> str:

@@ -23,7 +23,7 @@ from penstock.runtime.process.watch import Process, stat_of
 __all__ = ["SIGNAL", "StackFile", "state_of", "write_stacks_to"]
 
 SIGNAL = signal.SIGRTMAX - 2
-"""Signal at which a child writes its stacks. It is a real-time signal, because libraries and users rarely use these."""
+"""Signal at which a child writes its stacks. It is a real-time signal, because libraries and users rarely use those."""
 SIZE = 32 << 10
 """Size of the file in memory that holds a child's stacks, in bytes."""
 SHOWN = 8 << 10
@@ -35,8 +35,8 @@ _HIGH_FD = 768  # below 1024, the usual soft limit
 
 
 def write_stacks_to(fd: int) -> None:
-    """Let this process write the Python stacks of its threads to the file `fd` at each SIGNAL and at a crash. The
-    function closes `fd` and uses a duplicate."""
+    """Make this process write the Python stacks of its threads to the file `fd` at each SIGNAL and at a crash. The
+    function closes `fd`, and uses a duplicate with a high number."""
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
         os.close(fd)

@@ -25,8 +25,8 @@ __all__ = ["BY_VALUE", "MAIN", "check_allowed", "check_plain", "load_class", "lo
 
 MAIN = "penstock_main"
 BY_VALUE = "penstock_by_value"
-"""Module name in `input_fn` for a function or class that cannot be imported by name, and is sent by value (as a pickle)
-with its arguments."""
+"""Module name in `input_fn` that marks a function or class that cannot be imported by name. It is sent by value (as a
+pickle) with its arguments."""
 ANOTHER_VERSION = "Install the same version of the module on the worker as in the training job"
 UNDER_GUARD = (
     'Define it above `if __name__ == "__main__":`, because workers import the script without the code under that line'
@@ -51,8 +51,8 @@ def _check_module(what: str, module: str, allow: Sequence[str]) -> None:
 
 def check_plain(spec: records_pb2.LoaderSpec) -> None:
     """Raise InputFnNotAllowedError if the description of a loader holds a search path or a script from which code would
-    be imported. Both are accepted in embedded mode only, where training process and worker belong to one user.
-    Elsewhere they would bypass the list of allowed modules."""
+    be imported. Only embedded mode allows them, because there training process and worker belong to one user. Elsewhere
+    they would bypass the list of allowed modules."""
     if spec.main_path or spec.sys_path:
         raise InputFnNotAllowedError(
             f"input_fn {spec.input_fn!r} was sent with a search path or a script of the training job, which only an "

@@ -5,9 +5,10 @@ that N processes share counts 1/N in each. So neither the fork server's memory n
 processes share is counted twice. The ring, the progress page and mapped files are not counted, because user code cannot
 leak them.
 
-The kernel needs 20 ms for each GiB to compute proportional shares. Plain sums, which are never less, cost almost
-nothing. So the shares are read only if the sums are above the limit. If the kernel does not show the shares (of another
-user's process without CAP_SYS_PTRACE, or of a process that made itself undumpable), the sum counts.
+The kernel needs 20 ms for each GiB to compute proportional shares. The plain size of a process, in which a shared page
+counts in full, costs almost nothing and is never less. So the shares are read only if the sum of the plain sizes is
+above the limit. The kernel hides the shares of another user's process (without CAP_SYS_PTRACE) and of a process that
+made itself undumpable; for these the plain size counts.
 """
 
 from __future__ import annotations

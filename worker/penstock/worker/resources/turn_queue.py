@@ -41,8 +41,7 @@ class QueueTurn:
 
     @property
     def position(self) -> int:
-        """Position of the task in the queue, counted from 1; 0 once the task may run. (The task is a start of a runner,
-        or a task of a helper process.)"""
+        """Position of the task in the queue, counted from 1; 0 once the task may run."""
         return self._queue.position_of(self)
 
     async def end_when_idle(self, pid: int) -> None:
@@ -76,7 +75,7 @@ class TurnQueue:
         self._others: dict[QueueTurn, None] = {}
         self._positions: dict[QueueTurn, int] = {}
         """Position of each waiting task, from 1, computed when one is requested."""
-        self._lent: set[asyncio.Future[None]] = set()
+        self._occupied: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
         """Return the number of tasks that wait."""
@@ -89,7 +88,7 @@ class TurnQueue:
         return self._positions.get(turn, 0)
 
     def join(self, *, urgent: bool = False) -> QueueTurn:
-        """Add a task to the queue, and return its place there. The caller must call `end` of the place.
+        """Add a task to the queue, and return its turn. The caller must call the turn's method `end`.
 
         urgent: True puts the task behind the last urgent one and before all others, False at the end of the queue.
         """
@@ -118,16 +117,16 @@ class TurnQueue:
         finally:
             turn.end()
 
-    def lend_until(self, ended: Awaitable[None]) -> None:
-        """Lower the limit by one until `ended` is done: a failed start still uses the machine until its process has
-        ended."""
+    def occupy_until(self, ended: Awaitable[None]) -> None:
+        """Lower the limit on simultaneous tasks by one until `ended` is done. Call it after a failed start, whose
+        process still uses the machine until it has ended."""
         self._under_way += 1
-        lent = asyncio.ensure_future(ended)
-        self._lent.add(lent)
-        lent.add_done_callback(self._taken_back)
+        occupied = asyncio.ensure_future(ended)
+        self._occupied.add(occupied)
+        occupied.add_done_callback(self._freed)
 
-    def _taken_back(self, lent: asyncio.Future[None]) -> None:
-        self._lent.discard(lent)
+    def _freed(self, occupied: asyncio.Future[None]) -> None:
+        self._occupied.discard(occupied)
         self._under_way -= 1
         self._next()
 

@@ -6,8 +6,8 @@ interpreter that imports the modules that runners need, has no threads, no gRPC 
 One fork server serves all runs of the daemon. A child leads a process group of its own and is a subreaper (see
 orphans.py). So every process that user code starts can be killed with the child, and dies with its fork server.
 
-Some modules are needed only if a training job's main script defines input_fn. These are imported when the daemon
-announces such a runner.
+Some modules are needed only if a training job's main script defines input_fn. The daemon announces such a runner before
+it is forked, and the fork server then imports these modules.
 
 The daemon gets a pidfd of each child with the answer to its request. The pidfd shows the child's end, also while the
 fork server is stopped. Only the fork server, as the parent, gets the exit status, and reports it to the daemon.
@@ -113,11 +113,11 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _collected_once() -> Iterator[None]:
-    """Turn the garbage collector off while modules are imported in the `with` block, and exempt their objects from
-    later collections.
+    """Turn the garbage collector off while modules are imported in the `with` block. Exempt the objects that exist then
+    from all later collections.
 
-    The collector would scan all objects again and again, for a fifth of the time that importing torch takes. Garbage
-    from the imports, one MiB, stays too: finding it would take 0.1 s.
+    The collector would scan all objects again and again, for a fifth of the time that importing torch takes. The
+    imports leave 1 MiB of garbage, which is kept, because finding it would take 0.1 s.
     """
     gc.disable()
     yield

@@ -1,9 +1,9 @@
 """A warm helper: a process that has imported the modules of a run's loaders, and forks a fresh child for each task.
 
 A child that is forked from the fork server must first import the user's modules, and the modules that input_fn imports.
-This takes 0.1 to 1 s for each slot of a state. A warm helper imports these modules once, and then only forks. The
-forked child does the task (replayer.py), answers on the warm helper's own socket, and ends. So no task is affected by
-an earlier task.
+This takes 0.1 to 1 s for each slot whose state is made. A warm helper imports these modules once, and then only forks.
+The forked child does the task (replayer.py), answers on the warm helper's own socket, and ends. So no task is affected
+by an earlier task.
 
 A warm helper gives the same results as a fresh child only if importing had no other effect. If an import drew random
 numbers, read the assignment, started a thread or a process, or opened a file, the warm helper reports that and ends.
@@ -81,11 +81,11 @@ def _surroundings() -> dict[str, object]:
 
 
 def _serve(channel: ControlChannel) -> None:
-    """Fork a child for each task that arrives. Return when the daemon closes the channel, when the process of a task
-    fails, or when processes outlive their task.
+    """Fork a child for each task that arrives. Return when the daemon closes the channel, when the child of a task
+    fails, or when processes that user code started are left after a task.
 
     The daemon repeats a failed task in a fresh child of the fork server, which reports the error. The fork server kills
-    processes that outlive their task.
+    processes that are left after a task.
     """
     while True:
         readable(channel.fileno())

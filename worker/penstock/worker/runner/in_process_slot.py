@@ -65,7 +65,7 @@ class MadeBatch:
 
 @dataclass(frozen=True)
 class SlotState:
-    """State of one slot's loader at a position: the slot's part of a saved state."""
+    """State of one slot's loader at a position. It becomes the slot's part of a saved state."""
 
     data: bytes
     """Encoded restart point: a state of the loader and its position, as in a daemon's answer to a state request."""
@@ -108,7 +108,7 @@ class InProcessSlot:
         assignment: assignment as for a daemon; `assignment.loader` has a name and options, and no arguments.
         make: calls input_fn with its arguments.
         resume: encoded state from which this launch of the job resumes; b"" to start fresh.
-        noted: number of newest batches whose digests are kept.
+        noted: number of newest batches of the slot whose digests are kept.
     """
 
     def __init__(
@@ -123,12 +123,12 @@ class InProcessSlot:
         self._start_data: bytes | None = None
         """Encoded restart point of the stream's start; None before the start, or if the state cannot be encoded."""
         self._unsaved: Exception | None = None
-        self._left: dict[int, int] = {}
+        self._abandoned: dict[int, int] = {}
         self._log: OrderedDict[int, _BatchRecord] = OrderedDict()
         self._noted = noted
         self._source: RestorableLoader | None = None
         self._lost = False
-        """True if the loader must be made again and brought to its position before the next use."""
+        """True if the loader is gone, and must be made again and brought to its position before the next use."""
         self.capabilities = records_pb2.LoaderCapabilities(length=-1)
 
     # ---- the stream
@@ -149,8 +149,8 @@ class InProcessSlot:
         """Return the slot's next batch, which has the number `total + 1`, for training step `step` of the box; None at
         the end of the epoch.
 
-        epoch, total: the position before the batch: number of the epoch, and of the slot's batches over all epochs. If
-        the loader is elsewhere, it is brought there first.
+        epoch, total: the position before the batch: number of the epoch, and number of the slot's batches over all
+        epochs. If the loader is at another position, it is brought there first.
 
         Ctrl-C in the user's code, and quitting a debugger there, are raised unchanged and not as an InputFnError,
         because both are meant for the whole process. The loader is then dropped, with a batch that was made and not
@@ -185,9 +185,9 @@ class InProcessSlot:
                 position.epoch, position.total = epoch, total
             elif source.is_ahead or (position.epoch, position.total) != (epoch, total):
                 noted = self._log.get(total)
-                self._recover(source, Target(epoch, total, self._left, noted.digest if noted is not None else 0))
+                self._recover(source, Target(epoch, total, self._abandoned, noted.digest if noted is not None else 0))
             leave(source, epoch, total)
-        self._left[epoch] = total
+        self._abandoned[epoch] = total
 
     def lose(self) -> None:
         """Treat the loader as lost, as if its worker had died. The next call makes the loader again and restores its
@@ -234,7 +234,7 @@ class InProcessSlot:
             source = self._built()
             if self._resume and source.by_own_methods:
                 source.learn_resume(decode_state(self._resume))  # type: ignore[arg-type]
-            self._recover(source, Target(epoch, total, self._left, noted.digest if noted is not None else 0))
+            self._recover(source, Target(epoch, total, self._abandoned, noted.digest if noted is not None else 0))
         self._source, self.capabilities, self._lost = source, source.capabilities, False
         return source
 
@@ -254,8 +254,8 @@ class InProcessSlot:
         catch_up(source, target.epoch)
 
     def _keep(self, source: RestorableLoader, point: RestartPoint, begins: bool) -> None:
-        """Keep the restart point if this launch of the job begins there. Ignore later restart points, which only a
-        runner needs."""
+        """Keep the restart point if this launch of the job begins there (`begins`). Ignore any later restart point,
+        which only a runner in a process of its own needs."""
         if not begins:
             return
         self._unsaved = source.unsaved
@@ -321,7 +321,7 @@ class InProcessSlot:
         there = StreamPosition(epoch, delivered, total, noted.samples if noted is not None else began.position.samples)
         digest = noted.digest if noted is not None else began.digest
         return self._answer(
-            source.marked(RestartPoint(there, None, b"", digest=digest, behind=began)).encode(), epoch, total
+            source.marked(RestartPoint(there, None, b"", digest=digest, replayed_from=began)).encode(), epoch, total
         )
 
     def _answer(self, data: bytes, epoch: int, total: int) -> SlotState:
@@ -344,7 +344,7 @@ class InProcessSlot:
             "total": total,
             "step": step,
             "digests": {str(count): noted.digest for count, noted in self._log.items() if count <= total},
-            "left": {str(number): at for number, at in self._left.items() if number < epoch},
+            "left": {str(number): at for number, at in self._abandoned.items() if number < epoch},
             "abandoned_from": 0,
             "following": not self.capabilities.exact_states,
         }
@@ -358,8 +358,8 @@ class InProcessSlot:
                 source.drop()
         if result.get("elsewhere") or result["ended"]:
             raise StateUnavailableError(
-                f"{source.name}: the state of step {step} cannot be saved: a replay of the epoch ends at another "
-                "batch. The loader is not deterministic: run penstock doctor"
+                f"{source.name}: the state of step {step} cannot be saved: in a replay, the epoch ends at another "
+                "batch than before. The loader is not deterministic: run penstock doctor"
             )
         return SlotState(
             data, result["samples"], result["digest"], result["following"], result["over"] and result["following"] > 0

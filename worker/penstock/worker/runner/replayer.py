@@ -111,23 +111,26 @@ def _verify(
     replay_digest: ReplayDigest,
     opened: RestartPoint | None = None,
 ) -> dict[str, Any]:
-    """Return the result of a verification as fields: `same` is True if the restart point leads to the delivered
-    batches; otherwise `differs` and `what` say which batch differs and how, and `alike` says if a new loader makes the
-    slot's first batches again.
+    """Return the result of a verification as fields. `same` is True if the restart point leads to the delivered
+    batches. With `same` False, `differs` is the number of the first wrong batch, `what` says how it differs, and
+    `alike` is True if a new loader makes the slot's first batches again. With `same` True, `crossing` is the loader's
+    crossing (its way into the next epoch; see epoch_crossing.py), "" if it was not searched for.
 
     Args:
         source: a newly built loader.
         point: the restart point to verify.
-        fields: fields of the task.
-            `digests`: number of the batch in its slot -> [epoch, digest], for the delivered batches after the restart
-            point. If some belong to later epochs, the loader's crossing (its way into the next epoch) is found too; see
-            epoch_crossing.py.
-            `crossing`: the crossing known so far.
-            `left`: True if the training loop abandoned the restart point's epoch after the last of its batches.
-            `generators`: see _compare.
-            `early`: like `digests`, for the slot's first batches, or empty. If the restart point is wrong, these
-            batches are compared with those of a new loader.
-        opened: a snapshot of the streaming loader after the first batch of the next epoch.
+        fields: fields of the task, listed below.
+        opened: a snapshot of the streaming loader after the first batch of the next epoch; None if there is none.
+
+    Fields of the task:
+        digests: number of the batch in its slot -> [epoch, digest], for the delivered batches after the restart point.
+            If some belong to later epochs, the loader's crossing is searched for.
+        crossing: the crossing known so far; "" = none.
+        left: True if the training loop abandoned the restart point's epoch. Otherwise the loader must end that epoch
+            after the last of these batches in it.
+        generators: see `_compare`.
+        early: like `digests`, for the slot's first batches, or empty. If the restart point is wrong, these batches are
+            compared with those of a new loader.
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
     source.restore(point)
@@ -159,8 +162,8 @@ def _find_crossing(
     opened: RestartPoint | None,
 ) -> str:
     """Return the crossing (way into the next epoch, crossing_kinds.py) with which the loader, now at the end of its
-    epoch, continues with the right batches of later epochs. Return `known` if it is still right, otherwise a more
-    careful crossing.
+    epoch, continues with the right batches of later epochs. Return `known` if it is still right, otherwise one that
+    comes later in WAYS.
 
     beyond: number of the batch -> (epoch, digest), for the delivered batches of later epochs.
     """
@@ -213,12 +216,12 @@ def _compare(
     generators: int = 0,
     opened: RestartPoint | None = None,
 ) -> tuple[int, str]:
-    """Make the delivered batches of epoch `epoch` again. Return the number of the first batch that differs, and a text
-    that says how; 0 and "" if all batches are the same.
+    """Make the delivered batches of epoch `epoch` again, and compare them. Return the number of the first batch that
+    differs, and a text that says how; 0 and "" if all batches are the same.
 
-    delivered: number of the batch -> (epoch, digest). generators: hash of the random generators after the first batch,
-    0 if not known. opened: snapshot of the streaming loader after one of the batches; the loader must be in the same
-    state there.
+    delivered: number of the batch -> (epoch, digest). generators: hash that the random generators must have after the
+    first batch; 0 = any. opened: snapshot of the streaming loader after one of the batches, whose state this loader
+    must be in there too; None = any state.
     """
     while (expected := delivered.get(source.position.total + 1)) is not None and expected[0] == epoch:
         batch = source.next()
@@ -253,8 +256,8 @@ def _advanced(point: RestartPoint, assignment: records_pb2.WorkerAssignment, fie
 
 def _no_batch_before(source: RestorableLoader, epoch: int) -> bool:
     """Return True if the loader reaches the beginning of epoch `epoch` without yielding a batch. If it yields one, the
-    training loop has abandoned an epoch of which this process was not told, and a resume from this state would continue
-    that epoch."""
+    training loop has abandoned an earlier epoch, and this process was not told. A resume from this state would continue
+    the abandoned epoch."""
     while source.position.epoch < epoch:
         if not source.is_open:
             source.open_epoch()
@@ -272,7 +275,8 @@ def state_at(
     Return the fields that describe the position, and the encoded state.
 
     fields: fields of the task. `total`: number of the slot's batches over the run up to the position. `epoch`: the
-    position's epoch. `step`: the training step of the box (data-parallel rank) for which the state is saved.
+    position's epoch. `step`: training step of the box (data-parallel rank) that `get_worker_state()` reports to the
+    loader's state_dict().
     """
     try:
         source.restore(point)
@@ -292,11 +296,10 @@ def state_at(
 def _replayed(
     source: RestorableLoader, point: RestartPoint, known_until: int, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
-    """Replay a loader that is at the restart point to the position in `fields`, and save the loader's state there.
-    Return the fields that describe the position, and the encoded state.
+    """Replay a loader from the restart point, where it is now, to the position in `fields`, and save the loader's state
+    there. Return the fields that describe the position, and the encoded state.
 
-    known_until: number of an epoch. All epochs before it that the training loop abandoned are in the restart point's
-    history.
+    known_until: number of an epoch. The restart point's history lists the abandoned epochs before this one completely.
     """
     delivered = {int(total): digest for total, digest in fields["digests"].items()}
     replayed: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
@@ -314,15 +317,15 @@ def _replayed(
             )
 
     epoch, total = fields["epoch"], fields["total"]
-    target = Target(epoch, total, {int(known): at for known, at in fields["left"].items()}).behind(
+    target = Target(epoch, total, {int(known): at for known, at in fields["left"].items()}).with_abandoned(
         point.history.abandoned
     )
-    *left, _ = route(point.position.epoch, target)
-    for leg in left:
+    *abandoned, _ = route(point.position.epoch, target)
+    for leg in abandoned:
         if not (source.seek(leg.total, leg.epoch, seen) and _no_batch_before(source, leg.epoch)):
             return {"elsewhere": True}, b""
         leave(source, leg.epoch, leg.total)
-    opened = source.open_epoch(step=fields["step"]) if left else None
+    opened = source.open_epoch(step=fields["step"]) if abandoned else None
     if not source.seek(total, epoch, seen):
         return {"ended": True, "epoch": epoch, "total": source.position.total}, b""
     position = source.position.copy()
@@ -337,7 +340,7 @@ def _replayed(
             raise source.unsaved
         user = opened.state if opened is not None and opened.position == position else source.state(fields["step"])[0]
         rng = source.rng()
-    data = source.marked(RestartPoint(position, user, rng, digest=source.digest, behind=point)).encode()
+    data = source.marked(RestartPoint(position, user, rng, digest=source.digest, replayed_from=point)).encode()
     if position.epoch < epoch and not _no_batch_before(source, epoch):
         return {"elsewhere": True}, b""
     there = {"samples": position.samples, "digest": source.digest, "replayed": list(replayed)}

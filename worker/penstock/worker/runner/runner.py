@@ -3,8 +3,8 @@
     next(loader) -> flatten into a ring entry -> digest, progress page -> snapshot, if due -> frame to the consumer
 
 The process has no thread of Penstock and no gRPC, because user code may fork there. The runner polls its two sockets,
-the lane's and the daemon's, only between two batches, and only if the ring is half full, the batch was slow, or the
-runner is idle.
+the lane's and the daemon's, only between two batches, and only if the ring is half full, the batch was slow, the last
+poll was long ago, or the runner is idle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from penstock.proto.batch.digest import DigestCover, cover_of, layout, region_digest, rows_digest, rows_in
+from penstock.proto.batch.digest import DigestCover, cover_of, region_digest, rows_digest, rows_in, seed_and_dims
 from penstock.proto.batch.flatten import FlatBatch, Flattener, Structure
 from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import (
@@ -60,10 +60,10 @@ __all__ = ["run_slot"]
 _log = logging.getLogger("penstock.worker")
 
 SLOW_BATCH_S = 0.001
-"""Seconds after which a batch counts as slow. After a slow batch the sockets are polled at once, in 2 us."""
-LONGEST_DEAF_S = 0.1
+"""Seconds after which a batch counts as slow. After a slow batch the sockets are polled at once, which takes 2 us."""
+POLL_EVERY_S = 0.1
 """Largest number of seconds between two polls of the sockets while batches are fast."""
-KEPT_LEFT = 64
+KEPT_ABANDONED = 64
 """Number of newest abandoned epochs that a runner remembers."""
 
 
@@ -123,7 +123,7 @@ class _Runner:
         self._counts = False
         """True if the loader's own states lead to wrong batches. Restart points are then saved as numbers of batches
         after the stream's start."""
-        self._left: dict[int, int] = {}
+        self._abandoned: dict[int, int] = {}
         """Abandoned epochs: number of the epoch -> number of the slot's last batch in it, counted over all epochs."""
         self._hello: lane_pb2.Hello | None = None
         self._points: list[RestartPoint] = []
@@ -187,14 +187,14 @@ class _Runner:
         return sent
 
     def _recover(self, points: list[RestartPoint]) -> None:
-        """Bring the loader to the position after the last delivered batch of the slot, which another runner had before.
-        Replayed batches are compared with the delivered ones."""
+        """Bring the loader to the position after the last batch that the slot's previous runner delivered. Replayed
+        batches are compared with the delivered ones."""
         self._doing("waiting")
         while self._hello is None:
             self._serve(None)
         hello, source = self._hello, self.source
-        self._left = {abandoned_epoch.epoch: abandoned_epoch.total for abandoned_epoch in hello.abandoned}
-        target = Target(hello.epoch, hello.next_total - 1, self._left, hello.last_digest)
+        self._abandoned = {abandoned_epoch.epoch: abandoned_epoch.total for abandoned_epoch in hello.abandoned}
+        target = Target(hello.epoch, hello.next_total - 1, self._abandoned, hello.last_digest)
         plan = plan_recovery(points + self._points, target, counted=self._counts)
         if plan is None:
             why = f"cannot continue with batch {hello.next_total}, because no earlier state of the loader is kept"
@@ -240,7 +240,7 @@ class _Runner:
     # ---- streaming
 
     def stream(self) -> None:
-        """Stream epoch after epoch, each as soon as the training job opens it, until the daemon ends the slot."""
+        """Stream one epoch after the other, as soon as the training job allows each, until the daemon ends the slot."""
         source = self.source
         try:
             while True:
@@ -305,7 +305,7 @@ class _Runner:
             ring, offset = entry.ring, entry.offset
             flat.write_to(ring.address + offset)
             structure, nbytes, shapes = flat.structure, flat.nbytes, flat.shapes
-            seed, dims = layout(structure.key, nbytes, shapes)
+            seed, dims = seed_and_dims(structure.key, nbytes, shapes)
             if cover == DigestCover.ROWS:
                 digest = source.digest = rows_digest(structure, shapes, ring.view, offset, nbytes)
             else:
@@ -333,7 +333,7 @@ class _Runner:
             if (
                 (producer.free_entries * 2 <= producer.ring_entries and not producer.blocked)
                 or now - started > SLOW_BATCH_S
-                or now - self._last_look > LONGEST_DEAF_S
+                or now - self._last_look > POLL_EVERY_S
             ):
                 self._last_look = now
                 self._poll_now()
@@ -353,7 +353,7 @@ class _Runner:
 
     def _learn(self, structure: Structure) -> int:
         """Give a new batch structure a number, announce it to the training job, and return the number. The structure is
-        kept, so that no other object gets its id()."""
+        kept alive, because it is found by its id()."""
         self._structures += 1
         self._numbers[id(structure)] = self._structures, structure
         if len(self._numbers) > KNOWN_STRUCTURES:
@@ -419,9 +419,9 @@ class _Runner:
             del producer.wanted[stale]
 
     def _is_counted(self, point: RestartPoint) -> bool:
-        """Return True if the restart point is no state of the loader, but a number of batches since the stream's start.
-        Such a point needs no verification."""
-        return self._counts and point.behind is not None
+        """Return True if the restart point holds no state of the loader, but a number of batches since the stream's
+        start. Such a point needs no verification."""
+        return self._counts and point.replayed_from is not None
 
     def _step_of(self, total: int) -> int:
         """Return the training step of the slot's batch `total`, provided that all slots of the box have batches."""
@@ -477,7 +477,7 @@ class _Runner:
 
     def _go_back(self) -> None:
         """Return to the batch after which the training loop abandoned an epoch, and close the epoch there. The loader
-        and its random generators have run ahead, and later batches must not depend on how far."""
+        and its random generators have run ahead by chance, and later batches must not depend on how far."""
         source, producer = self.source, self.producer
         epoch, delivered = producer.abandoned.popleft(), producer.delivered
         position = source.position
@@ -492,9 +492,9 @@ class _Runner:
             if not source.is_open:  # the loop abandoned this epoch before this runner opened it
                 self._open_epoch()
         source.abandon_epoch(delivered)
-        self._left[epoch] = delivered
-        if len(self._left) > KEPT_LEFT:
-            del self._left[min(self._left)]
+        self._abandoned[epoch] = delivered
+        if len(self._abandoned) > KEPT_ABANDONED:
+            del self._abandoned[min(self._abandoned)]
         self._lease.release()
         self._own.forget_after(epoch)
         self._progress_page.cut(epoch, delivered)
@@ -507,7 +507,7 @@ class _Runner:
         delivered, ahead = page.entry(total), page.entry(total + 1)
         # With worker processes of the loader's own there is no test, because each try would start these again.
         known = ahead is not None and ahead.epoch == epoch and not source.capabilities.own_workers
-        target = Target(epoch, total, self._left, delivered.digest if delivered is not None else 0)
+        target = Target(epoch, total, self._abandoned, delivered.digest if delivered is not None else 0)
         following = ahead.digest if ahead is not None and known else 0
         plan = self._own.plan_return(target, exact=source.capabilities.exact_states, following=following)
 
@@ -516,9 +516,9 @@ class _Runner:
                 restore(source, RestartPoint.decode(point.data), target, self._seek)
                 return
             begin(source, history)
-            travel(source, target.behind(history.abandoned), self._seek)
+            travel(source, target.with_abandoned(history.abandoned), self._seek)
 
-        ways: list[EncodedPoint | None] = [*plan.ways(origin_doubted=self._is_doubted(plan))]
+        ways: list[EncodedPoint | None] = [*plan.ways(epoch_start_failed=self._epoch_start_fails(plan))]
         if history.complete:
             ways.append(BEGINNING)
         if not ways:
@@ -533,9 +533,9 @@ class _Runner:
                 raise
             raise StateMismatchError(mismatch.message) from mismatch
 
-    def _is_doubted(self, plan: Return) -> bool:
-        """Return True if the plan's epoch start is wrong: from it, the loader does not yield the batch that followed
-        before."""
+    def _epoch_start_fails(self, plan: Return) -> bool:
+        """Return True if the plan's epoch start fails its test: from there, the loader does not yield the batch that it
+        had yielded before."""
         if plan.probe is None or plan.epoch_start is None:
             return False
         try:

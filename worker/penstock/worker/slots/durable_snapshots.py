@@ -1,10 +1,9 @@
 """Durable restart points of a slot (states of its loader with their positions): copies that the coordinator keeps, from
 which a runner on another worker can continue.
 
-The first restart point, where the attempt (this launch of the job) began, is durable before any batch can be fetched,
-so that every delivered batch can be recovered. Each later runner can make the first restart point again: with input_fn,
-and the state from which the attempt resumed, which the coordinator has anyway. So only the position of a large first
-restart point is kept.
+The first restart point of a launch becomes durable before any batch can be fetched, so that every delivered batch can
+be recovered. Any later runner can make this restart point again: it calls input_fn, and loads the state from which the
+launch resumed, which the coordinator has anyway. So of a large first restart point only the position is kept.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from penstock.proto.v1 import coordinator_pb2
 from penstock.worker.slots.slot_interfaces import SlotContext
 from penstock.worker.slots.snapshots import StoredSnapshot
 
-__all__ = ["NOT_OURS", "DurableSnapshots"]
+__all__ = ["COORDINATOR_ERRORS", "DurableSnapshots"]
 
-NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
+COORDINATOR_ERRORS = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """Temporary errors whose cause is the coordinator, after which a call is tried again."""
 LARGE = 1 << 20
 """Size in bytes above which the coordinator gets only the position of the first restart point of a launch, and not its
@@ -91,7 +90,7 @@ class DurableSnapshots:
                 refused = (await slot.host.coordinator.put_snapshot(header, data)).refused
                 self._count(refused, len(data))
                 break
-            except NOT_OURS as error:
+            except COORDINATOR_ERRORS as error:
                 if not logged:
                     slot.log.warning(
                         "%s: a snapshot of the loader waits until the coordinator answers: %s", slot.name, error.message

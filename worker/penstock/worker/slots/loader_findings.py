@@ -9,8 +9,8 @@ from penstock.proto.errors import ReplayMismatchError
 __all__ = ["FIRST_DEPTH", "LoaderFindings"]
 
 FIRST_DEPTH = 16
-"""Number of batches that the first long verification of a restart point compares, and largest number that each earlier,
-short one compares."""
+"""Number of batches that the first long verification of a restart point compares. Until then this is also the largest
+number that a short verification compares."""
 
 
 @dataclass
@@ -22,20 +22,20 @@ class LoaderFindings:
     restart_points.py."""
     depth: int = FIRST_DEPTH
     """Number of batches that the next long verification of a restart point compares."""
-    near_s: float = 0.0
+    short_s: float = 0.0
     """Processor time of all short verifications since the last long one, in seconds."""
-    far_s: float = 0.0
+    long_s: float = 0.0
     """Expected processor time of the next long verification, in seconds; 0 before the first."""
     misleads: bool = False
-    """True if a state of the loader led to the right batches at first and to wrong batches later. The loader's states
-    are then not used."""
+    """True if a restored loader made right batches at first and wrong ones later. The loader's states are then not
+    used."""
     not_used: str = ""
     """Reason why the loader's snapshots are not used, as logged once; "" = snapshots are used."""
     checked: bool = False
-    """True if a restart point of the loader was verified at least once. A loader with exact_states, which promises that
-    its states are exact, is then trusted."""
+    """True if a restart point of the loader was verified at least once. A loader that declares
+    `exact_states` is not verified again then."""
     inexact: bool = False
-    """True if a verification failed, so that the loader's promise (exact_states) is not trusted any more."""
+    """True if a verification failed. The loader's declaration `exact_states` is then not trusted any more."""
     unrepeatable: ReplayMismatchError | None = None
     """Error that a save must raise; None = no error. Set if the loader has no state methods, and a replay from its
     beginning yields other batches."""

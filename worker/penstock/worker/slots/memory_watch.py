@@ -23,8 +23,9 @@ MEMORY_SHARE = 0.02
 large runners are measured more rarely."""
 HARD_LIMIT = 2
 """Multiple of the memory limit above which a runner is killed at once."""
-GAIN_S = 0.05
-"""Seconds between two checks of whether a runner that is about to be replaced has made progress that can be saved."""
+SAVED_LOOK_S = 0.05
+"""Seconds between two checks whether a runner that is about to be replaced has made progress that can be saved: a
+verified snapshot, and a batch after it that the training loop has taken."""
 
 
 class MemoryWatch:
@@ -59,7 +60,7 @@ class MemoryWatch:
             what = f"it used {_mib(most)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
             far = held > HARD_LIMIT * limit
             if far and not (young and begun):
-                # Report the batch that the runner was making with the loss, because that batch may be the cause.
+                # With the loss, report the batch that the runner was making, because that batch may be the cause.
                 slot.lose(f"was killed at batch {slot.progress_page.total}, because {what}")
             elif far or (saving is not None and saving.done()):
                 slot.recycle, slot.outgrown = True, young
@@ -87,7 +88,7 @@ class MemoryWatch:
                 break
             if not usable and not self._verifier.hurry():
                 break
-            await asyncio.sleep(GAIN_S)
+            await asyncio.sleep(SAVED_LOOK_S)
         await self._durable.prepare_migration()
 
 

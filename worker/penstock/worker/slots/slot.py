@@ -40,7 +40,7 @@ from penstock.worker.processes.stack_dump import state_of
 from penstock.worker.resources.processor_time import NOTHING, used_by
 from penstock.worker.resources.rates import BatchRates
 from penstock.worker.resources.turn_queue import QueueTurn
-from penstock.worker.slots.durable_snapshots import NOT_OURS, DurableSnapshots
+from penstock.worker.slots.durable_snapshots import COORDINATOR_ERRORS, DurableSnapshots
 from penstock.worker.slots.loader_findings import LoaderFindings
 from penstock.worker.slots.memory_watch import MemoryWatch, killed_for_memory
 from penstock.worker.slots.slot_interfaces import SlotHost, key_of
@@ -63,7 +63,8 @@ MAX_UNSAVED_TEXT = 1000
 LOOK_S = 0.02
 """Seconds between two checks whether the runner has received a connection that was sent to it."""
 STAGE_S = 1.5
-"""Seconds between two checks in which stage a slot's start is. A change of the stage is then reported."""
+"""Seconds between two checks of the stage of a slot's start, such as INPUT_FN. A new stage is reported to the
+coordinator."""
 KILL_S = 10.0
 """Seconds to wait until a killed process ends. A process that hangs in a driver or a file system does not end."""
 _STAGES = {
@@ -82,7 +83,7 @@ _NO_ROOM = (
 
 
 class Slot:
-    """Slot (a logical worker of a run) on this worker, from `start()` to `stop()`: owner of one runner process."""
+    """One generation of a slot (a logical worker of a run) on this worker, from `start()` to `stop()`."""
 
     def __init__(self, host: SlotHost, assignment: records_pb2.WorkerAssignment) -> None:
         self.assignment = assignment
@@ -96,11 +97,11 @@ class Slot:
         self.host = host
         self.store = SlotSnapshots(self.usable)
         self.verifier = RestartPointVerifier(self)
-        self.left: dict[int, int] = {}
+        self.abandoned: dict[int, int] = {}
         """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> number of the slot's
         last batch in it, counted over all epochs."""
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
-        """`StoredSnapshot.position` of each restart point that an earlier runner of the slot made."""
+        """Positions (`StoredSnapshot.position`) of the restart points that earlier runners of the slot made."""
         self.states = SlotStates(self, self.verifier)
         self.durable = DurableSnapshots(self)
         self._child: Child | None = None
@@ -163,7 +164,7 @@ class Slot:
         except asyncio.CancelledError:
             raise
         except PenstockError as error:
-            self.fail(detail_of(error), lost=isinstance(error, (WorkerLostError, *NOT_OURS)))
+            self.fail(detail_of(error), lost=isinstance(error, (WorkerLostError, *COORDINATOR_ERRORS)))
         except Exception as error:
             self.log.exception("%s: the slot could not be started", self.name)
             self.fail(detail_of(error), lost=True)
@@ -296,7 +297,7 @@ class Slot:
         self.log.log(level, "%s: %.4000s%s", self.name, message, stack and f"\n{stack}")
 
     def _end_turn(self) -> None:
-        """Let the next runner in the queue of starts begin, because this slot no longer needs its place there."""
+        """Give up this slot's place in the queue of starts, so that the next runner can start."""
         if self._turn is not None:
             self._turn.end()
 
@@ -315,7 +316,7 @@ class Slot:
     # ---- its health
 
     async def _watch(self) -> None:
-        """Report a runner that is in one activity for long, or that is stopped by a signal, with its stack. Return only
+        """Report a runner, with its stack, if it is in one activity for long or is stopped by a signal. Return only
         when cancelled."""
         after = hang_s(self.assignment.loader.options.timeout_s)
         while True:
@@ -416,7 +417,7 @@ class Slot:
         elif message.kind == "left":
             epoch, total = counts(message, "epoch", "total")
             self.store.forget_after(epoch, total)
-            self.left[epoch] = total
+            self.abandoned[epoch] = total
         elif message.kind == "wants_resume":
             self.spawn(self._send_resume())
         elif message.kind == "broken":
@@ -470,7 +471,7 @@ class Slot:
             await self.ready.wait()
         assert self._child is not None
         if self.assignment.is_target and not self.attached:  # the slot's previous runner continued until now
-            with contextlib.suppress(*NOT_OURS):  # on an error, start from the snapshots fetched before
+            with contextlib.suppress(*COORDINATOR_ERRORS):  # on an error, start from the snapshots fetched before
                 async with asyncio.timeout(deadline_s):
                     await self._fetch_restart_points(self._child)
         while self._lane_unread and self._child.reads_late:  # user code may keep the runner busy for any time
@@ -501,8 +502,8 @@ class Slot:
         return self.host.findings(self.assignment)
 
     def _oldest_wanted(self) -> tuple[int, int]:
-        """Return the number of batches over all epochs (`total`), and the epoch, of the earliest position of the slot
-        for which a state may still be requested.
+        """Return the earliest position of the slot for which a state may still be requested: the number of batches over
+        all epochs (`total`), and the epoch.
 
         Both follow from the retention window (`retention_steps` training steps) and the slot's share of its batches.
         The epoch is at most `retention_steps` epochs back, because the training loop takes at least one batch in each

@@ -34,7 +34,7 @@ class DaemonCounters:
     """Counters of a daemon, summed over all its present and former slots."""
 
     snapshots: int = 0
-    """Number of snapshots received from runners."""
+    """Number of snapshots and epoch starts received from runners."""
     snapshots_sent: int = 0
     """Number of snapshots that the coordinator has made durable."""
     snapshots_refused: int = 0
@@ -42,9 +42,9 @@ class DaemonCounters:
     snapshot_sent_bytes: int = 0
     """Total size of the snapshots that were made durable, in bytes."""
     recoveries: int = 0
-    """Number of slots that this worker continued after another runner."""
+    """Number of slots that this worker started in order to continue the work of another runner."""
     losses: int = 0
-    """Number of runners on this worker that were lost."""
+    """Number of slots on this worker that were reported lost, so that another runner continues them."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class SlotContext(Protocol):
     capabilities: records_pb2.LoaderCapabilities
     progress_page: ProgressPage
     store: SlotSnapshots
-    left: dict[int, int]
+    abandoned: dict[int, int]
     """Epochs that the training loop abandoned, as the runner reported: number of the epoch -> number of the slot's last
     batch in it, counted over all epochs."""
     from_before: set[tuple[int, int, int, bool, int]]
-    """`StoredSnapshot.position` of each restart point that an earlier runner of the slot made."""
+    """Positions (`StoredSnapshot.position`) of the restart points that earlier runners of the slot made."""
     unsaved: records_pb2.ErrorDetail | None
     ready: asyncio.Event
     begun: asyncio.Event

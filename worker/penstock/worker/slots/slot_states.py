@@ -21,19 +21,21 @@ __all__ = ["POLL_S", "SlotStates"]
 POLL_S = 0.005
 """Seconds between two reads of the progress page while a request waits until the runner has made a batch."""
 POLLERS = 8
-"""Number of waiting requests up to which each reads the progress page every POLL_S. With more, each reads more rarely,
-because hundreds of requests would otherwise keep the event loop busy."""
+"""Largest number of waiting requests that each read the progress page every POLL_S. If more requests wait, each reads
+more rarely, because hundreds of requests would otherwise keep the event loop busy."""
 NEXT_S = 0.5
-"""Seconds to wait until the batch after a state is made, so that a resume can be compared with that batch."""
+"""Seconds that a request waits until the batch after the requested state is made, so that its digest is saved too: a
+resume is compared with that batch."""
 CHEAP_S = 5.0
-"""A replay of all batches of a runner counts as cheap if the runner has worked at most so many seconds on them."""
+"""Largest working time of a runner, in seconds, for which a replay of all its batches counts as cheap."""
 HELPER_SHARE = 0.7
 """Share of the time left to a state request that its helper process may take. The rest is a reserve: the stack of a
 helper that takes longer must reach the caller before the request's deadline."""
 
 
 class _Pauses:
-    """Pauses of requests that wait until the runner has made a batch. The more requests wait, the longer each pause."""
+    """Pauses between two looks of a request that waits until the runner has made a batch. The more requests wait, the
+    longer each pause."""
 
     def __init__(self) -> None:
         self._waiting = 0
@@ -53,7 +55,7 @@ def _share(until: float) -> float:
     return min(DEADLINE_S, max(0.1, HELPER_SHARE * (until - time.monotonic())))
 
 
-def _left(request: coordinator_pb2.StateRequest) -> dict[int, int]:
+def _abandoned(request: coordinator_pb2.StateRequest) -> dict[int, int]:
     """Return the abandoned epochs that the coordinator names in the request: number of the epoch -> number of the
     slot's last batch in it, counted over all epochs."""
     return {end.epoch: end.total for end in request.abandoned}
@@ -140,8 +142,8 @@ class SlotStates:
     async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> StoredSnapshot | None:
         """Return the usable restart point nearest before the requested position. If the position's epoch has no usable
         restart point, first try to verify one of that epoch."""
-        store, left = self._slot.store, _left(request)
-        point = store.nearest(request.epoch, request.position.total, left=left)
+        store, abandoned = self._slot.store, _abandoned(request)
+        point = store.nearest(request.epoch, request.position.total, abandoned=abandoned)
         if point is not None and point.epoch == request.epoch:
             return point
         inside = [kept for kept in store if kept.epoch == request.epoch and kept.total <= request.position.total]
@@ -184,7 +186,8 @@ class SlotStates:
         not know its digest and the answer needs it.
 
         If the position is the end of an epoch, there may be no next batch. Then return True only if a replay is cheap,
-        or if the next launch may begin with another slot than slot 0.
+        or if the next turn is not slot 0's: only that batch then shows which slot becomes worker 0 on a resume
+        (resume_plan.py).
         """
         if not self._by_own or answer.next_digest:
             return False
@@ -200,9 +203,9 @@ class SlotStates:
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, point: StoredSnapshot, request: coordinator_pb2.StateRequest) -> bool:
-        """Return True if this restart point alone cannot answer the request, because an earlier runner made it, so that
-        a helper process must replay. This worker then has no record of batches skipped since, or of digests, and the
-        restart point may lack changes of the mixture."""
+        """Return True if this restart point alone cannot answer the request, so that a helper process must replay. Only
+        a restart point that an earlier runner made can lack something: this worker does not know which batches were
+        skipped since, or their digests, and the state may be older than a change of the mixture."""
         if not point.inherited:
             return False
         if self._slot.assignment.skips or self._slot.assignment.mixture_changes:
@@ -213,10 +216,10 @@ class SlotStates:
     def _start(self, request: coordinator_pb2.StateRequest) -> StoredSnapshot | None:
         """Return the restart point from which the requested state is replayed: the nearest one, or an earlier one in
         the same epoch if the replay must also make batches whose digests are requested."""
-        store, left = self._slot.store, _left(request)
-        point = store.nearest(request.epoch, request.position.total, left=left)
+        store, abandoned = self._slot.store, _abandoned(request)
+        point = store.nearest(request.epoch, request.position.total, abandoned=abandoned)
         if point is not None and self._waits_for_loop:
-            before = store.nearest(point.epoch, request.digests_after, left=left)
+            before = store.nearest(point.epoch, request.digests_after, abandoned=abandoned)
             if before is not None and before.epoch == point.epoch:
                 return before
         return point
@@ -252,8 +255,9 @@ class SlotStates:
             )
 
     async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Wait until the runner has made all batches up to the requested position. Return False if the position's epoch
-        or the previous one ended at another batch than the request assumes; the answer then names that batch."""
+        """Wait until the runner has made all batches up to the requested position, and return True. Return False if the
+        position's epoch or the previous one ended at another batch than the request assumes; the answer then names that
+        batch."""
         epoch, total = request.epoch, request.position.total
         began = total - request.position.delivered
         while True:
@@ -309,8 +313,8 @@ class SlotStates:
             raise StateUnavailableError(
                 f"{slot.name}: the state of step {request.step} is not available yet: the training loop abandoned an "
                 f"epoch by `break` after batch {position.total - position.delivered} of this worker slot, and the "
-                "runner, which was started anew meanwhile, has not been told. Save again after the next batch of this "
-                "worker slot"
+                "runner, which was started anew meanwhile, does not know this yet. Save again after the next batch of "
+                "this worker slot"
             )
 
     async def _advance(
@@ -319,12 +323,15 @@ class SlotStates:
         """Return the state that the loader's class computes from an earlier state in the same epoch by its method
         `advance_state`, without a call of input_fn; b"" if it cannot be computed."""
         slot, total = self._slot, request.position.total
-        point, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.progress_page.entry(total)
+        point, entry = (
+            slot.store.nearest(request.epoch, total, abandoned=_abandoned(request)),
+            slot.progress_page.entry(total),
+        )
         if not slot.capabilities.advances_state or point is None or point.epoch != request.epoch or entry is None:
             return b""
         if point.total - point.delivered != total - request.position.delivered or point.step or slot.assignment.skips:
             return b""
-        if point.inherited and slot.assignment.mixture_changes:  # its state may lack changes that lie behind it
+        if point.inherited and slot.assignment.mixture_changes:  # its state may be older than a change
             return b""
         done = await slot.helper(
             [point.data],
@@ -362,7 +369,7 @@ class SlotStates:
             total=total,
             step=request.step,
             digests=digests,
-            left={str(epoch): there for epoch, there in _left(request).items()},
+            left={str(epoch): there for epoch, there in _abandoned(request).items()},
             abandoned_from=request.abandoned_from,
             following=self._lacks_next(request, answer),
         )

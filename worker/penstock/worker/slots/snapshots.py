@@ -31,8 +31,9 @@ class StoredSnapshot:
     """Restart point that the daemon keeps: the loader's state within an epoch (a snapshot) or at the start of an epoch.
 
     epoch, delivered, total: position, as the epoch's number from 0, the slot's batches in this epoch, and its batches
-    in all epochs. samples: number of samples in these batches. step: training step of the box (data-parallel rank) on
-    which the state depends, 0 = none. data: the encoded restart point. durable: True if the coordinator keeps a copy.
+    in all epochs. samples: number of samples in the slot's batches of all epochs. step: training step of the box
+    (data-parallel rank) that `get_worker_state()` reported to the loader's state_dict(); 0 if it did not ask. data: the
+    encoded restart point. durable: True if the coordinator keeps a copy.
     """
 
     epoch: int
@@ -54,8 +55,8 @@ class StoredSnapshot:
     """Number of verifications of this restart point that ended without a result, for example because the helper process
     died."""
     generators: int = 0
-    """Hash of the random generators after the batch that follows this restart point, with which a verification compares
-    its own; 0 if not known."""
+    """Hash that the random generators must have after the first batch that follows this restart point; 0 if not known.
+    A verification compares it."""
     start: bool = False
     """True if the runner's stream begins at this restart point."""
     begins: bool = False
@@ -64,8 +65,8 @@ class StoredSnapshot:
     compared: int = 0
     """Number of batches that the verification of this restart point has compared."""
     crossed: bool = False
-    """True if a verification of this restart point gave a result. The restart point is then not verified again to find
-    the loader's crossing, its way into the next epoch."""
+    """True if a verification of this restart point had a result. The restart point is then not used again to find the
+    loader's crossing (its way into the next epoch)."""
     wanted: bool = False
     """True if this snapshot was taken because a checkpoint at its step was announced."""
 
@@ -109,8 +110,8 @@ class SlotSnapshots:
         skipped batches.
 
         oldest_wanted, oldest_epoch: earliest position for which a state may still be requested: number of the slot's
-        batches over all epochs, and number of the epoch. The epoch is needed for a slot without batches, which has the
-        same number of batches in all epochs.
+        batches over all epochs, and number of the epoch. The epoch matters for a slot without batches, where the first
+        number is always 0.
         """
         self._keep_only([*(kept for kept in self._kept if kept.position != point.position), point])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
@@ -139,16 +140,16 @@ class SlotSnapshots:
         return None
 
     def nearest(
-        self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})
+        self, epoch: int, total: int, *, abandoned: Mapping[int, int] = MappingProxyType({})
     ) -> StoredSnapshot | None:
         """Return the restart point from which the replay to the position is shortest, among those from which a loader
-        may be restored; None if no such point leads there.
+        may be restored; None if no such point leads there. A runner chooses by the same function, `usable` in
+        restart_plan.py.
 
-        epoch, total: the position: number of the epoch, and of the slot's batches over all epochs. left: abandoned
-        epochs, as number of the epoch -> number of the slot's last batch there. The choice is that of a runner: see
-        `usable` in restart_plan.py.
+        epoch, total: the position: number of the epoch, and number of the slot's batches over all epochs. abandoned:
+        abandoned epochs, as number of the epoch -> number of the slot's last batch in it, counted over all epochs.
         """
-        found = usable((kept for kept in self._kept if self._usable(kept)), Target(epoch, total, left))
+        found = usable((kept for kept in self._kept if self._usable(kept)), Target(epoch, total, abandoned))
         return max(found, key=lambda kept: (kept.epoch, kept.total, kept.epoch_start), default=None)
 
     def _keep_only(self, kept: list[StoredSnapshot]) -> None:

@@ -1,14 +1,14 @@
 """Verification of a slot's restart points (states of its loader with their positions): a helper process restores a
 restart point, and the batches that follow must be the delivered ones.
 
-A loader may count after its `yield`, prefetch in the background, draw from generators that are not saved, or count its
-fast-forward twice after a restore. Then its state describes another position than that of the batches it has yielded,
-and without verification only a wrong resume would show that. So each state is verified before it is used: a helper
-process restores the state in a loader that input_fn has just made, while the stream continues. The next batches are
-compared with the delivered ones. The random generators after the first of these batches are compared too, because the
-next epoch may draw its order from them. Only verified states become durable (kept by the coordinator), are saved, and
-are used for recovery. A later position is reached by replaying a number of batches from a verified state. Each restart
-point is verified separately, because the next restart point may come from a loader that was restored.
+A loader may count after its `yield`, prefetch in the background, draw from generators that are not saved, or count
+batches twice that it skips after a restore. Then its state describes another position than that of the batches it has
+yielded, and without verification only a wrong resume would show that. So each state is verified before it is used: a
+helper process restores the state in a loader that input_fn has just made, while the stream continues. The next batches
+are compared with the delivered ones. The random generators after the first of these batches are compared too, because
+the next epoch may draw its order from them. Only verified states become durable (kept by the coordinator), are saved,
+and are used for recovery. A later position is reached by replaying a number of batches from a verified state. Each
+restart point is verified separately, because the next restart point may come from a loader that was restored.
 
 A *short* verification compares a few batches. A *long* one compares more and more of them, because some restored
 loaders are right at first and wrong later.
@@ -58,8 +58,9 @@ LATER_LOOK_S = 0.5
 LAPSES = 2
 """Number of verifications without a result after which a restart point is not used. A verification ends without a
 result if the helper process takes too long or dies."""
-RARELY = 8
-"""Largest factor by which failed verifications lengthen the pause before the next verification."""
+MAX_PAUSE_FACTOR = 8
+"""Largest factor by which failed verifications lengthen the pause before the next verification. One failure doubles it.
+"""
 
 
 class RestartPointVerifier:
@@ -85,7 +86,7 @@ class RestartPointVerifier:
                 continue
             took = await self.verify(candidate)
             per_core = max(1.0, self._slot.host.slots_here() / (os.cpu_count() or 1))
-            await self._pause(took * per_core * min(1 + self._failed, RARELY) / SHARE)
+            await self._pause(took * per_core * min(1 + self._failed, MAX_PAUSE_FACTOR) / SHARE)
 
     async def _pause(self, seconds: float) -> None:
         self._hurried.clear()
@@ -97,7 +98,7 @@ class RestartPointVerifier:
 
     def hurry(self) -> bool:
         """End the pause before the next verification, because a request waits for a verified restart point. Return
-        False if no verification is possible, or if the last one failed."""
+        False if the request cannot expect one soon: no verification is possible, or the last one failed."""
         self._hurried.set()
         return self._verifiable and not self._failed
 
@@ -122,7 +123,7 @@ class RestartPointVerifier:
         beginning = self._beginning(store)
         if beginning is not None:
             return beginning
-        first = self._crossing(store) or self._far(store)
+        first = self._crossing(store) or self._for_long_one(store)
         if first is not None:
             return first
         early = (
@@ -170,27 +171,27 @@ class RestartPointVerifier:
                 return before[-1]
         return None
 
-    def _far(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
+    def _for_long_one(self, store: list[StoredSnapshot]) -> StoredSnapshot | None:
         """Return the restart point for a long verification, if one is due: the newest that is followed by enough
         batches. A restored loader may be right until the end of a buffer, a shard or an epoch, and wrong later. Return
         None if no long verification is due or possible."""
-        if self._failed or not self._far_is_due:
+        if self._failed or not self._long_is_due:
             return None
         depth, known = self._slot.findings.depth, self._slot.progress_page.total
         fits = [kept for kept in store if kept.total + depth <= known and not (kept.start or kept.refuted)]
         return fits[-1] if fits and len(self._followers(fits[-1], depth)) >= depth else None
 
     @property
-    def _far_is_due(self) -> bool:
+    def _long_is_due(self) -> bool:
         """True if a long verification is due. Long ones get half of the processor time of all verifications."""
-        return self._slot.findings.near_s >= self._slot.findings.far_s
+        return self._slot.findings.short_s >= self._slot.findings.long_s
 
     def _most(self, point: StoredSnapshot) -> int:
         """Return the largest number of batches that a verification of this restart point compares."""
         findings = self._slot.findings
-        if self._far_is_due and point.total + findings.depth <= self._slot.progress_page.total:
+        if self._long_is_due and point.total + findings.depth <= self._slot.progress_page.total:
             return findings.depth
-        return CHECKED_BATCHES if findings.far_s else FIRST_DEPTH
+        return CHECKED_BATCHES if findings.long_s else FIRST_DEPTH
 
     def _followers(self, point: StoredSnapshot, most: int = CHECKED_BATCHES) -> dict[str, list[int]]:
         """Return the batches right after a restart point, also those in later epochs, as a dict: number of the batch in
@@ -205,7 +206,7 @@ class RestartPointVerifier:
             least, last = min(least, end), max(last, end + CHECKED_BATCHES)
         found: dict[str, list[int]] = {}
         for count in range(point.total + 1, min(last, self._slot.progress_page.total) + 1):
-            while ends.get(epoch) == count - 1 and (epoch == point.epoch or epoch not in self._slot.left):
+            while ends.get(epoch) == count - 1 and (epoch == point.epoch or epoch not in self._slot.abandoned):
                 epoch += 1
             entry = self._slot.progress_page.entry(count)
             if entry is None or entry.epoch != epoch or ends.get(epoch, count) < count:
@@ -251,7 +252,7 @@ class RestartPointVerifier:
                     "verify",
                     digests=followers,
                     early=early,
-                    left=point.epoch in slot.left,
+                    left=point.epoch in slot.abandoned,
                     generators=point.generators,
                     crossing=slot.findings.crossing,
                 )
@@ -292,12 +293,12 @@ class RestartPointVerifier:
         fits = [kept for kept in self._slot.store if (kept.total, kept.epoch) == beyond and not kept.epoch_start]
         return [kept.data for kept in fits[-1:]]
 
-    def _count(self, took: float, far: bool) -> None:
+    def _count(self, took: float, long: bool) -> None:
         findings = self._slot.findings
-        if far:
-            findings.depth, findings.near_s, findings.far_s = min(2 * findings.depth, MOST_DEPTH), 0.0, 2 * took
+        if long:
+            findings.depth, findings.short_s, findings.long_s = min(2 * findings.depth, MOST_DEPTH), 0.0, 2 * took
         else:
-            findings.near_s += took
+            findings.short_s += took
 
     def _refute(self, point: StoredSnapshot, fields: dict[str, object]) -> None:
         slot = self._slot

@@ -1,8 +1,9 @@
 """The connection of a training job that waits until the slot's runner can take it.
 
-Only one connection waits at a time; a newer one refuses it. Otherwise a consumer that opens lanes again and again would
-fill the runner's control socket and the daemon's table of descriptors. When the slot ends, the connection that waits is
-refused at once: no runner will take it, and it would stay open until the deadline, also if its training job has ended.
+Only one connection waits at a time. If a newer one arrives, the older one is refused. Otherwise a consumer that opens
+lanes again and again would fill the runner's control socket and the daemon's table of descriptors. When the slot ends,
+the connection that waits is refused at once: no runner will take it, and it would stay open until the deadline, also if
+its training job has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["WaitingLane"]
 
 
 class WaitingLane:
-    """Waiting room for a training job's connection to a slot's runner, with room for one. name: name of the slot, for
+    """Holder of the one connection of a training job that waits for a slot's runner. name: name of the slot, for
     messages."""
 
     def __init__(self, name: str) -> None:
@@ -26,8 +27,11 @@ class WaitingLane:
         self._ended = False
 
     async def wait(self, until_attachable: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Wait until `until_attachable` returns, which waits for the runner, and raise what it raises. Raise
-        SupersededError if a newer connection arrives meanwhile, or if the slot ends or has ended."""
+        """Wait until `until_attachable` returns, and raise what it raises. Raise SupersededError if a newer connection
+        arrives meanwhile, or if the slot ends or has ended.
+
+        until_attachable: waits until the slot's runner can take a connection.
+        """
         self._refuse_waiting()
         if self._ended:
             raise self._refusal()

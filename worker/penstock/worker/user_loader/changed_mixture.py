@@ -1,7 +1,7 @@
-"""Changes of the weights of a loader's mixture in mid-run (`penstock mix`): their hook in a user's loader.
+"""Calls of a user's loader that change the weights of its mixture in mid-run (`penstock mix`).
 
-A loader takes such changes by two methods: `change_mixture`, which is called before a state is loaded, and
-`plan_change`, for a trial of a new change in a helper process. penstock.data.ShardLoader has both.
+A loader supports such changes if it has two methods, as penstock.data.ShardLoader has: `change_mixture` applies the
+changes of the run so far, and is called before a state is loaded; `plan_change` tries a new change in a helper process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _NO_HOOK = (
 
 
 def apply_changes(loader: Any, assignment: records_pb2.WorkerAssignment) -> None:
-    """Give a new loader the changes of the mixture's weights that its run has had, and the way to import added sources.
-    Raise InvalidArgumentError if there are changes and the loader has no method for them."""
+    """Call a new loader's `change_mixture` with all changes of the mixture's weights that its run has had, and with a
+    function that returns an added source by name. Raise InvalidArgumentError if there are changes and the loader has no
+    such method."""
     change_mixture = getattr(loader, "change_mixture", None)
     if not callable(change_mixture):
         if assignment.mixture_changes:
@@ -78,8 +79,8 @@ def _plain(change: records_pb2.MixtureChange, attempt: int) -> dict[str, Any]:
 
 
 def _source(name: str, spec: records_pb2.LoaderSpec) -> Any:
-    """Return a source that a change has added to the mixture: import its function, under the same list of allowed
-    modules as input_fn, and call it."""
+    """Return the source that a change has added to the mixture: import its function and call it. The function must be
+    in one of the modules that are allowed for input_fn (--allow)."""
     allow = list(spec.allow) or [module_of(spec.input_fn).partition(".")[0]]
     own = records_pb2.LoaderSpec(input_fn=name, main_path=spec.main_path, sys_path=spec.sys_path, allow=allow)
     try:

@@ -92,8 +92,8 @@ def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
 
 def as_main_process(method: Callable[[], T]) -> T:
     """Call a state method of the loader, and return its result. If the method calls get_worker_info() and raises, call
-    the method again while get_worker_info() returns None, as in a main process. If that succeeds, all later calls of
-    state methods get None at once."""
+    the method again while get_worker_info() returns None, as in a main process. If that succeeds, get_worker_info()
+    returns None in all later calls of state methods."""
     answers = _current if _current is not None else Answers()
     if not answers.refused:
         before = answers.given

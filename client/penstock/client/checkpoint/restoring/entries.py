@@ -60,11 +60,13 @@ class SavedEntries:
     path: Path
     metadata: Metadata
     paths: dict[str, KeyPath]
-    """Keys that lead to each saved value in the nested state, by the value's name."""
+    """Keys that lead to each saved value in the nested state, by the value's name: "model.weight" has ("model",
+    "weight")."""
 
     def under(self, key: str) -> dict[str, KeyPath]:
-        """Return the values that were saved under a top-level key of the state: for each name of a value, the keys that
-        lead to the value below this key. Raises CheckpointError if there are none."""
+        """Return the values that were saved under a top-level key of the state, as the keys below it that lead to each
+        value, by the value's name: under("model") has "model.weight" with ("weight",). Raises CheckpointError if no
+        value was saved under `key`."""
         found = {name: path[1:] for name, path in self.paths.items() if path[0] == key}
         if not found:
             there = ", ".join(sorted({repr(path[0]) for path in self.paths.values()}))
@@ -76,7 +78,8 @@ class SavedEntries:
 
     def empty(self, name: str, like: torch.Tensor | None = None) -> ReadRequest:
         """Return a request to read the value `name` into a new tensor, or as an object. If `like` has the shape of the
-        saved tensor, the new tensor is split over ranks and placed as `like` is."""
+        saved tensor, the new tensor is on the device of `like`, and is a DTensor split in the same way if `like` is
+        one. Otherwise it is on the CPU."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
             return ReadRequest(None, True)
@@ -86,7 +89,7 @@ class SavedEntries:
 
     def filled(self, name: str, tensor: torch.Tensor) -> ReadRequest:
         """Return a request to read the value `name` into the given tensor. Raises CheckpointError if the saved value is
-        no tensor, or has another shape or a dtype that cannot be converted."""
+        not a tensor, has another shape, or has a dtype that cannot be converted."""
         saved = self.metadata.state_dict_metadata[name]
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(
@@ -117,11 +120,11 @@ class RestoreContext:
     """Data of a checkpoint that entries need in addition to their own values."""
 
     containers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Descriptions of the types and keys that dicts had when they were saved (see `with_containers`), by the keys that
-    lead to the dict, joined by dots."""
+    """Descriptions of the types and keys that dicts had when they were saved (see `with_containers`), by the path of
+    the dict in the state, such as "config.layers"."""
     notes: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """Notes of the ranks about each optimizer when the checkpoint was saved (see `optimizers.notes`), merged over all
-    ranks, by the optimizer's key."""
+    """Notes on each optimizer, by the optimizer's key: what torch's `load_state_dict` would change in its state, so
+    that the restore can correct it (see `optimizers.notes`). The notes were saved by all ranks, and are merged here."""
     orders: dict[int, list[int]] = field(default_factory=dict)
     """Order of each optimizer's parameter groups at the save (see `group_order`), by the optimizer's id(). Entries that
     need the order, such as schedulers, are restored after the optimizers."""
@@ -131,15 +134,15 @@ class StateEntry(ABC):
     """Entry of the state to restore: a top-level key and its value."""
 
     comes_first = False
-    """True if this entry is checked before others, because its check finds what other entries need."""
+    """True if this entry is checked before others, because its check sets values of the RestoreContext that others
+    need."""
 
     def __init__(self, key: str, value: Any, saved: SavedEntries) -> None:
         self.key = key
         self.value = value
         self.saved = saved
         self.names = saved.under(key)
-        """Saved values of this entry: for each name of a value, the keys that lead to the value below the entry's
-        key."""
+        """Saved values of this entry, as SavedEntries.under() returns them."""
         self.loaded: Any = None
 
     @abstractmethod

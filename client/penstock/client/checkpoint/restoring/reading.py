@@ -42,15 +42,17 @@ SMALL = 8 << 20
 """Largest number of bytes that a restore reads without threads. Reading so few bytes takes less time than Python's work
 for each entry, which threads would not speed up."""
 MAX_UNNEEDED_BYTES = 4 << 10
-"""Largest number of unneeded bytes in a read buffer, for each tensor that is filled from it, with which the buffer is
-kept until the tensors are filled. If more bytes are unneeded, the values are copied out of the buffer."""
+"""Largest number of bytes for each tensor that a read buffer may waste. A buffer that holds values for the user's
+tensors, and at most this many other bytes for each tensor, is kept until the tensors are filled. Otherwise the values
+are copied, and the buffer is freed."""
 GAP = 64 << 10
-"""Largest number of bytes between two archives with which one call reads both, and the bytes between them."""
+"""Largest number of bytes between two archives that are read by one call, together with the bytes between them.
+Archives further apart are read by separate calls."""
 
 
 @dataclass(frozen=True)
 class FillRequest:
-    """Values that were read and verified, and the tensor to copy them into later."""
+    """Request to copy values that were read and verified (`source`) into a tensor of the user (`target`) later."""
 
     name: str
     target: torch.Tensor
@@ -92,13 +94,14 @@ class _Piece:
 
     @property
     def is_new(self) -> bool:
-        """True if the target tensor can be filled at once, because the restore made it, and in CPU memory."""
+        """True if the target tensor can be filled at once: it was made by the restore, and is in CPU memory."""
         return self.own and self.target.device.type == "cpu"
 
 
 @dataclass
 class _Archive:
-    """Archive to read: the bytes in a file that torch.save wrote for one saved value, and what is made of them."""
+    """Archive to read: the bytes in a file that torch.save wrote for one saved value, and the tensors to copy the value
+    into."""
 
     name: str
     offset: int
@@ -121,11 +124,13 @@ def read(
     Args:
         folder: descriptor of the checkpoint's folder.
         files: the checkpoint's files, as the manifest lists them, by name.
-        metadata: torch's index, which says where each value is. wanted: requests, by the values' names.
-        load: function that makes an object from its name and its bytes. threads: number of threads that read.
+        metadata: torch's index, which says where each value is.
+        wanted: requests, by the values' names.
+        load: function that makes an object from its name and its bytes.
+        threads: number of threads that read.
 
-    Returns tensors and objects by name, and requests to copy values into the user's tensors, which the caller does once
-    all values are checked.
+    Returns tensors and objects by name, and requests to copy values into the user's tensors. The caller carries out the
+    requests once all values are checked.
 
     Raises CheckpointCorruptError, with the file's name, if the bytes are not those that were written; CheckpointError
     if one tensor would get two different values.
@@ -272,8 +277,8 @@ class _Reader:
 
 
 def _is_kept(run: list[_Archive], nbytes: int) -> bool:
-    """Return True to keep a read buffer of `nbytes` until the tensors are filled from it, False to copy the values out
-    of it. `run`: the archives in the buffer."""
+    """Return True to keep a read buffer of `nbytes` bytes until the user's tensors are filled from it. Return False to
+    copy the values and free the buffer. `run`: the archives in the buffer. See MAX_UNNEEDED_BYTES."""
     needed = count = 0
     for archive in run:
         dtype, shape = archive.shape or (torch.uint8, ())
@@ -298,7 +303,8 @@ def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int,
 
 
 def _same(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if two tensors have the same bytes, so that a NaN equals itself."""
+    """Return True if two tensors, converted to `dtype`, have the same bytes. (Bytes and not values, because a NaN does
+    not equal itself.)"""
     left, right = (value.to(dtype).flatten().view(torch.uint8) for value in (one, other))
     return torch.equal(left, right)
 

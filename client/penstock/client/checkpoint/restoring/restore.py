@@ -72,9 +72,9 @@ class PinnedCheckpoint:
 
 @contextmanager
 def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[PinnedCheckpoint | None]:
-    """Context manager with the checkpoint to restore, which is pinned (not deleted by a save) until its end; None if
-    the folder has no checkpoint. `step`, `verify`: see AsyncCheckpointer.restore. Waits at most `timeout_s` seconds for
-    a save that another process is making."""
+    """Context manager with the checkpoint to restore; None if the folder has no checkpoint. The checkpoint is pinned
+    (no save deletes it) until the `with` ends. `step`, `verify`: see AsyncCheckpointer.restore. Waits at most
+    `timeout_s` seconds for a save that another process is making."""
     _settle(folder, timeout_s)
     for turn in range(TRIES):
         found = _choose(folder, step)
@@ -139,8 +139,8 @@ def _settle(folder: Path, timeout_s: float) -> None:
 
 
 def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
-    """Return the error for a damaged checkpoint. Its text names, as the one to restore instead, the newest checkpoint
-    with files of the right sizes. `wrong`: the damage."""
+    """Return the error for a damaged checkpoint at `path`. Its text recommends another checkpoint to restore: the
+    newest one whose files have the right sizes. `wrong`: the damage."""
     try:
         good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
     except CheckpointError:

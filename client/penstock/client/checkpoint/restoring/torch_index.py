@@ -39,8 +39,8 @@ ALLOWED = {
 PATH_KEYS = {str, int}
 """Types that the keys on the path to a value in the state may have. torch writes no other types."""
 LARGE = 1 << 30
-"""Size in bytes of a tensor above which the files must contain all its bytes. The bytes of a smaller tensor may be
-fewer, because it may be an expanded tensor, whose repeated values were written once."""
+"""Largest size in bytes of a tensor that may be stored in fewer bytes than its size. An expanded tensor is stored so:
+its repeated values were written once. A larger tensor with missing bytes is damage."""
 
 
 def read_index(data: bytes, where: Path, files: Mapping[str, int]) -> Metadata:
@@ -139,8 +139,8 @@ class _Index(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Return the member `name` of an enum: what a getattr in the pickle may do. On any other object a getattr could
-    lead to code of any kind, so it raises UnpicklingError."""
+    """Return the member `name` of the enum `kind`. This function replaces getattr in the pickle. getattr on any other
+    object could lead to code of any kind, so it raises UnpicklingError."""
     if not isinstance(kind, EnumType) or type(name) is not str or name not in kind.__members__:
         raise pickle.UnpicklingError("the pickle names an attribute that is not a member of an enum")
     return kind[name]

@@ -1,5 +1,5 @@
 """Agreement of the ranks before each save: on the step, on the values that each rank writes, and on the number of bytes
-of these values. What is called an item, archive and plan is explained in planning.py.
+of these values. planning.py explains items, archives and plans.
 
 The agreement is one exchange of a few hundred bytes, unless a rank's state has another structure than at the last save.
 Every rank decides by itself from the same data of all ranks, so either all ranks continue or all raise an error.
@@ -36,7 +36,8 @@ class AgreedSave:
     """Random id of the save, hexadecimal, the same on all ranks."""
     plan: GlobalPlan
     lengths: list[dict[Key, int]]
-    """Number of bytes of each unframed item (see LocalItem.frame), by its key: one dict for each rank."""
+    """Number of bytes of each unframed item (an object, or a tensor that is not plain; see LocalItem.frame), by its
+    key: one dict for each rank."""
     collected: CollectedState
     objects: dict[Key, bytes]
     """Bytes of this rank's unframed items, by their keys."""
@@ -49,8 +50,8 @@ class Agreement:
     the structure of the state has changed.
 
     Args:
-        threads: number of files of each rank, which as many threads write. hint: beginning of the names of values that
-            go into files of their own, see `assign`.
+        threads: number of threads of a rank that write. Each writes one file.
+        hint: prefix of the names of values that go into separate files; None: all values share the files. See `assign`.
         check_replicas: True to compare values that several ranks have under one name, see AsyncCheckpointer.
     """
 
@@ -60,7 +61,7 @@ class Agreement:
         self._checked = check_replicas and ranks.size > 1
         self._signature: list[Any] | None = None
         self._items: list[LocalItem] = []
-        """Items that this rank could save, in the plan's present structure."""
+        """Items that this rank has. The plan may choose another rank to save an item that several ranks have."""
         self._by_rank: list[list[LocalItem]] = []
         self._plan: GlobalPlan | None = None
         self._warned: set[str] = set()

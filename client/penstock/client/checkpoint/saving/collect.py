@@ -62,15 +62,15 @@ class CollectedState:
     paths: dict[str, tuple[Any, ...]]
     """Keys that lead to each value in the nested state, by the value's name."""
     signature: list[Any]
-    """Description of the structure of the state, for comparison. The plan of a save is kept while it stays the same."""
+    """Description of the structure of the state. If it equals that of the save before, the plan is used again."""
     loaders: dict[str, tuple[int, int]]
     """Pair (box, number of boxes) of each data loader, by its key in the state. A box is a data-parallel rank."""
     recipes: dict[str, Any]
     """Recipe that makes an object again, by the object's name, for objects that are saved as plain values
     (plain_values.py)."""
     opaque: dict[str, str]
-    """Name of the class without a recipe, by the value's name, for objects that cannot be saved as plain values because
-    they contain an instance of this class."""
+    """Objects that cannot be saved as plain values, by name. The value is the name of the class without a recipe: the
+    object's own class, or the class of something in the object."""
 
     def items(self) -> list[LocalItem]:
         """Return an item for each value, or for each part of a tensor that this rank has. See planning.py."""
@@ -231,8 +231,8 @@ def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def _containers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (path, description) of each dict that a restore could not make again from the names of values: one with
-    keys that are not strings, or of another type than dict."""
+    """Yield (path, description) of each dict that a restore could not make again from the names of values: a dict with
+    keys that are not strings, or a mapping of a type in KINDS."""
     if isinstance(value, Mapping):
         keys = {str(key): key for key in value if type(key) is not str and _is_plain(key)}
         coded = {str(key): _coded(key, path) for key in value if type(key) is not str and not _is_plain(key)}
@@ -303,7 +303,8 @@ def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state_dict(), with the names that it has without wrappers such as DDP inside the module."""
+    """Return a module's state_dict(). The names are those of the module without wrappers (such as DDP): "layer.weight",
+    not "module.layer.weight"."""
     plain = module.state_dict()
     clean = clean_keys(module, list(plain))
     return type(plain)((clean[name], value) for name, value in plain.items())

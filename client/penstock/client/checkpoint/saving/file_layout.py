@@ -1,9 +1,9 @@
 """Assignment of a rank's items (tensors, parts of tensors, objects) to files: pure arithmetic over names and sizes.
 
 Tensors are assigned in order of size, the largest first, each to the file with the fewest bytes so far. So files have
-nearly equal lengths, and threads that write one each finish together. (The longest is at most 4/3 of the best possible:
-R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969.) Objects go into the files in
-turn, because they are small.
+nearly equal lengths, and the threads, each of which writes one file, finish together. (The longest is at most 4/3 of
+the best possible: R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969.) Objects go
+into the files in turn, because they are small.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def assign(items: Sequence[Item], prefix: str, buckets: int, hint: str | None = 
     Args:
         prefix: beginning of the file names, which differs from rank to rank: "__0_".
         buckets: largest number of files for items whose names begin with `hint`, and also for all other items.
-        hint: beginning of names. Items with such names go into files of their own; None: all items share the files.
+        hint: prefix of names. Items whose names begin with this prefix go into separate files; None: all items share
+            the files.
     """
     matching = [place for place, item in enumerate(items) if hint and item.name.startswith(hint)]
     others = sorted(set(range(len(items))) - set(matching))

@@ -77,8 +77,8 @@ class LocalItem(NamedTuple):
 
     @classmethod
     def of(cls, item: WriteItem, framed: bool) -> LocalItem:
-        """Return the item for a write item, the description that torch's planner makes. `framed`: True for a plain
-        tensor, whose archive has a frame."""
+        """Return the LocalItem for `item`, the description that torch's planner makes of a value. `framed`: True for a
+        plain tensor, whose archive has a frame."""
         index, data = item.index, item.tensor_data
         frame = frame_of(data.properties.dtype, tuple(data.chunk.sizes)) if framed and data is not None else None
         return cls((index.fqn, index.offset), index.index, data, frame, item.type)
@@ -158,7 +158,7 @@ class FileLayout:
 
     name: str
     framed: tuple[tuple[LocalItem, int], ...]
-    """Framed items, each with the offset of its archive in the file, in bytes."""
+    """Framed items (see LocalItem.frame), each with the offset of its archive in the file, in bytes."""
     framed_bytes: int
     others: tuple[LocalItem, ...]
     """Unframed items. Their lengths may differ from save to save."""
@@ -196,7 +196,7 @@ class GlobalPlan:
     metadata: Metadata
     """torch's index of the checkpoint, without `storage_data`, which says where each archive is."""
     shared: dict[Key, list[int]]
-    """Ranks that have an item, by the item's key, for items that several ranks have and one of them saves."""
+    """Items that several ranks have and only one saves: by the item's key, the ranks that have the item."""
     _made: tuple[Any, bytes] | None = field(default=None)
     """Argument of the last call of `index`, and its result; None before the first call."""
 
@@ -210,8 +210,8 @@ class GlobalPlan:
 
     def index(self, lengths: Sequence[dict[Key, int]]) -> bytes:
         """Return the description of torch's index, the file `.metadata`, from which the writer makes this file.
-        `lengths`: number of bytes of the unframed items, a dict for each rank. If they have not changed since the last
-        call, its result is returned again."""
+        `lengths`: number of bytes of the unframed items, a dict for each rank. If the lengths have not changed since
+        the last call, the result of that call is returned."""
         if self._made is None or self._made[0] != lengths:
             files = [
                 (file.name, file.stored(lengths[rank]))
@@ -267,8 +267,8 @@ def _plan_alone(items: list[LocalItem], paths: dict[str, tuple[Any, ...]]) -> Me
 def _plan_together(
     by_rank: Sequence[tuple[list[LocalItem], dict[str, tuple[Any, ...]]]],
 ) -> tuple[list[list[LocalItem]], Metadata]:
-    """Let torch's planner plan. Return the items that each rank saves, and torch's index. If several ranks have the
-    same item, only one of them saves it."""
+    """Make the plan with torch's planner. Return the items that each rank saves, and torch's index. If several ranks
+    have the same item, only one of them saves it."""
     plans = [SavePlan([one.item for one in items], planner_data=paths) for items, paths in by_rank]
     try:
         deduplicated, metadata = DefaultSavePlanner().create_global_plan(plans)

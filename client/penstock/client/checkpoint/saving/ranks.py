@@ -28,8 +28,8 @@ class Ranks:
     Args:
         group: process group of the ranks; None: all ranks of the job, or only this process if torch.distributed is not
             initialised.
-        timeout_s: seconds for which a rank may be busy before it takes part in an exchange. The other ranks wait for
-            this rank MARGIN_S longer.
+        timeout_s: longest time in seconds that a rank may be busy before it takes part in an exchange. The other ranks
+            wait for it for timeout_s + MARGIN_S seconds.
 
     Every rank of the group makes a Ranks, at the same point of the program.
     """
@@ -83,7 +83,8 @@ class Ranks:
 
         Args:
             call: name of the public method that runs, which must be the same on all ranks.
-            what: beginning of the error message, such as "step 5 was not saved". part: function to run on this rank.
+            what: beginning of the error message, such as "step 5 was not saved".
+            part: function to run on this rank.
         """
         own: dict[str, Any] = {}
         failure: BaseException | None = None
@@ -117,7 +118,7 @@ def _initialized() -> bool:
 
 
 def _fitting(name: str) -> type[PenstockError]:
-    """Return the class of the error that another rank raised. `name`: name of this class. For an error that is not one
-    of checkpoints, return CheckpointError."""
+    """Return the class of error to raise on this rank when another rank has raised an error of the class `name`: this
+    class if it is a CheckpointError, else CheckpointError."""
     kind = CATALOGUE[name].error if name in CATALOGUE else CheckpointError
     return kind if issubclass(kind, CheckpointError) else CheckpointError

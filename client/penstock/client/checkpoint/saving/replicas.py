@@ -90,7 +90,7 @@ def summary(known: dict[Key, tuple[str, str]]) -> str:
 
 def compare(answers: list[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
     """Return texts that describe the values that differ between ranks: a list for objects, and a dict by name for
-    tensors. answers: rows of name, offset, kind, digest, by rank.
+    tensors. `answers`: one dict for each rank, with rows of (name, offset, kind, digest).
     """
     first: dict[tuple[str, str], tuple[int, str, str]] = {}
     objects: dict[str, str] = {}

@@ -42,8 +42,8 @@ class CallLock:
 
         Args:
             call: name of the method, for errors.
-            hold: True to record signals during the whole call; False to record them only while the call begins and
-                ends.
+            hold: True: signals are recorded during the whole call. False: they are recorded only while the lock is
+                taken and released, and handlers run between, because the call waits for a long time.
 
         Raises CheckpointError if this thread holds the lock already: the call is made by a signal handler, or by a
         `state_dict` that is being saved.
@@ -134,7 +134,7 @@ class _HeldSignals:
 
 class SignalWatch:
     """Recorder of signals for a training loop that checks after each step whether a signal has arrived (`received`). A
-    second signal has the effect that it has without a recorder, so that a second Ctrl-C ends the job."""
+    second signal acts as it does without SignalWatch, so that a second Ctrl-C ends the job."""
 
     def __init__(self, numbers: int | Iterable[int]) -> None:
         """Record the signals with these numbers from now on. Raises InvalidArgumentError outside the main thread, and

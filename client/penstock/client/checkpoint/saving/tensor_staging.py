@@ -1,8 +1,8 @@
 """Copy of live tensors into shared memory: the only part of a save for which the training loop waits.
 
 Each save that is not written yet has one image, shared memory with the bytes of its files (shared_image.py). Each file
-has a region of the image. The regions follow from the plan and stay the same while the plan does, so that another save
-only copies each tensor once.
+has a region of the image. The regions follow from the plan and stay the same while the plan does, so that each later
+save only copies each tensor once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from penstock.client.stream.cuda import PageLocks, take_error
 __all__ = ["CudaCopies", "Staged", "StagingBuffer"]
 
 SLACK = 16 * PAGE
-"""Smallest number of spare bytes in a file's region of the image. Objects that grow from save to save can use the spare
-bytes before all regions must be laid out again. Objects with more bytes than this get as many spare bytes as they have,
-so that objects which grow steadily cause new layouts ever more rarely."""
+"""Smallest number of spare bytes in a file's region of the image. Objects that grow from save to save use the spare
+bytes, so that the regions need not be laid out again. If a file's objects have more bytes than this, the file gets as
+many spare bytes as its objects have. So objects that grow steadily need ever fewer new layouts."""
 
 Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
 """Contents of the image. First the files, each with its name, its offset and length in the image, and the offsets
@@ -143,8 +143,8 @@ class CudaCopies:
         self._locked: set[int] = set()
 
     def copy(self, image: SharedImage, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy the values of each source tensor, on the device, to the target tensor of the same number, in the image.
-        Return when all copies are done."""
+        """Copy `sources`, tensors on the device, into `targets`, tensors in the image: the first into the first, and so
+        on. Return when all copies are done."""
         if image.number not in self._locked:
             self._locked.add(image.number)
             with self._cuda.device(self._device):

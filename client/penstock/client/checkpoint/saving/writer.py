@@ -87,8 +87,8 @@ SIGN_S = 1.0
 SILENCE_S = 5.0
 """Seconds without a sign of life from another rank, after which a writer without a training process abandons a save."""
 PROBE_S = 0.5
-"""Seconds after which a writer that waits for the temporary folder tests whether it can write into the folder of the
-checkpoints."""
+"""Seconds between two tests of a writer that waits for the temporary folder: whether it can write into the folder of
+the checkpoints."""
 LENGTH = 8
 """Number of bytes of the length that precedes each request."""
 NICENESS = 10
@@ -104,7 +104,7 @@ class WriteFailed(Exception):
 
 
 class SaveJob:
-    """Work of one rank for a save. `request`: the JSON value that writer_process.py sends."""
+    """Part of a save that one rank's writer does. `request`: the JSON value that writer_process.py sends."""
 
     def __init__(
         self,
@@ -284,8 +284,8 @@ class SaveJob:
         self._delete(surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]))
 
     def _delete(self, steps: list[int]) -> None:
-        """Delete the surplus checkpoints of these steps. Each checkpoint is first renamed durably, so that an
-        interrupted deletion does not leave half a checkpoint.
+        """Delete the checkpoints of these steps, which keep_last and keep_every do not keep. Each checkpoint is first
+        renamed durably, so that an interrupted deletion does not leave half a checkpoint.
 
         A checkpoint that another process is reading is not deleted now. A later save tries again.
         """
@@ -300,8 +300,8 @@ class SaveJob:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """Return the reports of the other ranks. Raises WriteFailed at the deadline, with the numbers of the ranks that
-        have sent no report."""
+        """Wait for the reports of the other ranks, and return them; once a report has an error, return those that came.
+        Raises WriteFailed at the deadline, with the ranks that have sent no report."""
         reports: dict[int, dict[str, Any]] = {}
 
         def all_there() -> bool:
@@ -444,7 +444,8 @@ class SaveJob:
         return self.deadline - time.monotonic()
 
     def _expect_first_rank(self) -> None:
-        """Raise WriteFailed if rank 0's writer shows no sign of life. Its sign is in the file of the folder's lock."""
+        """Raise WriteFailed if rank 0's writer shows no sign of life: if the folder's lock file, which it changes, is
+        not changed for 2 * SILENCE_S."""
         sign, now = last_sign(self.folder / LOCK), time.monotonic()
         if self._signs.setdefault(0, (sign, now))[0] != sign:
             self._signs[0] = sign, now
@@ -484,8 +485,8 @@ def _saved(value: dict[str, Any]) -> Any:
 
 
 def _sync_name(folder: Path) -> None:
-    """Make the names of a folder and its parents durable. The process that made them may have stopped before it did
-    that. Takes 0.1 ms for each."""
+    """Make the names of a folder and its parents durable, because the process that made them may have stopped before it
+    did so. Takes 0.1 ms for each folder."""
     while not os.path.ismount(folder) and folder != folder.parent:
         folder = folder.parent
         with suppress(PermissionError):  # this user cannot read the folder, so this process did not make it

@@ -22,11 +22,12 @@ __all__ = ["Loader", "load_loader", "loader_leaves", "names_for"]
 Loader = DataLoader | Lookahead
 
 SHARED = "all"
-"""Key, below a loader's key, of a state that covers all boxes. The state of a single rank has the rank's number as this
-key."""
+"""Key, below a loader's key, of a state that covers all boxes. The state of a single rank, such as rank 3, has the key
+"rank-3" instead."""
 UNIT = 4096
-"""Number of bytes to a multiple of which states are padded, so that their lengths rarely change. When a length changes,
-torch's index must be made again, which takes as long as the rest of a save."""
+"""Unit of the length of a saved state, in bytes. States are padded with zeros to a multiple of it, so that their
+lengths rarely change. When a length changes, torch's index must be made again, which takes as long as the rest of a
+save."""
 LENGTH = 8
 
 

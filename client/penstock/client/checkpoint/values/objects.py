@@ -25,7 +25,7 @@ __all__ = ["load_object", "load_tensor", "plain_bytes"]
 PROTOCOL = 2
 """Number of the pickle protocol that torch.save uses."""
 HEADER = 30
-"""Number of bytes before a file's name in its header in a zip archive."""
+"""Number of bytes in a zip archive from the start of a file's header to the file's name."""
 
 
 def plain_bytes(value: Any) -> bytes:
@@ -138,8 +138,8 @@ def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ..
 
 
 def _stored(data: bytes) -> io.BytesIO:
-    """Return `data`, which torch.save wrote, as a file object, after a check that reading it takes no more memory than
-    it has bytes.
+    """Check that reading `data`, which torch.save wrote, takes no more memory than `data` has bytes. Return `data` as a
+    file object.
 
     Raises ValueError if `data` is not a zip archive, or has compressed parts (torch.save compresses nothing). Raises
     pickle.UnpicklingError for a pickle that `bounded` refuses.

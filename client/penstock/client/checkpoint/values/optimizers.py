@@ -194,8 +194,9 @@ def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names:
 
 
 def _check_settings(saved: dict[str, Any], group: dict[str, Any], own: list[str], before: list[str]) -> None:
-    """Raise CheckpointError if a setting of a parameter group has a value for each parameter, because the group's
-    parameters, `own`, were in another order, `before`, at the save."""
+    """Raise CheckpointError if a setting of a parameter group is a list with a value for each parameter. Its values
+    would go to other parameters, because the optimizer's parameters had another order, `before`, at the save. `own`:
+    names of the group's parameters, in their present order."""
     for key, value in saved.items():
         if key in ("params", "param_names") or not isinstance(value, list) or len(value) != len(own):
             continue

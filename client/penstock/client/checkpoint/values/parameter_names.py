@@ -2,8 +2,8 @@
 
 A checkpoint outlives the program that wrote it. By then modules may be registered in another order, parameters may be
 sorted into other groups, and `torch.compile` or DistributedDataParallel may wrap a module or one inside it. So values
-are saved under names that leave out wrappers. A parameter with several names (tied weights) has the first of them in
-the alphabet, and an optimizer's state is saved by the names of its parameters.
+are saved under names that leave out wrappers. A parameter with several names (tied weights) is saved under the first of
+them in alphabetical order. An optimizer's state is saved by the names of its parameters.
 """
 
 from __future__ import annotations

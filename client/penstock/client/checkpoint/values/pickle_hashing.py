@@ -6,10 +6,10 @@ tuple that contains another one twice, which contains a third one twice, and so 
 centuries to hash, and nothing can interrupt that. So the pickle is replayed without making its objects: only the parts
 of each object are recorded. Ordinary keys take a time to hash that is about proportional to their length in the pickle.
 
-Replaying takes 0.8 us an opcode: 96 ms for an index of 3,000 entries, as long as all the rest of its restore. Of the
-index that Penstock writes (proto/state/checkpoint_index.py), only the head is replayed: the values that entries share,
-which are the same few hundred opcodes for any number of entries. A regular expression checks that the rest of the
-pickle, its tail, adds no shared values: the tail stores only strings in the memo, and changes only objects that it
+Replaying takes 0.8 us an opcode: 96 ms for the index of a checkpoint with 3,000 entries, as long as the rest of its
+restore. Of an index that Penstock wrote (proto/state/checkpoint_index.py), only the head is replayed. The head has the
+values that entries share: a few hundred opcodes for any number of entries. A regular expression checks that the rest of
+the pickle, its tail, adds no shared values: the tail stores only strings in the memo, and changes only objects that it
 makes itself. A key in such a tail costs at most its own length times the cost of the most expensive shared value. Any
 other pickle is replayed to its end.
 """
@@ -68,7 +68,7 @@ def check_hashing(data: bytes, size: int) -> None:
     """Raise pickle.UnpicklingError if hashing the dict keys in a pickle takes much longer than the pickle's length
     justifies.
 
-    size: length in bytes of the pickle, which is at the beginning of `data`.
+    `size`: length in bytes of the pickle, which is at the beginning of `data`.
     """
     if size < SHORTEST:
         return
@@ -178,9 +178,9 @@ class _Play:
 
 def _weight(root: _Node, known: dict[int, int]) -> int:
     """Return the number of objects that are hashed for the object `root`: itself, and all inside it. An object that is
-    inside it several times counts as often.
+    inside it several times is counted each time.
 
-    known: results for other objects, by id(); new ones are added. Raises UnpicklingError for an object that contains
+    `known`: results for other objects, by id(); new ones are added. Raises UnpicklingError for an object that contains
     itself.
     """
     above: set[int] = set()

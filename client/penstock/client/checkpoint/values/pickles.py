@@ -73,7 +73,8 @@ def bounded(data: bytes) -> bytes:
             follows = 0 if code == _LONG_PUT else number
             if max(number, place + follows) > len(data):
                 raise pickle.UnpicklingError(
-                    f"the pickle is damaged: byte {place:,} of {len(data):,} declares {number:,} bytes or entries"
+                    f"the pickle is damaged: it has {len(data):,} bytes, but names a length or memo position of "
+                    f"{number:,} before byte {place:,}"
                 )
             place += follows
         elif code in _LINES:

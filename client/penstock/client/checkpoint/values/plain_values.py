@@ -39,15 +39,15 @@ class EncodedValue(NamedTuple):
     value: Any
     recipe: Any
     opaque: str
-    """Name of the class of a part of the value that has no recipe, so that the value was not encoded; "tensors" if only
-    tensors have none; "" if all parts have a recipe."""
+    """Reason why the value was not encoded: the name of the class of a part that has no recipe, or "tensors" if only
+    tensors have none. "": the value was encoded."""
 
 
 class _Kind(NamedTuple):
     taken: Callable[[Any], Any]
     """Function that converts a value of this class to plain values."""
     made: Callable[[Any], Any]
-    """Function that makes a value of this class from these plain values."""
+    """Function that makes the value again from the plain values that `taken` returned."""
 
 
 def _moment(value: Any) -> Any:

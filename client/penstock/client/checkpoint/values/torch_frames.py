@@ -78,7 +78,8 @@ def saved_bytes(value: Any) -> bytes:
 
 
 class _Recorder:
-    """File object for torch.save that keeps the bytes written to it, except the values of the one tensor."""
+    """File object that records what torch.save writes for `tensor`: `parts` are the bytes before the tensor's values
+    and those after them. The values are not kept."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = (tensor.data_ptr(), tensor.nbytes)

@@ -30,7 +30,7 @@ def coordinator(
     Examples:
       penstock coordinator --state-dir ~/penstock                           for this machine alone
       penstock coordinator --state-dir ~/penstock --listen 0.0.0.0:7070 \\
-          --tls-cert cert.pem --tls-key key.pem --tls-ca ca.pem             for others; see docs/security.md
+          --tls-cert cert.pem --tls-key key.pem --tls-ca ca.pem             for other machines; see docs/security.md
     """
     quiet_grpc()
     from penstock.deploy.operations.run_daemon import run_coordinator

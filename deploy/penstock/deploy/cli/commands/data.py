@@ -53,7 +53,8 @@ def data_index(
 ) -> None:
     """Write an index for files that other libraries wrote, so that StreamingDataset can read the files in place.
 
-    Hidden files, and files whose names begin with `_`, are left out. After a kill, the same command continues.
+    Hidden files, and files whose names begin with `_`, are left out. If the command is killed, run it again: it
+    continues where it stopped.
 
     \b
     Examples:
@@ -109,7 +110,7 @@ def data_verify(folder: Folder, as_json: AsJson = False, debug: Debug = False) -
 def data_convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or URL of a dataset with an index.")],
     dest: Annotated[
-        str, typer.Argument(metavar="DEST", help="Folder or URL of the result; empty, or of a killed run.")
+        str, typer.Argument(metavar="DEST", help="Folder or URL for the result; empty, or from a killed run.")
     ],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Format of the result: mds or parquet.")],
     columns: Annotated[
@@ -147,8 +148,8 @@ def data_convert(
 ) -> None:
     """Convert a dataset of any readable format to MDS or Parquet. Samples keep their numbers and their order.
 
-    A state that was saved with the source can be resumed with the result. After a kill, the same command continues.
-    The result is read back and compared with the source.
+    A state that was saved with the source can be resumed with the result. If the command is killed, run it again: it
+    continues where it stopped. The result is read back and compared with the source.
 
     \b
     Examples:
@@ -209,13 +210,15 @@ def data_plan(
     ] = None,
     step_s: Annotated[
         float,
-        typer.Option("--step-seconds", metavar="S", min=0.0, help="Seconds of a training step that waits for no data."),
+        typer.Option(
+            "--step-seconds", metavar="S", min=0.0, help="Seconds of a training step, without waits for data."
+        ),
     ] = 0.0,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Compute what each node of a run will download: shards and bytes, before the first batch and in each epoch, and
-    the disk space. Nothing is downloaded; a folder with only the index is enough.
+    """Compute how many shards and bytes each node of a run will download, before the first batch and in each epoch, and
+    the disk space that it needs. Nothing is downloaded; a folder with only the index is enough.
 
     \b
     Examples:

@@ -32,8 +32,8 @@ class _DefaultsByTarget(Group):
 
 
 def _has_target(args: list[str]) -> bool:
-    """Return True if the arguments name a loader or a checkpoint: the first or the last argument does, unless it is an
-    option or an option's value."""
+    """Return True if the arguments of `penstock doctor` name a loader or a checkpoint. They do if the first argument is
+    not an option, or if the last one is a MODULE:NAME or an existing path and not the value of an option."""
     if not args:
         return False
     before = args[-2] if len(args) > 1 else ""
@@ -99,9 +99,10 @@ def doctor_machine(
 ) -> int:
     """Check this machine: versions, kernel, limits, clock, disk, ports, TLS, token, settings.
 
-    Checks what the effective settings need (`penstock config` shows them): without --slots and --state-dir, a
-    worker with a slot for each core, and no coordinator. With --input-fn, imports its module in a separate process.
-    Starts nothing and leaves nothing behind. Exit code 32 if there is a problem; warnings alone are 0.
+    Checks whether the machine has what a worker needs with the effective settings (`penstock config` shows them), by
+    default with a slot for each core. With a state directory, also checks what a coordinator needs. With --input-fn,
+    imports its module in a separate process. Starts no daemon and leaves no file behind. Exit code 32 if there is a
+    problem; 0 if there are only warnings.
 
     \b
     Examples:
@@ -111,7 +112,7 @@ def doctor_machine(
       penstock doctor machine --json | jq '.findings[] | select(.level != "ok")'
     """
     from penstock.deploy.doctor.findings import show_findings
-    from penstock.deploy.doctor.machine_check import MachineQuestion, check_machine
+    from penstock.deploy.doctor.machine_check import MachineRequest, check_machine
 
     flags = {
         "slots": slots,
@@ -120,8 +121,8 @@ def doctor_machine(
         "state_dir": state_dir,
         **tls,
     }
-    question = MachineQuestion(flags, token_file, input_fn, deadline)
-    return show_findings("This machine", list(check_machine(question)), as_json)
+    request = MachineRequest(flags, token_file, input_fn, deadline)
+    return show_findings("This machine", list(check_machine(request)), as_json)
 
 
 @doctor.command("cluster")
@@ -139,19 +140,20 @@ def doctor_cluster(
 ) -> int:
     """Check a cluster from here: can its coordinator and every worker's lanes be reached?
 
-    Run this command where the training job runs. Checks name, connection, TLS, token, versions and clocks; connects to
-    the lanes (batch streams) of each worker; counts the free slots for --boxes and --workers on workers that may run
-    --input-fn. Exit code 32 if there is a problem; warnings alone are 0. Needs a token of the role admin.
+    Run this command where the training job runs. Checks the coordinator's name, connection, TLS, token, version and
+    clock. Connects to the lanes (batch streams) of each worker. With --boxes and --workers, checks that the job finds
+    enough free slots; with --input-fn, counts only slots of workers that may run it. Exit code 32 if there is a
+    problem; 0 if there are only warnings. Needs a token of the role admin.
 
     \b
     Examples:
       penstock doctor cluster --coordinator head:7070
       penstock doctor cluster --boxes 8 --workers 4 --input-fn mypackage.data:train_input
     """
-    from penstock.deploy.doctor.cluster_check import JobQuestion, check_cluster
+    from penstock.deploy.doctor.cluster_check import JobRequirements, check_cluster
     from penstock.deploy.doctor.findings import show_findings
 
-    found = check_cluster(peer.address, peer.tls, peer.token, JobQuestion(boxes, workers, input_fn))
+    found = check_cluster(peer.address, peer.tls, peer.token, JobRequirements(boxes, workers, input_fn))
     return show_findings(f"Cluster of {peer.address}", list(found), as_json)
 
 
@@ -204,7 +206,7 @@ def doctor_loader(
 
     if is_path(target):
         return show_checkpoints(Path(target), as_json)
-    from penstock.deploy.doctor.loader_check import LoaderQuestion
+    from penstock.deploy.doctor.loader_check import LoaderRequest
     from penstock.deploy.doctor.loader_report import show_doctor
 
-    return show_doctor(LoaderQuestion(target, args, kwargs, batches, workers, replay, seed, deadline), as_json)
+    return show_doctor(LoaderRequest(target, args, kwargs, batches, workers, replay, seed, deadline), as_json)

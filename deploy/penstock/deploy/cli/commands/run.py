@@ -43,10 +43,11 @@ def run_close(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """End a run, or all runs of a job: its workers are free immediately, without a wait for the end of its lease.
+    """End a run, or all runs of a job, and free the slots of its workers at once.
 
-    A training job that still reads gets an error (SupersededError) that names this command. The next launch opens the
-    run again. For a run that is closed already, nothing happens, and the exit code is 0.
+    Without this command they become free when the training job has been silent for its lease. A training job that still
+    reads gets an error (SupersededError) that names this command. The next launch opens the run again. For a run that
+    is closed already, nothing happens, and the exit code is 0.
 
     \b
     Examples:
@@ -86,7 +87,7 @@ def mix(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; only show what would change.")] = False,
     deadline: Annotated[
-        float, typer.Option("--deadline", metavar="SECONDS", min=1.0, max=3600.0, help="Seconds for the change.")
+        float, typer.Option("--deadline", metavar="SECONDS", min=1.0, max=3600.0, help="Time limit of the command.")
     ] = 60.0,
     peer: Peer,
     as_json: AsJson = False,
@@ -94,8 +95,9 @@ def mix(
 ) -> None:
     """Change the weights of a running job's mixture from a step on, on all boxes, without a restart of the job.
 
-    A worker tries the change first. The step must be one that no box has taken: an error names the lowest one, and then
-    nothing has changed. From then on the change belongs to the run: to its later states, resumes and replays.
+    A worker tries the change first; if it fails there, nothing changes. No box may have taken the step S yet. If one
+    has, nothing changes, and the error names the lowest possible step. Later states, resumes and replays of the run
+    include the change.
 
     \b
     Examples:

@@ -26,7 +26,7 @@ class _ShowsByDefault(Group):
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return the words that complete the text: the group's commands, and what `show` completes."""
+        """Return the words that complete the text `incomplete`: subcommands (`show`, `convert`) and names of runs."""
         completed = super().shell_complete(ctx, incomplete)
         if incomplete.startswith("-"):
             return completed
@@ -47,7 +47,7 @@ def _state() -> None:
     \b
     Examples:
       penstock state myjob                                        where the run is, and each worker's state
-      penstock state ckpt.pt                                      what the run was trained on, up to there
+      penstock state ckpt.pt                                      what a saved state says: positions, counts of samples
       penstock state convert ckpt.pt new.pt --boxes 2 --workers 8
     """
 

@@ -39,9 +39,9 @@ def _worker(
 
     \b
     Examples:
-      penstock worker --slots 8 --allow mypackage                           beside its coordinator
+      penstock worker --slots 8 --allow mypackage                           on the coordinator's machine
       penstock worker --slots 8 --allow mypackage --coordinator head:7070 \\
-          --listen 10.0.0.2:0 --token-file token                            on an input node
+          --listen 10.0.0.2:0 --token-file token                            on another machine
     """
     if context.invoked_subcommand is not None:
         _refuse_options_of_the_daemon(context)
@@ -52,7 +52,8 @@ def _worker(
 
 
 def _refuse_options_of_the_daemon(context: typer.Context) -> None:
-    """Raise an error for options of the daemon before a subcommand such as `drain`, which would ignore them."""
+    """Raise an error if options stand before a subcommand, as in `penstock worker --slots 8 drain NAME`. They would be
+    options of the daemon, and the subcommand would ignore them."""
     for parameter in context.command.params:
         name = parameter.name or ""
         given = context.get_parameter_source(name)

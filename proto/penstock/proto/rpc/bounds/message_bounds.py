@@ -37,8 +37,8 @@ REQUEST_FIELDS = 16_384
 """Largest number of fields in a request. It allows 1,024 reports of slots, 256 positions, 4,096 ends of epochs, or
 8,192 prefixes in a registration. Counting and parsing so many takes up to 10 ms of the event loop."""
 REPLY_FIELDS = 1 << 20
-"""Largest number of fields in a reply. It allows 524,288 abandoned epochs in a history, or 100,000 workers in a
-status."""
+"""Largest number of fields in a reply. It allows 524,288 abandoned epochs in the history of a box, or 100,000 workers
+in the reply to Status."""
 LEVELS = 8
 """Number of levels of nested messages in which fields are counted. Penstock's messages have four levels."""
 
@@ -65,8 +65,8 @@ def _holds_repeated(kind: Descriptor) -> bool:
 
 @cache
 def _levels(kind: Descriptor) -> _Table:
-    """Return field number -> type of the message in it, for the message fields inside which fields must be counted
-    too."""
+    """Return field number -> message type, for those fields of a message of type `kind` that hold other messages with
+    repeated fields. `check_fields` counts the fields of these messages too."""
     inner = {
         field.number: field.message_type
         for field in kind.fields
@@ -91,8 +91,9 @@ def check_fields(data: bytes, kind: Descriptor, most: int) -> None:
 
 
 def _counted(data: bytes, pos: int, end: int, kind: Descriptor, left: int, levels: int) -> int:
-    """Return `left`, the number of fields still allowed, less the number of fields in the bytes from `pos` to `end`.
-    Raises _TooMany below 0, IndexError for malformed bytes."""
+    """Count the fields in the bytes from `pos` to `end`, a message of type `kind`, and return how many more fields are
+    still allowed. `left`: number of fields that were allowed before; `levels`: number of nested levels to look into.
+    Raises _TooMany if there are more than `left` fields, IndexError for malformed bytes."""
     inner = _levels(kind)
     if not levels:
         raise _TooMany
@@ -160,8 +161,8 @@ def parsed_request(method: str, parse: Callable[[bytes], Any], data: bytes) -> A
 async def parsed_parts(
     method: str, parse: Callable[[bytes], Any], parts: AsyncIterator[bytes], first: Callable[[int], None]
 ) -> AsyncIterator[Any]:
-    """Yield the parsed parts of a streamed request. `first`: called with the size in bytes of the first part, which the
-    handler keeps in memory."""
+    """Yield the parsed parts of a streamed request. `first`: called with the size in bytes of the first part. The other
+    parts are not counted, because the handler keeps only the first in memory until the call ends."""
     begun = False
     async for part in parts:
         if not begun:
@@ -179,8 +180,9 @@ class LargeRequests:
 
     @contextmanager
     def answering(self, token: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts bytes of a request until the request is answered, when the block ends. The
-        function raises OverloadedError if the token's requests exceed LARGE_REQUESTS."""
+        """Yield a function that counts one request: call it with the request's size in bytes. The request counts until
+        the end of the block, in which it is answered. The function raises OverloadedError if all requests of the
+        caller's token exceed LARGE_REQUESTS. `token`: digest of the token."""
         counted = 0
 
         def count(size: int) -> None:

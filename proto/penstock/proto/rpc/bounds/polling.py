@@ -14,12 +14,14 @@ from typing import Protocol
 __all__ = ["HOLD_S", "MOST", "PollPace", "intervals", "within"]
 
 HOLD_S = 1.0
-"""Seconds for which a long poll is held until the coordinator has sent its own value, a third of the lease."""
+"""Default hold of a long poll in seconds, for calls before the coordinator's first reply. (Replies state a third of the
+lease.)"""
 LONGEST_S = 3600.0
 """Largest hold or lease that is accepted, in seconds. A correct coordinator sends at most 300."""
 
 MOST = 1e12
-"""Largest value that is accepted for other numbers in a reply: seconds since 1970, or bytes per second."""
+"""Largest value that is accepted for numbers in a reply that are neither hold nor lease, such as seconds since 1970 or
+bytes per second."""
 
 
 class _Reply(Protocol):
@@ -36,14 +38,14 @@ def within(value: float, most: float, otherwise: float) -> float:
 
 
 def intervals(reply: _Reply) -> tuple[float, float]:
-    """Return two durations from a reply in seconds: how long the next poll may be held, and the lease; 0 = unknown
-    lease."""
+    """Return (hold, lease) from a reply, in seconds: how long the next poll may be held, and the lease. For an invalid
+    number the hold is HOLD_S, and the lease 0, which means unknown."""
     return within(reply.heartbeat_s, LONGEST_S, HOLD_S), within(reply.lease_s, LONGEST_S, 0.0)
 
 
 class PollPace:
-    """Rate limit for a peer's long polls, in case all are answered at once. The first `BURST` polls follow without a
-    pause, later ones at `PER_S` a second.
+    """Rate limit for the long polls that this process sends, in case the coordinator answers all of them at once. The
+    first `BURST` polls follow each other without a pause, later ones at most `PER_S` times a second.
 
     clock: function that returns a monotonic time in seconds.
     """

@@ -31,15 +31,16 @@ __all__ = [
 
 VALUE_MAX = 900_000_000
 """Largest size in bytes that is accepted for a snapshot, a blob, or all histories of a box together. A coordinator
-stores no larger ones."""
+stores no larger ones. (A history is the record of a box's stream in one attempt, from which `penstock replay` makes its
+batches again.)"""
 RECORDS_MAX = 16_384
 """Largest number of records in a received state. A state has one record for each worker, and no run has more
 workers."""
 SNAPSHOTS_MAX = 65_536
-"""Largest number of snapshots of a slot in one reply: one for each second of 18 hours of retained steps."""
+"""Largest number of snapshots of a slot in one reply: 18 hours of snapshots, if one is taken each second."""
 HISTORIES_MAX = 1024
-"""Largest number of histories of a box in one reply. A coordinator keeps far fewer: those of 16 attempts and the open
-one."""
+"""Largest number of histories of a box in one reply: one for each attempt that the coordinator keeps. A coordinator
+keeps far fewer: the open attempt and 16 earlier ones."""
 CHECK_EVERY = 64 << 20
 """Number of bytes received between two checks of the free memory."""
 
@@ -84,8 +85,8 @@ _received = _Received()
 def receiving(method: str) -> Iterator[Callable[[int], None]]:
     """Yield a function that must be called with the size in bytes of each part of a reply.
 
-    The function raises ProtocolError for an empty part, because the number of empty parts would have no limit, and if
-    all replies do not fit into memory.
+    The function raises ProtocolError if all replies that this process receives do not fit into memory, or if a part is
+    empty. (A peer could send empty parts without end.)
     """
     size = 0
 
@@ -140,7 +141,8 @@ class BlobParts(ValueParts):
 
 
 class Histories:
-    """Receiver of the histories of a box, one in each part."""
+    """Receiver of the histories of a box (records of its stream, one for each kept attempt). Each part of the reply has
+    one."""
 
     def __init__(self) -> None:
         self.all: list[pb.History] = []

@@ -31,7 +31,7 @@ coordinator can still reopen its lanes for at least one term."""
 _DIGITS = 32
 """Number of hexadecimal digits of the signature in a ticket: 128 bits."""
 MAX_TICKET = 64
-"""Largest number of characters of a ticket that are looked at: more than any valid ticket has."""
+"""Number of characters to which a received ticket is cut before it is checked. Valid tickets are shorter."""
 
 
 def term(wall_s: float) -> int:
@@ -47,8 +47,8 @@ def expiry(wall_s: float) -> int:
 
 
 def lane_key(secret: bytes, run: str, attempt: int, box: int, slot: int, generation: int) -> bytes:
-    """Return the key by which a worker checks tickets for one generation of a slot. `secret`: that in the coordinator's
-    journal."""
+    """Return the key by which a worker checks tickets for one generation of a slot. `secret`: the coordinator's secret,
+    from its journal."""
     what = "\0".join(("lane", run, str(attempt), str(box), str(slot), str(generation)))
     return hmac.new(secret, what.encode(), hashlib.sha256).digest()
 

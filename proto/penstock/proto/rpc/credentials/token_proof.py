@@ -6,15 +6,16 @@ without:
 
 1. A caller that has not called the coordinator since its start sends SCHEME alone. The call is refused with a
    *challenge*, a random number that the coordinator drew when it started.
-2. The caller makes the call again with SCHEME, the challenge, a random number of its own, and an HMAC of both under the
-   token. The caller sends the same line with all further calls, until a restarted coordinator refuses it with a new
-   challenge.
+2. The caller makes the call again with this header "authorization": SCHEME, the challenge, a random number of its own,
+   and an HMAC of both numbers under the token. The caller sends the same header with all further calls, until a
+   restarted coordinator refuses it with a new challenge.
 3. The coordinator sends an HMAC of its own with each answer. If an answer comes in parts, the HMAC is sent before the
    first part. A caller ignores an answer or an error without this HMAC.
 
-After a restart of the coordinator the line is no longer valid. A receiver that does not know the token cannot compute
-the answer to it. The coordinator need not store callers, because the line contains all that it needs. The caller proves
-first, so an unknown caller receives nothing with which it could check guesses of the token.
+After a restart of the coordinator the header is no longer valid. A server that does not know the token cannot compute
+the HMAC with which it must answer the header. The coordinator need not store callers, because the header contains all
+that it needs. The caller must send its proof first, so an unknown caller receives nothing with which it could check
+guesses of the token.
 
 Only TLS protects against a man in the middle, who relays the messages of both ends.
 
@@ -46,7 +47,7 @@ TRIES = 6
 """Largest number of times that a client makes one call. Between two tries the coordinator may restart, or a token may
 be replaced."""
 CALLERS_KEPT = 16_384
-"""Largest number of callers that a coordinator remembers, so that their HMAC need not be computed again."""
+"""Largest number of callers that a coordinator remembers, so that it need not compute their HMACs at each call."""
 
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _BEARER = "Bearer "
@@ -57,8 +58,8 @@ def _nonce() -> str:
 
 
 def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
-    """Return an HMAC under the token. `who`: end that makes it, "caller" or "coordinator", so that neither end can send
-    the other's HMAC back."""
+    """Return an HMAC under the token. `who`: the end of the call that proves its token, "caller" or "coordinator". The
+    HMACs of the two ends differ, so that neither end can use the other's HMAC as its own proof."""
     return hmac.new(token, f"penstock {who} {challenge} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -81,8 +82,9 @@ class ShownProof:
 
 
 class TokenProver:
-    """Maker of a caller's proofs that it knows a token. Several threads may use it. Each call keeps the proof that it
-    sent.
+    """Maker of a caller's proofs that it knows a token. Several threads may use it.
+
+    `shown` is the proof to send with the next call. A call keeps the ShownProof that it has sent, to check the answer.
 
     Raises InvalidArgumentError for an invalid token.
     """
@@ -94,8 +96,11 @@ class TokenProver:
         self.shown = ShownProof()
 
     def answers(self, challenge: object, shown: ShownProof) -> bool:
-        """Compute the proof for the challenge with which a call was refused; `shown` then has it. Return False if there
-        was no challenge, or if the call had already answered this challenge."""
+        """Compute the proof for the challenge with which a call was refused, and set `self.shown` to it. Return False,
+        and change nothing, if there was no valid challenge, or if the call had already answered this challenge.
+
+        challenge: from the metadata of the refusal; None if it had none. shown: the proof that the refused call sent.
+        """
         if not isinstance(challenge, str) or not _NONCE.fullmatch(challenge) or challenge == shown.challenge:
             return False
         mine, theirs = (_hmac(self._token, who, challenge, self._own) for who in ("caller", "coordinator"))
@@ -115,13 +120,13 @@ class Caller:
     """Digest of the token."""
     proof: str = ""
     """Coordinator's proof that it knows the token too; "" for a caller that sent the token itself."""
-    alone: bool = True
-    """True if no other token is valid for training jobs, so that limits for each token cannot separate jobs."""
+    jobs_share_token: bool = True
+    """True if at most one token is valid for training jobs, so that limits for each token cannot tell jobs apart."""
 
 
 @dataclass(frozen=True)
 class Challenged:
-    """Challenge that a caller must answer by making its call again."""
+    """Challenge that a caller must answer: it must make its call again, with a proof for this challenge."""
 
     challenge: str
 
@@ -163,16 +168,16 @@ class TokenVerifier:
         for token, roles in self._tokens.roles.items():
             if hmac.compare_digest(shown.encode(), _hmac(token, "caller", self.challenge, nonce).encode()):
                 proof = _hmac(token, "coordinator", self.challenge, nonce)
-                found = Caller(roles, _digest(token), proof, self._alone)
+                found = Caller(roles, _digest(token), proof, self._jobs_share_token)
         return found
 
     def _bearer(self, authorization: str) -> Caller | None:
         token = authorization.removeprefix(_BEARER)
         roles = self._tokens.roles_of(token)
-        return Caller(roles, _digest(token.encode()), alone=self._alone) if roles else None
+        return Caller(roles, _digest(token.encode()), jobs_share_token=self._jobs_share_token) if roles else None
 
     @property
-    def _alone(self) -> bool:
+    def _jobs_share_token(self) -> bool:
         return sum("client" in roles for roles in self._tokens.roles.values()) < 2
 
 

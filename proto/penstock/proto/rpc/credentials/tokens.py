@@ -54,8 +54,8 @@ class FromFile(str):
 
 
 def read_again(held: str) -> str:
-    """Return what the file from which `held` was read holds now: a text with tokens, or the token of one role. Return
-    `held` itself if it is not from a file, or if the file is invalid now.
+    """Return the present content of the file from which `held` was read: a text with tokens if `held` is one, or the
+    token of one role. Return `held` itself if it is not from a file, or if the file is invalid now.
 
     An invalid file is logged and ignored, because another process may be replacing the file at this moment.
     """

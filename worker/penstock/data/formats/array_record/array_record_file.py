@@ -23,7 +23,7 @@ __all__ = ["ArrayRecordReader", "index_array_record", "open_array_record"]
 OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 """Options of the library's reader: it reads nothing ahead, and starts no threads, which a forked child would lack."""
 BUFFER = 32 << 10
-"""Number of bytes that the library reads in one call."""
+"""Size in bytes of each read of the file by the library."""
 
 
 def _library() -> Any:
@@ -36,7 +36,7 @@ def _library() -> Any:
 
 
 class _Records:
-    """Open ArrayRecord file. Safe for threads and for forked children."""
+    """Open ArrayRecord file. Several threads, and forked children, may read it at the same time."""
 
     def __init__(self, path: Path, name: str) -> None:
         library = _library()
@@ -84,8 +84,8 @@ class _Records:
 
 
 class ArrayRecordReader:
-    """Reader of an ArrayRecord file, see formats.shards.ShardReader. A sample is the dict of an Example's features (see
-    `example_of`), or {"record": bytes}."""
+    """Reader of an ArrayRecord file, see formats.shards.ShardReader. If the records are tf.train.Examples, a sample is
+    the dict of an Example's features (see `example_of`); otherwise it is {"record": bytes}."""
 
     def __init__(self, shard: Shard, path: Path) -> None:
         stored = shard.files[0].raw
@@ -134,9 +134,9 @@ def open_array_record(shard: Shard, paths: Sequence[Path], options: ReadOptions)
 
 
 def index_array_record(path: Path, name: str) -> Shard:
-    """Return the shard of an ArrayRecord file. All its records are taken for tf.train.Examples if the first record is
-    one. `name`: path of the file, relative to the dataset's folder. Raises ShardCorruptError if the file cannot be
-    read."""
+    """Index an ArrayRecord file: return the shard that describes it. All records are taken for tf.train.Examples if the
+    first record is one. `name`: path of the file, relative to the dataset's folder. Raises ShardCorruptError if the
+    file cannot be read."""
     opened = _Records(path, name)
     kind = "example" if opened.count and is_example(opened.read([0])[0]) else "bytes"
     stored = ShardFile(StoredFile(name, opened.size))

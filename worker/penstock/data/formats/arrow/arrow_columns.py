@@ -1,10 +1,10 @@
 """Rows of a column of an Arrow record batch, each read by itself.
 
 A row of a list of numbers takes two reads: its two offsets, and its numbers, which go straight into a numpy array. So a
-row costs the same in any order, nothing is kept in memory, and no record batch is read as a whole. Columns of numbers,
-texts and bytes are read in the same way. Other columns (times, structs, nested lists) become a pyarrow array of the
-wanted row alone. Dictionaries, unions and views cannot be read row by row, so a file with such a column is read by
-whole record batches.
+row costs the same in any order, no record batch is read as a whole, and only small buffers are kept in memory. Columns
+of numbers, texts and bytes are read in the same way. Other columns (times, structs, nested lists) become a pyarrow
+array of the wanted row alone. Dictionaries, unions and views cannot be read row by row, so a file with such a column is
+read by whole record batches.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ __all__ = ["Batch", "Column", "column_plans"]
 
 
 KEPT_ROW_BYTES = 16
-"""Largest size of a buffer, in bytes for each row of its record batch, at which the buffer is kept in memory."""
+"""Largest size in bytes per row of a buffer that is kept in memory: at most 16,000 bytes in a record batch of 1,000
+rows."""
 KEPT_BUFFER_BYTES = 1 << 20
 """Largest size in bytes of a buffer that is kept in memory."""
 PART_COST_BYTES = 4096
-"""Number of bytes that can be read from the page cache in the time of one read call. A read of one part of a buffer
-costs as much as that many bytes."""
+"""Cost of one read call, as the number of bytes that are read from the page cache in the same time. A buffer is read as
+a whole once the calls for its parts have cost as much as its bytes."""
 
 _CODES = {
     f"{kind}{size}": code
@@ -56,17 +57,19 @@ class Batch:
     fill: Callable[[np.ndarray[Any, Any], int], None]
     """Function (array, begin) that fills an array with bytes of the file from offset `begin` on."""
     count: Callable[[int], None]
-    """Function that counts the bytes of the buffers that are kept in memory."""
+    """Function (size) that is told the size in bytes of all buffers of this record batch in memory, whenever one is
+    added."""
     kept: dict[int, bytes] = field(default_factory=dict)
-    """Buffers of the record batch that are in memory, by number."""
+    """Buffers of the record batch that are in memory, by the buffer's number."""
     asked: Counter[int] = field(default_factory=Counter)
-    """Number of parts that were read of each small buffer that is not in memory, by the buffer's number."""
+    """Number of reads of parts of a buffer, by the buffer's number. Only buffers that are small enough to be kept in
+    memory, and are not there yet, are counted."""
 
     def part(self, buffer: int, begin: int, size: int) -> bytes:
         """Return `size` bytes of a buffer from offset `begin`. Raises ValueError if the buffer is shorter.
 
-        A buffer of a few bytes for each row (numbers, offsets, validity) is read as a whole and kept in memory, once so
-        many of its parts were read that this costs less.
+        A buffer of a few bytes for each row (numbers, offsets, validity) is at first read in parts. After many parts it
+        is read as a whole and kept in memory, because that costs less than more reads of parts.
         """
         kept = self.kept.get(buffer)
         if kept is None:
@@ -103,41 +106,46 @@ class Batch:
         return self.body + first + begin
 
     def nulls(self, node: int) -> int:
-        """Return the number of nulls of a column. `node`: number of the column in a BatchLayout."""
+        """Return the number of nulls of a column or child column. `node`: its number in `BatchLayout.nodes`."""
         return int(self.layout.nodes[2 * node + 1])
 
 
 class Column(ABC):
-    """Reader of single rows of one Arrow column. `kind`: its pyarrow type; `node`, `buffer`: numbers of its first node
-    (entry with length and nulls) and of its first buffer in a BatchLayout."""
+    """Reader of single rows of one Arrow column.
+
+    `kind`: pyarrow type in which the column is stored. `node`: number of the column in `BatchLayout.nodes`. `buffer`:
+    number of the column's first buffer in `BatchLayout.buffers`.
+    """
 
     def __init__(self, kind: Any, node: int, buffer: int) -> None:
         self.kind, self.node, self.buffer = kind, node, buffer
         self.name, self.declared = "", kind
-        """Name of the column, and its type in the file's schema: an extension, if `kind` only stores it."""
+        """Name of the column, and its type in the file's schema. This type differs from `kind` for an extension type,
+        whose values are stored in another type."""
         self.children: list[Column] = []
         self._value = value_of(kind)
 
     @cached_property
     def convert(self) -> Callable[[Any], Any] | None:
-        """Function from a stored value of this column to the value of a sample, for an extension type of Arrow
-        (parquet/extension_types.py); None if samples have the stored values."""
+        """Function that converts a stored value to the value in a sample, for a column of an extension type of Arrow
+        (parquet/extension_types.py); None if samples contain the stored values."""
         return conversion_of(self.name, self.declared)
 
     def value(self, batch: Batch, row: int) -> Any:
-        """Return the value of a row. Raises as `row` does."""
+        """Return the value of a row as samples contain it: the stored value, converted by `convert`. Raises as `row`
+        does."""
         value = self.row(batch, row)
         return value if self.convert is None else self.convert(value)
 
     def row(self, batch: Batch, row: int) -> Any:
-        """Return the value of a row, of the type that stores it. Raises ValueError, IndexError, or an error of pyarrow
-        if the bytes are damaged."""
+        """Return the stored value of a row, not converted by `convert`; None for a null. Raises ValueError, IndexError,
+        or an error of pyarrow if the bytes are damaged."""
         array = self.array(batch, row, row + 1)
         array.validate(full=True)
         return self._value(array[0])
 
     def array(self, batch: Batch, begin: int, end: int) -> Any:
-        """Return the rows from `begin` to `end` as a pyarrow array of `kind`."""
+        """Return rows `begin` to `end` - 1 as a pyarrow array of type `kind`."""
         arrow = importlib.import_module("pyarrow")
         # Validity bits are read by whole bytes, so the rows begin at a whole byte, too.
         first = begin - begin % 8 if batch.nulls(self.node) else begin
@@ -227,8 +235,8 @@ class _Varying(Column):
         return begin, end
 
     def offsets(self, batch: Batch, begin: int, end: int) -> tuple[bytes, int, int]:
-        """Return, for rows `begin` to `end` - 1, their offsets moved so that they begin at 0, the first offset and the
-        last offset as stored."""
+        """Return (offsets, first, last) of rows `begin` to `end` - 1. `offsets`: bytes of all their offsets, reduced by
+        the first one, so that they begin at 0. `first`, `last`: the first and the last offset as stored."""
         data = batch.part(self.buffer + 1, begin * self._size, (end - begin + 1) * self._size)
         offsets = np.frombuffer(data, f"<i{self._size}")
         first, last = int(offsets[0]), int(offsets[-1])
@@ -297,8 +305,8 @@ class _Null(Column):
 
 
 def _numbers(child: Column, batch: Batch, begin: int, end: int, otherwise: Callable[[], Any]) -> Any:
-    """Return numbers `begin` to `end` - 1 of a list's child column as an array. Call `otherwise` instead if the values
-    are not numbers, or if there are nulls."""
+    """Return numbers `begin` to `end` - 1 of a list's child column as an array. If these values are not numbers or
+    booleans, or if one of them is null, return the result of `otherwise()`."""
     if not isinstance(child, _Fixed) or not child.all_valid(batch, begin, end):
         return otherwise()
     if child.bits == 1:

@@ -1,10 +1,11 @@
 """Samples of Arrow IPC files, in the file format and in the stream format: a row is a sample, a file is a shard.
 
 A row is read by itself (arrow_columns.py), so rows in any order cost the same. Rows of a record batch that follow each
-other are read together, in half the time, and small rows come from memory after some time (kept_spans.py). Files with
-compressed record batches, or with columns that are not stored row by row (dictionaries), are read by whole record
-batches. Such record batches are blocks of their shard, like the row groups of Parquet: the order keeps the samples of a
-block near each other, and decoded blocks share one memory limit per process (decoded_blocks.py).
+other are read together, in half the time. If rows are small and many of them are read, the bytes around them are kept
+in memory (kept_spans.py). Files with compressed record batches, or with columns that are not stored row by row
+(dictionaries), are read by whole record batches. Such record batches are blocks of their shard, like the row groups of
+Parquet: a shuffle keeps the samples of a block near each other, and decoded blocks share one memory limit per process
+(decoded_blocks.py).
 
 A remote file may be fetched in parts (ranges/file_ranges.py): record batches that are blocks, or spans of some record
 batches. The reader of a part also has the file's header: all that comes before the first record batch.
@@ -108,8 +109,8 @@ class _ArrowFile:
             ) from error
         self.dictionaries: list[Message] = []
         self.batches: list[tuple[int, int, int, int]] = []
-        """(offset of the message, offset of its body, size of the body in bytes, number of dictionaries before it) of
-        each record batch."""
+        """For each record batch: (offset of its message, offset of the message's body, size of the body in bytes,
+        number of dictionaries in the file before the message)."""
         rows = [0]
         self.compressed = False
         try:
@@ -149,7 +150,7 @@ class _ArrowFile:
         return layout_of(data[8 if data[:4] == END[:4] else 4 :])
 
     def whole(self, first: int, end: int) -> Any:
-        """Return the record batches from `first` to `end`, which follow each other, as a pyarrow table."""
+        """Return record batches `first` to `end` - 1, which must follow each other in the file, as a pyarrow table."""
         arrow = _pyarrow()
         begin, _, _, dictionaries = self.batches[first]
         _, body, size, _ = self.batches[end - 1]
@@ -229,8 +230,8 @@ class _ArrowFile:
         return data
 
 
-Whole = list[tuple[str, DecodedColumn]]
-"""Columns of a record batch that was read as a whole, by name."""
+NamedColumns = list[tuple[str, DecodedColumn]]
+"""Columns of a record batch, or of some rows of one, as (name, column) pairs."""
 
 
 class ArrowReader:
@@ -263,10 +264,11 @@ class ArrowReader:
         self._begins = np.array(self._file.begins)
         """First row of each record batch, then the number of rows."""
         self._layouts: dict[int, Batch] = {}
-        self._whole: dict[int, Whole] = {}
-        """Columns of the record batches that are in memory."""
+        self._whole: dict[int, NamedColumns] = {}
+        """Columns of the decoded record batches in memory, by number of the record batch."""
         self._spans = self._new_spans()
-        """Spans of record batches in memory; None if all columns are never read together."""
+        """Spans of record batches that may be kept in memory; None if this reader never keeps spans, see
+        `_new_spans`."""
         self._owner = MEMORY.add_owner(self)
         if shard.blocks and shard.blocks != self._file.blocks:
             self.close()
@@ -333,7 +335,7 @@ class ArrowReader:
         names = [name for name, _ in columns]
         return [dict(zip(names, sample, strict=True)) for sample in zip(*values, strict=True)]
 
-    def _run(self, begin: int, end: int) -> Whole:
+    def _run(self, begin: int, end: int) -> NamedColumns:
         """Return the columns of rows `begin` to `end` - 1, which lie in one record batch; an empty list if the rows are
         few or large."""
         if end - begin < TOGETHER or begin < 0 or self._plans is None:
@@ -379,16 +381,18 @@ class ArrowReader:
             parts.append((np.flatnonzero(alone), by_row))
         return joined(len(rows), parts)
 
-    def _one_run(self, rows: Ints) -> Whole:
-        """Return the columns of rows that are a single run, as a batch of an epoch in order is; none otherwise."""
+    def _one_run(self, rows: Ints) -> NamedColumns:
+        """Return the columns of these rows if they follow each other in one record batch, as they do in an epoch that
+        is not shuffled. Return an empty list otherwise, or if they are few or large."""
         first, end = int(rows[0]), int(rows[0]) + len(rows)
         if end > self._file.begins[bisect.bisect_right(self._file.begins, first)]:
             return []
         return self._run(first, end) if rows.tolist() == list(range(first, end)) else []
 
     def _new_spans(self) -> KeptSpans | None:
-        """Return spans of which none is in memory; None if record batches do not follow each other, or if some of the
-        columns are not wanted: the others would be read in vain."""
+        """Return new spans, none of which is in memory yet. Return None in three cases: record batches are decoded as a
+        whole; other messages lie between them in the file; or only some columns are wanted. (A span is read with all
+        columns.)"""
         file = self._file
         ends = [body + size for _, body, size, _ in file.batches]
         if self._plans is None or [begin for begin, _, _, _ in file.batches[1:]] != ends[:-1]:
@@ -411,7 +415,7 @@ class ArrowReader:
         if missing:
             raise DatasetError(
                 f"{self.name}: columns must be some of {', '.join(names)}, got {', '.join(missing)}. Correct the "
-                "argument columns"
+                "argument `columns`"
             )
         self._columns, self._whole = list(columns), {}
         if self._plans is not None:
@@ -457,7 +461,7 @@ class ArrowReader:
         self._layouts[number] = batch
         return batch
 
-    def _batch(self, number: int) -> Whole:
+    def _batch(self, number: int) -> NamedColumns:
         kept = self._whole.get(number)
         if kept is not None:
             MEMORY.used(self._owner, (number,))
@@ -471,8 +475,9 @@ class ArrowReader:
 
 
 def _runs(rows: Ints, begins: Ints, fewest: int) -> list[tuple[int, int]]:
-    """Return (first, end) in `rows` of each run of at least `fewest` rows that follow each other and lie in one record
-    batch. `begins`: first row of each record batch."""
+    """Return the runs in `rows`: at least `fewest` consecutive row numbers that lie in one record batch. A run is
+    (index in `rows` of its first row, index after its last row). `begins`: number of the first row of each record
+    batch."""
     if not len(rows):
         return []
     follows = rows[1:] - rows[:-1] == 1
@@ -492,8 +497,8 @@ def open_arrow(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> Arr
 
 
 def header_shard(shard: Shard) -> Shard:
-    """Return a shard without samples that consists of the header of a shard's file (all before the first record batch),
-    so that the cache can fetch it alone (`format_table.PartReading.table`)."""
+    """Return a shard without samples: the header of a shard's file (all before the first record batch). The cache
+    fetches it alone (`format_table.PartReading.table`)."""
     return Shard("arrow", 0, (file_range(shard, 0, shard.ranges[-1]),))
 
 
@@ -514,8 +519,8 @@ def open_arrow_part(shard: Shard, part: int, path: Path, table: bytes, options: 
 
 
 def index_arrow(path: Path, name: str) -> Shard:
-    """Return the shard of an Arrow IPC file. `name`: path of the file in the dataset's folder. Raises DatasetError if
-    two columns have the same name, or the file is damaged."""
+    """Index an Arrow IPC file: return the shard that describes it. `name`: path of the file, relative to the dataset's
+    folder. Raises DatasetError if two columns have the same name, or the file is damaged."""
     file = _ArrowFile(path, name)
     if len(set(file.names)) != len(file.names):
         raise DatasetError(
@@ -535,8 +540,8 @@ def index_arrow(path: Path, name: str) -> Shard:
 
 def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
     """Return the shard with its file divided into parts that can be fetched alone: its blocks, or spans of record
-    batches. Return the shard unchanged if the record batches do not follow each other, or need dictionaries that come
-    later."""
+    batches. Return the shard unchanged if there would be a single part, or if other messages lie between or after the
+    record batches: a part's reader has only the file's header and the part, so it would miss a dictionary there."""
     offsets = [begin for begin, _, _, _ in file.batches]
     ends = [body + size for _, body, size, _ in file.batches]
     needed = {dictionaries for _, _, _, dictionaries in file.batches}

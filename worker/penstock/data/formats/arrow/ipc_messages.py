@@ -3,10 +3,11 @@
     stream: message * n [end]                    file: b"ARROW1\\0\\0" stream [footer] [size of the footer: 4] b"ARROW1"
     message: [0xFFFFFFFF: 4] [size of the metadata: 4] [metadata] [body]    (before Arrow 0.15 without 0xFFFFFFFF)
 
-The metadata of a record batch give its number of rows and the offset in the body of each buffer of each column, so that
-a row can be read by itself (arrow_columns.py). pyarrow does not expose these offsets, so this module reads the
-metadata, which are a flatbuffer: tables whose fields are found by a table of offsets. Each offset is checked, because
-the bytes may be damaged. The fields' numbers are those of Arrow's format/Message.fbs and File.fbs.
+A record batch consists of buffers, several for each column. Its metadata give its number of rows, and the offset in the
+body of each buffer, so that a row can be read by itself (arrow_columns.py). pyarrow does not expose these offsets, so
+this module reads the metadata. They are a flatbuffer: tables with numbered fields, each of which is found by an offset.
+Each offset is checked, because the bytes may be damaged. The fields' numbers are those of Arrow's format/Message.fbs
+and File.fbs.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ __all__ = [
 ]
 
 Read = Callable[[int, int], bytes]
-"""Function (begin, size) that returns bytes of the file, fewer at its end."""
+"""Function (begin, size) that returns `size` bytes of the file from offset `begin`, or fewer at the file's end."""
 
 MAGIC = b"ARROW1"
 MAGIC_BYTES = 8
-"""Bytes before the first message of a file that begins with MAGIC."""
+"""Number of bytes before the first message in Arrow's file format: MAGIC and two zeros."""
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3
 """Numbers by which Arrow marks the kind of a message."""
 FIRST_READ = 4096
@@ -46,7 +47,7 @@ _BLOCK = struct.Struct("<qi4xq")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Place of a message in a file; all offsets in bytes."""
+    """Kind, metadata and position of a message in a file. All offsets are in bytes, from the file's first byte."""
 
     kind: int
     begin: int
@@ -65,7 +66,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Numbers of rows, and places of the buffers, of a record batch."""
+    """Number of rows, nulls of each column, and positions of the buffers of a record batch."""
 
     rows: int
     nodes: memoryview

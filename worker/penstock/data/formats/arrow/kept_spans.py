@@ -1,9 +1,10 @@
 """Record batches of an Arrow file in memory, for files of small rows that are read in any order.
 
-A row that is read by itself takes a system call or two for each column. So spans of record batches that follow each
-other, some MiB in all, are read as a whole once so many of their rows were asked for that this costs less. Spans, and
-not record batches: writers make record batches of some hundred rows, and a batch of shuffled rows would have one row of
-each. Spans are dropped with other decoded blocks, when the memory for these is needed (decoded_blocks.py).
+A row that is read by itself takes one or two system calls for each column. If many rows near each other are wanted, it
+is faster to read all of them at once. So record batches that follow each other form spans of up to 2 MiB. The rows of a
+span are read one by one at first. Once many of them were read, the span is read as a whole and kept in memory. Single
+record batches would be too small for this: writers make them of a few hundred rows, and a batch of shuffled rows has
+about one row of each. Spans are dropped like other decoded blocks, when their memory is needed (decoded_blocks.py).
 """
 
 from __future__ import annotations
@@ -21,23 +22,25 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["KeptSpans"]
 
 SPAN_BYTES = 2 << 20
-"""Largest size in bytes of a span."""
+"""Largest size in bytes of a span: consecutive record batches that are read together. A larger record batch is a span
+of its own, which is never read as a whole."""
 ROW_COST_BYTES = 4096
-"""Number of bytes that are read from the page cache in the time that the reading of one row takes besides."""
+"""Fixed cost of reading a row by itself, as the number of bytes that are read from the page cache in the same time."""
 NEVER = -(1 << 62)
-"""Number of asked rows of a span that is not read as a whole."""
+"""Value in `KeptSpans._asked` for a span that is never read as a whole: a number so low that no count reaches 0."""
 
 
 class KeptSpans:
-    """Spans of a file's record batches, those in memory with their columns. Safe for threads."""
+    """Division of a file's record batches into spans, with the columns of those spans that are in memory.
+    Thread-safe."""
 
     def __init__(self, begins: Sequence[int], sizes: Sequence[int], table: Callable[[int, int], Any]) -> None:
         """
         Args:
             begins: first row of each record batch, then the number of rows.
             sizes: size of each record batch in bytes.
-            table: function (first, end) that reads and checks these record batches, and returns a pyarrow table of the
-                wanted columns.
+            table: function (first, end) that reads and checks record batches `first` to `end` - 1, and returns a
+                pyarrow table of the wanted columns.
         """
         bounds, total = [0], 0
         for number, size in enumerate(sizes):
@@ -56,19 +59,23 @@ class KeptSpans:
             0 if size <= min(SPAN_BYTES, ROW_COST_BYTES * count) else NEVER
             for size, count in zip(self._sizes, rows, strict=True)
         ]
-        """Number of rows of each span that were asked for while it was not in memory; NEVER for a span that is too
-        large, or whose rows are so large that an epoch of them does not make it worth to be read."""
+        """Number of rows of each span that were asked for while the span was not in memory. NEVER for a span that is
+        not to be read as a whole, because it is larger than SPAN_BYTES, or its rows have more than ROW_COST_BYTES on
+        average."""
         self._kept: dict[int, list[tuple[str, Column]]] = {}
         self._owner = MEMORY.add_owner(self)
 
     def __bool__(self) -> bool:
-        """Return True if any span may be kept."""
+        """Return True if at least one span may be kept in memory."""
         return max(self._asked, default=NEVER) >= 0
 
     def read(self, rows: Ints) -> tuple[list[tuple[Ints, Columns]], Ints]:
-        """Return (parts, rest): parts (places in `rows`, columns of the rows there) of the rows whose spans are in
-        memory, or are read now, and the places of all other rows, ascending. Raises as `table` does if the file is
-        closed."""
+        """Return the columns of those rows whose spans are in memory, or are read now because many of their rows were
+        asked for.
+
+        Returns (parts, rest). `parts`: for each span, (indexes into `rows`, columns of the rows at these indexes).
+        `rest`: indexes into `rows` of all other rows, ascending, for the caller to read one by one.
+        """
         parts, rest = [], []
         found = list(by_number(np.searchsorted(self._begins, rows, side="right") - 1))
         for span, places in found:
@@ -82,8 +89,9 @@ class KeptSpans:
         return parts, np.sort(np.concatenate(rest)) if rest else np.zeros(0, np.int64)
 
     def _loaded(self, span: int, rows: int) -> list[tuple[str, Column]] | None:
-        """Read a span if that is worth it, now that `rows` more of its rows are asked for. Return None if it is not, or
-        if the span cannot be read: reading by row names the sample."""
+        """Count `rows` more rows of a span as asked for. If enough were asked for, read the span and return its
+        columns; otherwise return None. Return None also if the span cannot be read: the caller then reads its rows one
+        by one, and so finds the damaged sample."""
         self._asked[span] += rows
         if self._asked[span] * ROW_COST_BYTES < self._sizes[span]:
             return None
@@ -102,7 +110,7 @@ class KeptSpans:
         return columns
 
     def drop(self, block: int) -> None:
-        """Drop a span from memory."""
+        """Drop a span from memory. `block`: number of the span."""
         self._kept.pop(block, None)
 
     def clear(self) -> None:

@@ -21,7 +21,7 @@ from penstock.runtime.files.plain_files import read_plain
 __all__ = ["DICT", "INFO", "STATE", "saved_files", "saved_splits"]
 
 DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
-"""Names of the files that describe a saved dataset."""
+"""Names of the files that describe a dataset which Hugging Face datasets saved, see above."""
 MAX_BYTES = 64 << 20
 """Largest size in bytes of a JSON file that describes a saved dataset."""
 

@@ -1,1 +1,1 @@
-"""Images in datasets: their encodings, and the libraries that decode them."""
+"""Images, videos and sounds in datasets: encodings of images, clips, and the libraries that decode them."""

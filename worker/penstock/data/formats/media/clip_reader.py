@@ -71,14 +71,15 @@ class ClipReader:
         if column not in sample:
             raise DatasetError(
                 f"{where} must be one of the sample's columns, got {', '.join(map(str, sample))}. Correct the argument "
-                "clips"
+                "`clips`"
             )
         value = sample[column]
         if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):  # as Hugging Face's datasets store it
             return bytes(value["bytes"])
         if not isinstance(value, bytes):
             raise DatasetError(
-                f"{where} must be the bytes of a video or sound, got {type(value).__name__}. Correct the argument clips"
+                f"{where} must be the bytes of a video or sound, got {type(value).__name__}. Correct the argument "
+                "`clips`"
             )
         return value
 

@@ -1,8 +1,8 @@
 """Clips of videos and sounds: frames and samples at exact positions, decoded by torchcodec from the bytes of a column.
 
-torchcodec's own ranges of a sound are not exact: it rounds times, and it resamples a range without what precedes it. So
-a sound is decoded from its beginning, which torchcodec does anyway because it does not seek in sounds, and cut here. A
-clip then equals the same positions of the whole sound, to the bit.
+The ranges of a sound that torchcodec decodes are not exact: torchcodec rounds times, and resamples a range without the
+samples before it. So this module decodes a sound from its beginning (as torchcodec does for any range, because it does
+not seek in sounds) and cuts out the clip. A clip then equals the same positions of the whole sound, to the bit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # processes that only convert datasets have no use for torch
 __all__ = ["AudioClip", "Clip", "InvalidPositions", "Opened", "Positions", "VideoClip", "check_clips", "chosen"]
 
 MARGIN_S = 0.5
-"""Seconds of sound that are decoded behind the end of a clip: resampling needs the samples that follow, and a sound may
-begin after time 0."""
+"""Seconds of sound that are decoded after the end of a clip. Resampling needs the samples that follow. If the sound
+begins after time 0, sample n also comes later than n / sample_rate."""
 
 Positions = Sequence[int] | str | Callable[[Mapping[str, Any], int], Sequence[int]]
 """Positions of the frames or samples to decode; or the name of the sample's column that has them; or a function
@@ -76,9 +76,9 @@ class VideoClip:
     """
 
     frames: Positions
-    """Numbers of the frames to decode, from 0, in the order in which the video shows them; repeated and in any order.
-    Or the name of a column with these numbers, or a function (sample, number of frames in the video) that returns
-    them."""
+    """Numbers of the frames to decode, counted from 0 in the order in which the video shows them. Numbers may come in
+    any order, and more than once. Or the name of a column with these numbers, or a function (sample, number of frames
+    in the video) that returns them."""
     transforms: Sequence[Any] = ()
     """torchcodec's transforms (Resize, CenterCrop, RandomCrop), applied in this order while frames are decoded."""
 
@@ -106,9 +106,9 @@ class AudioClip:
     """
 
     samples: Positions
-    """(number of the first sample, number of the sample behind the last one), from 0, counted at `sample_rate`. Or the
-    name of a column with these two numbers, or a function (sample, number of samples in the sound) that returns them;
-    to count the samples, all of the sound is decoded."""
+    """Range of samples: (number of the first sample, number of the sample after the last one), from 0, counted at
+    `sample_rate`. Or the name of a column with these two numbers. Or a function (sample of the dataset, number of
+    samples in the sound) that returns them; with a function, all of the sound is decoded, to count its samples."""
     sample_rate: int | None = None
     """Samples per second of the clip; None: as many as the file has."""
     channels: int | None = None

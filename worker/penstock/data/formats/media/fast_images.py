@@ -28,8 +28,8 @@ def fits(height: int, width: int) -> bool:
 
 class FastImage(ImageFile.ImageFile):
     """Image of Pillow with a fast decoder: `numpy.asarray(image)` takes the decoder's pixels, without a copy. The
-    object compares equal to the image that Pillow opens, and is pickled as a Pillow image. A subclass derives also from
-    Pillow's class for its format, such as JpegImageFile."""
+    object compares equal to the image that Pillow opens from the same file, and is pickled as a Pillow image. Each
+    subclass is for one format, and also derives from Pillow's class for this format, such as JpegImageFile."""
 
     plain: ClassVar[type[ImageFile.ImageFile]]
     """Pillow's class for images of this format."""

@@ -1,9 +1,9 @@
 """Encodings of images in MDS columns: raw pixels, image files, and lists of either. PIL is imported for the first
 image.
 
-A decoder gets the bytes of a whole sample, and the offsets in them between which the value lies. Sizes in the data are
-compared with the number of bytes present before anything is allocated, because twelve bytes of a raw image can claim
-gigabytes.
+A decoder gets the bytes of a whole sample, and the offsets of the value's first byte and of its end. A decoder compares
+the sizes in the data with the number of bytes that are there, before it allocates memory: a raw image of twelve bytes
+can claim to have gigabytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decoding of JPEG files by simplejpeg, wherever its pixels equal Pillow's: in RGB and grayscale.
 
-Both use libjpeg-turbo. Import this module only where there are JPEG files: it imports Pillow.
+simplejpeg and Pillow both use libjpeg-turbo. Import this module only where there are JPEG files: it imports Pillow.
 """
 
 from __future__ import annotations

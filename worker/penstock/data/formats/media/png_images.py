@@ -1,9 +1,9 @@
 """Decoding of PNG files by kornia-rs, where its pixels equal Pillow's: files of modes L, P, RGB and RGBA with 8 bits
 for each channel, and of mode I;16, interlaced or not.
 
-Pillow decodes all other files: fewer bits, gray with alpha, colors of 16 bits, animations, and files with anything
-behind the pixels, because Pillow reads texts there. kornia-rs holds the GIL while it decodes: it takes less than half
-of Pillow's time on one core, and threads do not make it faster.
+Pillow decodes all other files: fewer bits, gray with alpha, colors of 16 bits, animations, and files with chunks after
+the pixels, because Pillow reads texts there. kornia-rs holds the GIL while it decodes: it takes less than half of
+Pillow's time on one core, and threads do not make it faster.
 
 Import this module only where there are PNG files: it imports Pillow.
 """
@@ -57,8 +57,8 @@ class Layout(NamedTuple):
     kind: str
     """kornia-rs's name of the mode: "mono", "rgb" or "rgba"."""
     plain: bool
-    """True if Pillow certainly opens the file: all chunks but those of pixels have a correct checksum, and are
-    harmless."""
+    """True if Pillow certainly opens the file: all chunks but those of pixels have a correct checksum, and are of the
+    kinds in _HARMLESS."""
 
 
 def layout_of(file: bytes) -> Layout | None:

@@ -25,7 +25,7 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 
 class _TokenFile:
-    """Open .bin file of tokens with its .idx file. Safe for threads, and for forked children."""
+    """Open .bin file of tokens with its .idx file. Thread-safe, and usable in forked children."""
 
     def __init__(self, data: Path, index: Path, data_name: str, index_name: str) -> None:
         self.name = data_name
@@ -97,8 +97,8 @@ class MegatronDocuments:
         source = Packed(LogicalShards([documents], shards=64, shuffle=True), length=4096)
 
     `documents[i]` is an array of the tokens of document i, of the stored dtype. `documents[a:b]` is a view of the
-    documents from a to b - 1, and reads nothing. The object is an indexable piece for LogicalShards. Safe for threads,
-    and for forked and spawned processes.
+    documents from a to b - 1, and reads nothing. The object is an indexable piece for LogicalShards. Thread-safe, and
+    usable in forked and spawned processes.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -106,7 +106,7 @@ class MegatronDocuments:
         Args:
             prefix: path of the files without .bin and .idx.
 
-        Raises ShardCorruptError if a file is missing or damaged.
+        Raises DatasetError if a file is missing, ShardCorruptError if one is damaged.
         """
         if not isinstance(prefix, str | os.PathLike):
             raise InvalidArgumentError(
@@ -148,7 +148,8 @@ class MegatronDocuments:
     def __getitem__(self, index: SupportsIndex) -> Tokens: ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> Tokens | MegatronDocuments:
-        """Return the tokens of a document: a writable array of shape (tokens,), which shares no memory with others.
+        """Return the tokens of a document: a writable array of shape (tokens,), which shares no memory with others. For
+        a slice, return a view of these documents.
 
         Raises:
             IndexError: the index is out of range.
@@ -255,8 +256,9 @@ def open_megatron(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
 
 
 def index_megatron(path: Path, name: str) -> Shard:
-    """Return the shard that a .bin file and its .idx file form. `path`: the .bin file; `name`: path of the .bin file,
-    relative to the dataset's folder. Raises ShardCorruptError if a file is missing or damaged."""
+    """Index a .bin file and its .idx file: return the one shard that describes both. `path`: the .bin file; `name`:
+    path of the .bin file, relative to the dataset's folder. Raises ShardCorruptError if a file is missing or
+    damaged."""
     if path.suffix != ".bin":
         raise InvalidArgumentError(f"path must end in .bin, got {path}. Pass the .bin file of the pair")
     index_name = name.removesuffix(".bin") + ".idx"

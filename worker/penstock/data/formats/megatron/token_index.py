@@ -2,7 +2,7 @@
 
     [b"MMIDIDX" 0 0] [version: 8] [code of the dtype: 1] [sequences: 8] [documents + 1: 8]
     [length in tokens: 4] * sequences [begin in bytes: 8] * sequences
-    [number of its first sequence: 8] * (documents + 1) [mode: 1] * sequences, only if the data are multimodal
+    [number of the document's first sequence: 8] * (documents + 1) [mode: 1] * sequences, only for multimodal data
 
 A document is one sequence or several (sentences, or texts and images in turn). The sequences lie in the .bin file one
 after the other, without gaps.
@@ -44,18 +44,20 @@ parts, evenly spaced."""
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """Place of a document in the .bin file, and its sequences."""
+    """Position of a document in the .bin file, and lengths of its sequences."""
 
     begin: int
     """Offset in the .bin file of the document's first byte."""
     lengths: np.ndarray[Any, np.dtype[np.int32]]
     """Number of tokens in each sequence of the document; shape (sequences,)."""
     modes: np.ndarray[Any, np.dtype[np.int8]] | None
-    """Mode of each sequence, shape (sequences,); None if the index has no modes, as for text."""
+    """Mode (Megatron's number for text, image and so on) of each sequence, shape (sequences,); None if the index has no
+    modes, because all sequences are text."""
 
 
 class TokenIndex:
-    """Boundaries of the documents in a .bin file. Safe for threads and for forked children."""
+    """Boundaries of the documents in a .bin file, read from its .idx file. Thread-safe, and usable in forked
+    children."""
 
     def __init__(self, path: Path, name: str) -> None:
         """Open an .idx file and check it. `name`: name of the file in errors. Raises ShardCorruptError if it is missing

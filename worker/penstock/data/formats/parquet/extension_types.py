@@ -1,9 +1,9 @@
 """Values of Arrow's extension types, such as tensors, JSON and UUIDs.
 
-An extension is a type of Arrow with a name. Whether pyarrow gives its values as objects of its own depends on pyarrow's
-release, and on the packages that were imported and registered extensions. So a value is always that of the type that
-stores it: JSON is text, a UUID is 16 bytes. There are two exceptions: a tensor is an array of its shape, and a bool8 is
-a bool.
+An extension type has a name, and a storage type in which its values are stored. It depends on pyarrow's release, and on
+the packages that were imported, whether pyarrow returns a value of the extension type as an object of a special class.
+So samples contain the value as it is stored: JSON is text, a UUID is 16 bytes. There are two exceptions: a tensor is an
+array of its shape, and a bool8 is a bool.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from penstock.proto.errors import DatasetError
 __all__ = ["conversion_of", "storage_of"]
 
 Conversion = Callable[[Any], Any]
-"""Function from the value of the type that stores an extension, or None, to the value of a sample."""
+"""Function that converts a stored value (of an extension type's storage type, or None) to the value in a sample."""
 KEPT_TYPES = 256
 """Number of pyarrow types whose storage and conversion are remembered."""
 
 
 @lru_cache(maxsize=KEPT_TYPES)
 def storage_of(kind: Any) -> Any:
-    """Return a pyarrow type with the types that store them in place of extensions, nested ones too; the same object if
-    it has no extension, or one that `conversion_of` refuses."""
+    """Return a pyarrow type in which each extension type, also a nested one, is replaced by its storage type. Return
+    `kind` itself if it has no extension type, or has one where `conversion_of` refuses it."""
     arrow = importlib.import_module("pyarrow")
     types = arrow.types
     if hasattr(kind, "storage_type"):
@@ -49,7 +49,7 @@ def storage_of(kind: Any) -> Any:
 
 
 def _fields(kind: Any) -> list[Any]:
-    """Return the fields of the types within a pyarrow type."""
+    """Return the child fields of a nested pyarrow type, such as those of a struct; an empty list for other types."""
     types = importlib.import_module("pyarrow.types")
     if types.is_map(kind):
         return [kind.key_field, kind.item_field]
@@ -59,8 +59,9 @@ def _fields(kind: Any) -> list[Any]:
 
 
 def conversion_of(column: str, kind: Any) -> Conversion | None:
-    """Return the function that converts values of `storage_of(kind)`; None if they stay as they are. `column`: name of
-    the column. Raises DatasetError, which names it, for a type whose values cannot be told."""
+    """Return the function that converts values of type `storage_of(kind)` to the values in samples; None if samples
+    contain them as they are. `column`: name of the column, for errors. Raises DatasetError for an extension type within
+    a union or a list view, and for a tensor whose axes' order is ambiguous."""
     try:
         return _conversion(kind)
     except DatasetError as error:
@@ -88,7 +89,7 @@ def _conversion(kind: Any) -> Conversion | None:
     if any(storage_of(field.type) is not field.type for field in _fields(kind)):
         raise DatasetError(
             f"an extension type must not be within a union or a list view, got {kind}. Write the column with the type "
-            "that stores the extension, or leave it out with the argument columns"
+            "that stores the extension, or leave it out with the argument `columns`"
         )
     return None
 
@@ -98,7 +99,7 @@ def _same(value: Any) -> Any:
 
 
 def _present(convert: Conversion) -> Conversion:
-    """Return the conversion that leaves None as it is."""
+    """Return a conversion that leaves None as it is, and calls `convert` for other values."""
     return lambda value: None if value is None else convert(value)
 
 
@@ -113,14 +114,14 @@ def _map(key: Conversion, item: Conversion) -> Conversion:
 
 
 def _tensor(kind: Any) -> Conversion:
-    """Return the conversion of a tensor: to an array of its logical shape, or to nested lists if an element is
-    null."""
+    """Return the conversion of a tensor column. The conversion turns a stored value, which is a flat list, into an
+    array of the tensor's shape, with the axes permuted as the type says; or into nested lists if an element is null."""
     shape, permutation = tuple(kind.shape), kind.permutation
     if permutation is not None and [permutation[number] for number in permutation] != sorted(permutation):
         # pyarrow 26 writes the inverse of what Arrow's specification says, and reads neither of the two.
         raise DatasetError(
             f"a tensor's permutation must be its own inverse, because writers differ in the meaning of others, got "
-            f"{kind}. Write the tensors in their logical order, or leave the column out with the argument columns"
+            f"{kind}. Write the tensors in their logical order, or leave the column out with the argument `columns`"
         )
     dtype = np.dtype(kind.value_type.to_pandas_dtype())
 

@@ -31,7 +31,8 @@ KEPT_TYPES = 256
 
 
 GATHERED_BYTES = 4096
-"""Largest size in bytes of values that are gathered into an array first, because that copies them twice."""
+"""Largest size in bytes of values that are copied through one array, if all have the same size. The array copies each
+value twice, so larger values are faster one by one."""
 
 
 class Column(Protocol):
@@ -52,8 +53,11 @@ class Column(Protocol):
 
 
 def column_of(name: str, chunks: Any, kind: Any = None) -> Column:
-    """Return the column of a pyarrow ChunkedArray. An array of text has at most 2 GiB, so there may be several. `kind`:
-    pyarrow type of the values, if the array has `storage_of(kind)`; None: that of the array. Raises DatasetError."""
+    """Return the column `name` of a row group, from its pyarrow ChunkedArray.
+
+    `kind`: pyarrow type of the column in the file's schema, if `chunks` has the type `storage_of(kind)`; None: the type
+    of `chunks`. Raises DatasetError for a type that `conversion_of` refuses.
+    """
     convert, plain = conversion_of(name, chunks.type if kind is None else kind), storage_of(chunks.type)
     column = _column_of(chunks if plain is chunks.type else chunks.cast(plain))
     return column if convert is None else _Converted(column, convert)
@@ -232,7 +236,7 @@ class _Lists:
 
 
 class _Converted:
-    """Column of an extension type, made of the column that stores it."""
+    """Column of an extension type: the stored values of another Column, each converted."""
 
     def __init__(self, column: Column, convert: Callable[[Any], Any]) -> None:
         self._column, self._convert = column, convert

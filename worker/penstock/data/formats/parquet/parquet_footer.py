@@ -1,8 +1,8 @@
 """Sizes of row groups, from the footer of a Parquet file.
 
-pyarrow reads the footer too, but ends the process (std::terminate, in 26.0) when it is asked for a column of a row
-group whose statistics of sizes do not fit its schema: its binding does not expect the C++ exception. So one damaged
-byte in a file would kill the process. This module reads the sizes without pyarrow.
+pyarrow reads the footer too. But one damaged byte in a footer may kill the process (std::terminate, in pyarrow 26.0):
+if a column's size statistics do not fit the schema, pyarrow's C++ library throws an exception that its Python binding
+does not expect. So this module reads the sizes without pyarrow.
 
 The footer is one struct in the compact protocol of Thrift. Fields that are not needed are skipped by their type. All
 loops end, because each repetition consumes at least one byte of the footer.
@@ -26,14 +26,15 @@ TAIL_BYTES = 64 << 10
 
 _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
 """Bytes that a value takes in memory, by the number of its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE,
-BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. A text counts as its offset, or as its number in a dictionary."""
+BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. For a text (BYTE_ARRAY) only the 4 bytes of its offset, or of its number in a
+dictionary, count: its length is unknown."""
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _DEEPEST = 32
 """Largest number of structs and lists that may lie within each other in a footer; the format needs 8."""
 
 Wanted = dict[int, Any]
-"""Fields of a struct to read, by field number. The value is None for a number, a mapping for a struct, and a list with
-one mapping for a list of structs."""
+"""Fields of a struct to read, by field number. The value of a field is None if the field is a number, a Wanted if it is
+a struct, and a list with one Wanted if it is a list of structs."""
 _COLUMN: Wanted = {3: {1: None, 5: None, 6: None, 7: None, 9: None, 11: None}}
 """Fields of a row group's column that are read, from ColumnChunk.meta_data: type, num_values, total_uncompressed_size,
 total_compressed_size, data_page_offset, dictionary_page_offset."""
@@ -47,11 +48,11 @@ class RowGroup:
 
     rows: int
     nbytes: int
-    """Smallest number of bytes that the row group takes in memory. A row group may be far larger in memory than in the
-    file, where a billion equal numbers take some hundred bytes."""
+    """Lower bound of the row group's size in memory, in bytes. A row group may be far larger in memory than in the
+    file, where a billion equal numbers take a few hundred bytes."""
     column_bytes: tuple[int, ...] = ()
-    """Smallest number of bytes that each column takes in memory, in the order of the file's schema. A leaf of a nested
-    column counts as a column."""
+    """Lower bound of each column's size in memory, in bytes, in the order of the file's schema. A nested column counts
+    as several: one for each of the plain columns in which Parquet stores it."""
     begin: int = 0
     """Offset in the file of the row group's first byte."""
     end: int = 0
@@ -159,7 +160,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def _list(data: bytes, at: int) -> tuple[int, int, int]:
     """Read the header of the list at offset `at`. Returns the list's length, the type of its elements, and the offset
-    of the first one."""
+    of its first element."""
     head = data[at]
     count, at = (head >> 4, at + 1) if head < 0xF0 else _varint(data, at + 1)
     if count > len(data) - at:
@@ -168,8 +169,8 @@ def _list(data: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Return the offset behind the value that begins at offset `at`. `kind`: Thrift's type of the value. The value is a
-    list element or a struct field, but not a bool field, which has no bytes of its own."""
+    """Return the offset of the byte after the value that begins at offset `at`. `kind`: Thrift's type of the value. The
+    value is a list element or a struct field, but not a bool field, which has no bytes of its own."""
     if kind == 8:
         length, at = _varint(data, at)
         return at + length

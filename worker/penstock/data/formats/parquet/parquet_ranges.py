@@ -56,8 +56,8 @@ class FileRange:
 
 
 def footer_shard(shard: Shard) -> Shard:
-    """Return a shard without samples that consists of the footer of a shard's file, so that the cache can fetch it
-    alone."""
+    """Return a shard without samples: the footer of a shard's file. The cache fetches it alone
+    (`format_table.PartReading.table`)."""
     return Shard("parquet", 0, (file_range(shard, shard.ranges[-1], shard.size),))
 
 

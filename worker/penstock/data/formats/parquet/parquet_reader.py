@@ -1,8 +1,8 @@
 """Samples of Parquet files: a row is a sample, a file is a shard, a row group is a block of it.
 
 A row group is decoded as a whole, and stays in memory until the process's memory limit for decoded blocks is reached
-(decoded_blocks.py). The order keeps the samples of a few row groups near each other, so each row group is decoded about
-once.
+(decoded_blocks.py). A shuffle keeps the samples of a few row groups near each other, so each row group is decoded about
+once per epoch.
 
 A column of a row group may consist of several pyarrow arrays, because an array of text has at most 2 GiB.
 """
@@ -45,7 +45,7 @@ FEW_ROWS = 6
 """Smallest number of rows of one row group for which rows are read column by column. Reading by columns has a higher
 fixed cost, and a lower cost for each row."""
 LOADING_WAIT_S = 5.0
-"""Seconds that a thread waits between looks at a row group that another thread is decoding."""
+"""Seconds between two checks of a thread whether another thread still decodes the row group that both need."""
 
 Columns = list[tuple[str, Column]]
 """Columns of a decoded row group, as (name, column) pairs."""
@@ -134,8 +134,8 @@ class ParquetReader:
         self._wanted: list[str] | None = None
         """Names of the columns to read; None: all columns."""
         self._leaves: list[int] | None = None
-        """Numbers of the wanted columns' leaves in the file's schema; None: all leaves. A nested column has several
-        leaves."""
+        """Numbers, in the file's schema, of the leaf columns to read; None: all. Parquet stores a nested column as
+        several leaf columns, any other column as one."""
         try:
             self._opened: Descriptor | None = Descriptor(path)  # a plain file: pyarrow must not wait for a pipe
             found = os.fstat(self._opened.fileno())
@@ -186,7 +186,7 @@ class ParquetReader:
         if missing:
             raise DatasetError(
                 f"columns must name columns of {self.name}, which has {', '.join(known)}, got {', '.join(missing)}. "
-                "Correct the argument columns"
+                "Correct the argument `columns`"
             )
         paths = [self._footer.schema.column(leaf).path for leaf in range(len(self._footer.schema))]
         self._leaves = [
@@ -394,7 +394,7 @@ class ParquetReader:
         return columns
 
     def _needed(self, group: int) -> int:
-        """Return the smallest number of bytes that the columns to read of row group `group` take in memory."""
+        """Return a lower bound of the memory, in bytes, that the columns to read of row group `group` take."""
         found = self._groups[group]
         return found.nbytes if self._leaves is None else sum(found.column_bytes[leaf] for leaf in self._leaves)
 

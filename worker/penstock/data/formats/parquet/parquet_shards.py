@@ -60,7 +60,8 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
             footer = library.read_metadata(io.BytesIO(tail))
             columns = list(footer.schema.to_arrow_schema().names)
             if sum(group.rows for group in groups) != footer.num_rows:
-                raise ValueError("the row groups must have as many rows as the file, but have other numbers")
+                rows = sum(group.rows for group in groups)
+                raise ValueError(f"the row groups must have {footer.num_rows} rows, as the footer says, got {rows}")
         except PenstockError:
             raise
         except Exception as error:  # errors of pyarrow, of the system, and of the file's source

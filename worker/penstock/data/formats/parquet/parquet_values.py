@@ -20,7 +20,7 @@ Value = Callable[[Any], Any]
 
 
 def value_of(kind: Any) -> Value:
-    """Return the function that converts scalars of this pyarrow type."""
+    """Return the function that converts pyarrow scalars of type `kind` to the values in samples."""
     return _fine(kind) or _as_py
 
 
@@ -29,7 +29,8 @@ def _as_py(scalar: Any) -> Any:
 
 
 def _fine(kind: Any) -> Value | None:
-    """Return the conversion for a type with nanoseconds; None for any other type."""
+    """Return the function that converts scalars of a type of times in nanoseconds, or of a nested type that contains
+    one; None for any other type."""
     types = importlib.import_module("pyarrow.types")
     if types.is_timestamp(kind) or types.is_duration(kind) or types.is_time64(kind):
         if kind.unit != "ns":

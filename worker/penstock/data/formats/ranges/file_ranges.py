@@ -4,7 +4,8 @@ A file is fetched in parts. The parts are its blocks (row groups of Parquet, rec
 without blocks, its spans: consecutive samples of about SPAN_BYTES together. The cache has one file for each part: it
 lies in the folder `NAME.ranges`, and is fetched, locked and evicted like any other file of the cache.
 
-Spans do not decide the order of samples, and blocks do, because a block is decoded as a whole.
+A shuffle keeps the samples of a block near each other, because a block is decoded as a whole. Spans have no influence
+on the order of samples.
 """
 
 from __future__ import annotations

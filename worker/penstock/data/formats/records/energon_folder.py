@@ -5,12 +5,12 @@
     .nv-meta/.info.json      number of samples in each archive (.info.yaml in older folders)
     NAME.tar.idx             offset of each sample in an archive
 
-Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples then have the members of the
-archive. Energon's own index (index.sqlite) is not needed.
+Python code that dataset.yaml names (`sample_loader`, `part_filter`) is never run: samples of such a folder have the
+archive's members as columns. Energon's own index (index.sqlite) is not needed.
 
-META stands for the folder `.nv-meta`. Penstock's index of the folder has a note: the digests of the files in META from
-which the index was made. It shows if an index is older than these files. The cache of a remote folder has a copy of
-META.
+META stands for the folder `.nv-meta`. Penstock's index of a prepared folder has a note with two entries: the digests of
+the files in META from which the index was made, and the name of the `sample_loader`. The digests show if an index is
+older than these files. The cache of a remote folder has a copy of META.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 META = ".nv-meta"
 NOTE = "energon"
-"""Name, in an index, of the note with the digests of the files in META."""
+"""Name of this note in an index."""
 SPLITS, DATASET, INFOS = ("split.yaml", "split.json"), "dataset.yaml", (".info.json", ".info.yaml")
 EVERY_SPLIT = "*"
 """Value of the argument `split` that takes the archives of all splits."""
@@ -90,8 +90,8 @@ def prepared_names(folder: Path) -> list[str]:
 
 
 def prepared_note(folder: Path) -> dict[str, Any]:
-    """Return the note (digests of the files in META) for the index of a prepared folder; an empty dict for any other
-    folder. Raises DatasetError if a file cannot be read."""
+    """Return the note for the index of a prepared folder, as {NOTE: its entries}; an empty dict for any other folder.
+    Raises DatasetError if a file cannot be read."""
     if not is_prepared(folder):
         return {}
     return {NOTE: {"files": _digests(folder), "sample_loader": sample_loader_of(folder)}}
@@ -159,7 +159,7 @@ def prepared_shards(folder: Path, shards: list[Shard]) -> list[Shard]:
 def select_split(
     shards: Sequence[Shard], split: str | None, folder: Path | None, where: str, *, has_splits: bool
 ) -> Sequence[Shard]:
-    """Return the shards of one split of a folder that `energon prepare` has made. For any other folder, return all
+    """Return the shards of one split of a folder that `energon prepare` has prepared. For any other folder, return all
     shards.
 
     Args:
@@ -169,7 +169,8 @@ def select_split(
         where: name of the dataset, for errors.
         has_splits: True if the index lists splits. If False, `shards` is returned as it is.
 
-    Raises InvalidArgumentError for an unknown split, DatasetError if the index lists no splits.
+    Raises InvalidArgumentError for an unknown split; DatasetError for a split of a prepared folder whose index lists no
+    splits, because it is older than split.yaml.
     """
     if not has_splits and split is not None and folder is not None and is_prepared(folder):
         raise DatasetError(
@@ -254,8 +255,8 @@ def _splits(folder: Path) -> dict[str, list[str]]:
 
 
 def _expanded(path: Path, pattern: object) -> list[str]:
-    """Return the names that a pattern such as `shard_{000..127}.tar` or `{a,b}.tar` stands for. Ranges of numbers have
-    leading zeros if an end has one."""
+    """Return the names that a pattern such as `shard_{000..127}.tar` or `{a,b}.tar` stands for. Numbers are padded with
+    zeros if the first or the last one in the pattern is: `{08..10}` stands for 08, 09, 10."""
     if not isinstance(pattern, str):
         raise DatasetError(f"{path}: a file's name must be a string, got {pattern!r:.200}. Run `energon prepare` again")
     found = _BRACES.search(pattern)

@@ -1,4 +1,4 @@
-"""Samples of plain files with a JSON object on each line. Lines of nothing but spaces are left out."""
+"""Samples of plain files with a JSON object on each line. Lines of white space alone are left out."""
 
 from __future__ import annotations
 

@@ -3,11 +3,12 @@
     [b"PENSTOCK OFFSET2"] [size of the data file: 8] [fingerprint of the data file: 8]
     [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
-The fingerprint is a checksum of some pieces of the data file. It shows that the data file was replaced by one of the
-same size, whose records begin elsewhere: with the old offsets, its records would be cut wrongly without an error.
+The fingerprint is a checksum of some pieces of the data file. It changes when the data file is replaced by another one
+of the same size. The offsets would then cut the new file at wrong places, without an error.
 
-The file is named like the data file, with ENDING, and lies beside it or in the index's own folder. Record i begins at
-offset i; the last offset is the end of the last record. The file is read whole and checked when it is opened.
+The file has the data file's name and the ending .penstock-index. It lies beside the data file or in the index's folder.
+Record i begins at offset i; the last offset is the end of the last record. The file is read whole and checked when it
+is opened.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ HEAD = struct.Struct("<16sQQQQ")
 NO_FINGERPRINT = 0
 """Value in place of the fingerprint for a remote data file, whose bytes were not read."""
 PROBES, PROBE_BYTES = 8, 4096
-"""Number and size in bytes of the pieces of a file from which its fingerprint is made. Reading them takes some 10
+"""Number and size in bytes of the pieces of a file from which its fingerprint is made. Reading them takes about 10
 us."""
 
 

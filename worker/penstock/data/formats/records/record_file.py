@@ -99,7 +99,8 @@ class RecordFile:
         return self._decoded(index, self._bytes(index, self._offsets[index], self._offsets[index + 1]))
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these numbers. Consecutive samples are read in one system call."""
+        """Return the samples with these numbers. If the numbers are consecutive, all samples are read in one system
+        call."""
         first, past = rows[0], rows[-1] + 1
         if not (0 <= first < past <= len(self) and list(rows) == list(range(first, past))):
             return [self[row] for row in rows]
@@ -139,8 +140,8 @@ class RecordFile:
 
 
 def opened(path: Path, name: str) -> tuple[Descriptor, int]:
-    """Return an open file and its size in bytes. Raises ShardCorruptError, which begins with `name`, if it cannot be
-    opened."""
+    """Return an open file and its size in bytes. Raises ShardCorruptError, whose message begins with `name`, if the
+    file cannot be opened."""
     try:
         file = Descriptor(path)
         return file, os.fstat(file.fileno()).st_size
@@ -190,8 +191,8 @@ def record_shard(
 
 
 def offsets_shard(shard: Shard) -> Shard:
-    """Return a shard without samples that consists of a shard's file of offsets, so that the cache can fetch this file
-    alone (`format_table.PartReading.table`)."""
+    """Return a shard without samples: the file of offsets of a shard. The cache fetches it alone
+    (`format_table.PartReading.table`)."""
     return Shard(shard.format, 0, shard.files[1:])
 
 

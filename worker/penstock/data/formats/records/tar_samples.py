@@ -55,11 +55,11 @@ def _array(data: bytes) -> Any:
 
 @lru_cache(maxsize=256)
 def _npy_layout(head: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Return (number of values, shape, dtype) from the first bytes of a .npy file; 0 values for a layout that numpy
-    must read.
+    """Return (number of values, shape, dtype) from the first bytes of a .npy file. The number is 0 for a file that only
+    numpy can read: values in Fortran order, or pickled objects.
 
-    numpy parses these bytes as Python code, which takes longer than reading a thousand tokens, and most files of a
-    dataset have the same ones. So the results are remembered.
+    numpy parses these bytes as Python code, which takes longer than reading a thousand tokens. Most files of a dataset
+    begin with the same bytes, so the results are kept in memory.
     """
     file = io.BytesIO(head[len(NPY) :])
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
@@ -139,9 +139,9 @@ Member = tuple[str, str, str, int, int]
 
 
 def _plain_members(record: bytes) -> list[Member] | None:
-    """Return the members in a part of an archive that has only plain headers, with names of at most 256 bytes, and
-    extended headers of times and owners, which webdataset's own writer puts before each member. Return None if there is
-    any other header: tarfile then reads the part, in ten times the time."""
+    """Return the members in a part of an archive, if all its headers are of two kinds: plain headers, with names of at
+    most 256 bytes, and extended headers that give times and owners (webdataset's writer puts one before each member).
+    Return None if there is any other header: tarfile then reads the part, in ten times the time."""
     members: list[Member] = []
     at, extended = 0, False
     while at < len(record):
@@ -239,9 +239,9 @@ def index_tar(path: Path, name: str, out: Path) -> Shard:
 
 
 def _check_end(file: BinaryIO, at: int, name: str) -> None:
-    """Raise ShardCorruptError unless an archive ends at byte `at`, where tarfile found no other member. tarfile
-    mistakes a damaged header and the end of the file for the end of the archive, and reads nothing behind the first
-    end."""
+    """Raise ShardCorruptError unless an archive ends at byte `at`, where tarfile found no more members. tarfile also
+    stops, without an error, at a damaged header, at the end of a truncated file, and at the end of the first of several
+    archives in one file."""
     file.seek(at)
     marker = file.read(tarfile.BLOCKSIZE)
     if marker.strip(b"\0"):

@@ -23,13 +23,13 @@ KINDS = ("example", "bytes")
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 """Numbers by which protobuf marks how the value of a field is stored (wire types)."""
 SHORT = 16
-"""Largest size in bytes of packed integers that are decoded one by one; longer ones are decoded by numpy."""
+"""Largest size in bytes of a packed list of integers that is decoded integer by integer; numpy decodes longer lists."""
 
 
 def example_of(data: bytes) -> dict[str, Any]:
     """Return the features of a serialized Example by name: lists of bytes, arrays of float32 of shape (values,), or
-    arrays of int64 of shape (values,); None for a feature without a kind. Raises ValueError if the bytes are not an
-    Example."""
+    arrays of int64 of shape (values,); None for a feature without any of these lists. Raises ValueError if the bytes
+    are not an Example."""
     sample: dict[str, Any] = {}
     view = memoryview(data)
     for number, kind, features in _fields(view):

@@ -50,8 +50,8 @@ def _masked(data: bytes) -> int:
 
 
 class TFRecordReader(RecordFile):
-    """Reader of a TFRecord file, see formats.shards.ShardReader. A sample is the dict of an Example's features (see
-    `example_of`), or {"record": bytes}."""
+    """Reader of a TFRecord file, see formats.shards.ShardReader. If the records are tf.train.Examples, a sample is the
+    dict of an Example's features (see `example_of`); otherwise it is {"record": bytes}."""
 
     def __init__(self, shard: Shard, data: Path, offsets: Path | RecordPart) -> None:
         super().__init__(shard, data, offsets)

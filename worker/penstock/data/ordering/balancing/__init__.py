@@ -1,1 +1,1 @@
-"""Rows assigned to steps and boxes by cost."""
+"""Balance of cost: assignment of rows (samples) to steps and boxes by their costs."""

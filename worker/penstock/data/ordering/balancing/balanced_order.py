@@ -1,18 +1,19 @@
 """Balance of cost: rows are assigned to steps and boxes so that in each step all boxes (data-parallel ranks) have about
 the same work.
 
-A step is as slow as its slowest box, and the cost of a row (attention's is the square of its length) varies. A window
-is the rows of `over_steps` consecutive global batches. Two functions assign rows, and both depend on nothing but costs:
+A step is as slow as its slowest box, and rows differ in cost: that of attention is the square of the row's length. A
+window is the rows of `over_steps` consecutive global batches. Two functions assign rows, by nothing but their costs:
 
     steps   the rows of a window are assigned to the window's steps
     boxes   the rows of a step's global batch are assigned to the boxes
 
-The first function does not depend on the number of boxes. So a position means the same row on any topology, a step's
-rows are the same set on any number of boxes, and a state is the same few integers as without balance. Only which box
-gets a row of the step depends on the number of boxes.
+The first function does not depend on the number of boxes. So a position means the same row on any topology, and a step
+has the same set of rows on any number of boxes. A state is the same few integers as without balance. Only the choice of
+the box that gets a row depends on the number of boxes.
 
-A row that costs more than a box's share of its step cannot be balanced, so rows of similar cost are kept together in
-one step if a window has such rows. Then the steps of a window differ in cost, but the boxes of each step hardly do.
+If a single row costs more than a box's share of its step, no assignment can balance this step. So in a window with such
+rows, rows of similar cost are kept together in one step. Then the steps of the window differ in cost, but the boxes of
+each step hardly do.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ samples that a resume restores."""
 
 @dataclass(frozen=True)
 class Balance:
-    """Setting of a loader: assign rows to boxes (data-parallel ranks) and steps so that the boxes of a step have about
-    the same cost.
+    """Setting of a loader: assign rows (samples) to boxes (data-parallel ranks) and steps so that the boxes of a step
+    have about the same cost.
 
     Example::
 
@@ -59,7 +60,7 @@ class Balance:
             least 0, and the same on all workers.
         over_steps: number of steps whose rows are assigned together, such as those of a gradient accumulation. With 1,
             each step keeps its own rows.
-        report: True: do not balance; only `imbalance()` of the loader reports what balancing would bring.
+        report: True: do not balance. The loader's method `imbalance()` then tells what balancing would bring.
     """
 
     cost: Cost
@@ -75,8 +76,8 @@ class Imbalance:
     plain: float
     """Cost of the most expensive box divided by the mean over all boxes, without balancing."""
     balanced: float
-    """Cost of the most expensive box divided by the mean over all boxes, with the loader's `balance`; with report=True,
-    as it would be."""
+    """Cost of the most expensive box divided by the mean over all boxes, with the loader's `balance`. With report=True
+    it is the value that balancing would bring."""
 
 
 class BalancedOrder:
@@ -86,7 +87,7 @@ class BalancedOrder:
     def __init__(self, own: SampleOrder, costs: Costs, batch: int, steps: int) -> None:
         """
         Args:
-            own: order without balance.
+            own: order of the samples without balance.
             costs: costs of the dataset's samples.
             batch: number of rows that all boxes together have in a step.
             steps: number of steps in a window.
@@ -102,14 +103,14 @@ class BalancedOrder:
             )
         self._own, self._costs, self._batch, self._window = own, costs, batch, steps * batch
         self._assigned: dict[tuple[int, int], Ints] = {}
-        """Numbers of the samples in the latest windows, by (epoch, number of the window in the epoch)."""
+        """(epoch, number of a window in the epoch) -> numbers of the window's samples, for the windows used last."""
 
     def __len__(self) -> int:
         """Return the number of samples in an epoch."""
         return len(self._own)
 
     def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
-        """Return the numbers of the samples at these positions of an epoch, which lie in [0, len(self))."""
+        """Return the numbers of the samples at these positions of an epoch. `positions`: numbers in [0, len(self))."""
         at = np.asarray(positions, np.int64)
         if self._window == self._batch:  # a window of one step has the same rows as without balance
             return self._own.ids(epoch, at)
@@ -121,8 +122,8 @@ class BalancedOrder:
         return found
 
     def _in_window(self, epoch: int, number: int) -> Ints:
-        """Return the numbers of the samples in window `number` of an epoch, in the order of the steps that they are
-        assigned to. The rows of an incomplete last batch stay in that batch."""
+        """Return the numbers of the samples in window `number` of an epoch: first those of the window's first step,
+        then those of the second, and so on. The rows of an incomplete last batch stay in that batch."""
         assigned = self._assigned.get((epoch, number))
         if assigned is None:
             begin = number * self._window
@@ -154,7 +155,7 @@ class Balanced:
                 f"balance must be a penstock.data.Balance or None, got {balance!r}. Pass Balance(cost, over_steps=1)"
             )
         if not isinstance(balance.report, bool):
-            raise InvalidArgumentError(f"balance: report must be True or False, got {balance.report!r}. Correct report")
+            raise InvalidArgumentError(f"balance: report must be True or False, got {balance.report!r}. Pass one")
         self._plain, self._costs = plain, Costs(balance.cost, dataset, length)
         self._assigned = BalancedOrder(plain, self._costs, batch, balance.over_steps)
         self.order: SampleOrder = plain if balance.report else self._assigned

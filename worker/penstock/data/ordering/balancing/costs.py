@@ -21,8 +21,7 @@ Cost = Any | str | Callable[[Ints], npt.ArrayLike]
 CHUNK = 1 << 20
 """Number of costs that are checked in one step, which limits the memory of the check."""
 PROBES = 1024
-"""Number of samples whose costs stand for a cost function in a loader's state, because a function itself has no
-digest."""
+"""Number of samples whose costs identify a cost function in a loader's state, because a function has no digest."""
 
 
 class Costs:
@@ -41,8 +40,6 @@ class Costs:
         self._function = cost if callable(cost) else None
         self._array = None if self._function else _array(_column(cost, dataset) if isinstance(cost, str) else cost)
         digest = xxhash.xxh3_64()
-        """Digest of all costs; if `cost` is a function, of the costs of some samples. The digest is part of a loader's
-        state."""
         if self._array is None:
             probes = np.unique(np.linspace(0, length - 1, min(length, PROBES)).astype(np.int64))
             digest.update(self.of(probes).tobytes())
@@ -55,8 +52,8 @@ class Costs:
             for begin in range(0, length, CHUNK):
                 digest.update(self.of(np.arange(begin, min(begin + CHUNK, length))).tobytes())
         self.digest = digest.hexdigest()
-        """Digest of all costs, or for a function of the costs of some samples. The digest is part of a loader's
-        state."""
+        """Digest of all costs. If `cost` is a function, it is the digest of the costs of up to PROBES samples. It is
+        part of a loader's state, so that a resume with other costs is refused."""
 
     def of(self, ids: Ints) -> npt.NDArray[np.float64]:
         """Return the costs of these samples. Raises DatasetError for a cost that is NaN, infinite or negative,

@@ -18,20 +18,20 @@ from penstock.data.ordering.permutation import Ints
 __all__ = ["assign_in_turn", "assign_to_boxes", "assign_to_steps", "cost_ratio"]
 
 SMALLEST_RUN = 16
-"""Smallest number of rows, neighbours when all rows are sorted by cost, that go to the same step."""
+"""Smallest number of rows in a run. A run is a group of rows of similar cost, which all go to the same step."""
 SHARES = 16
-"""Number of boxes among which a step's rows can be balanced: the most expensive row costs at most 1/SHARES of its
-step."""
+"""Number of boxes for which steps are made balanceable: if possible, no row costs more than 1/SHARES of its step."""
 _SCALE, _BITS = 1 << 44, 17
-"""Sum of all costs when they are expressed as integers, and number of low bits that hold a bin's number. Both together
-fit into a machine word of 64 bits."""
+"""_SCALE: largest sum of all costs when they are expressed as integers. _BITS: number of low bits that hold the number
+of a bin (a step or a box). A sum and a bin's number together fit into 64 bits."""
 
 
 def assign_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
-    """Return the rows of each step, in ascending order: equal numbers of rows, and about equal sums of cost.
+    """Return, for each step of a window, the indexes of its rows in `costs`, ascending. All steps get equally many
+    rows, and about equal sums of cost.
 
-    Rows that are neighbours when sorted by cost stay together in runs of at least SMALLEST_RUN rows, or of more rows if
-    a single row would be too large a part of its step's cost.
+    The rows are sorted by cost and cut into runs of equal length, and a run goes to one step as a whole. A run has
+    about SMALLEST_RUN rows, or more if a single row would otherwise cost too large a part of its step.
 
     Args:
         costs: costs of the window's rows, any unit; `steps` divides their number.
@@ -57,8 +57,8 @@ def assign_to_steps(costs: npt.NDArray[np.float64], steps: int) -> list[Ints]:
 
 
 def assign_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> list[Ints]:
-    """Return the rows of each box, in ascending order: the same numbers of rows as without balance, and about equal
-    sums of cost.
+    """Return, for each box, the indexes of its rows in `costs`, ascending. Each box gets as many rows as without
+    balance, and all boxes get about equal sums of cost.
 
     Args:
         costs: costs of the step's rows, any unit.
@@ -73,7 +73,7 @@ def assign_to_boxes(costs: npt.NDArray[np.float64], boxes: int, turn: int) -> li
 
 
 def assign_in_turn(rows: int, boxes: int) -> list[Ints]:
-    """Return the rows of each box as they are without balance: box b gets rows b, b + `boxes`, b + 2 `boxes`, and so
+    """Return the indexes of each box's rows without balance: box b gets the rows b, b + `boxes`, b + 2 `boxes`, and so
     on."""
     return [np.arange(box, rows, boxes) for box in range(boxes)]
 
@@ -84,7 +84,7 @@ def cost_ratio(costs: npt.NDArray[np.float64], assigned: Sequence[Ints]) -> floa
 
     Args:
         costs: costs of the step's rows.
-        assigned: rows of each box.
+        assigned: for each box, the indexes of its rows in `costs`.
     """
     relative = costs / max(float(costs.max(initial=0)), np.finfo(float).tiny)  # at most 1, so that sums are finite
     sums = np.array([relative[rows].sum() for rows in assigned])
@@ -92,8 +92,8 @@ def cost_ratio(costs: npt.NDArray[np.float64], assigned: Sequence[Ints]) -> floa
 
 
 def _runs(rows: int) -> list[int]:
-    """Return possible lengths of runs of neighbouring rows. Each length divides `rows` and is at least twice the length
-    before it; the last one is `rows`."""
+    """Return possible lengths of runs (rows of similar cost that stay together), ascending. Each length divides `rows`,
+    the number of rows in a step, and is at least twice the length before it; the last one is `rows`."""
     found: list[int] = []
     for run in range(min(SMALLEST_RUN, rows), rows):
         if rows % run == 0 and (not found or run >= 2 * found[-1]):

@@ -151,7 +151,7 @@ def test_a_slot_that_never_ran_just_starts_again(world: FakeCluster) -> None:
 def test_slot_recovers_without_its_ready_report(world: FakeCluster) -> None:
     world.open()
     worker = world.worker("w")
-    world.registry.snapshot_stored(pb.SnapshotHeader(run="job/0", attempt=1, generation=1, size=3))
+    world.state_machine.snapshot_stored(pb.SnapshotHeader(run="job/0", attempt=1, generation=1, size=3))
     worker.lose(worker.of(0))
     assert worker.of(0).recovery
 
@@ -220,11 +220,11 @@ def test_failure_without_reason_has_a_message(world: FakeCluster) -> None:
 def test_ended_connection_shortens_the_lease(world: FakeCluster) -> None:
     gone, back, other = world.worker("gone"), world.worker("back"), world.worker("other")
     for worker in (gone, back):
-        world.registry.worker_hung_up(worker.name, worker.session)
-    world.registry.worker_hung_up(other.name, "another session")
+        world.state_machine.worker_hung_up(worker.name, worker.session)
+    world.state_machine.worker_hung_up(other.name, "another session")
     back.report()
     world.run_for(world.limits.hung_up_s)
-    assert set(world.registry.cluster.workers) == {"back", "other"}
+    assert set(world.state_machine.cluster.workers) == {"back", "other"}
 
 
 def test_restarted_worker_loses_its_slots(world: FakeCluster) -> None:
@@ -263,7 +263,7 @@ def test_abandoned_attempt_is_closed() -> None:
 
 def test_a_worker_needs_a_name_and_room(world: FakeCluster) -> None:
     with pytest.raises(InvalidArgumentError, match="slots >= 1, got worker='w', a session and slots=0"):
-        world.registry.register_worker(pb.RegisterWorkerRequest(worker="w", session="s"))
+        world.state_machine.register_worker(pb.RegisterWorkerRequest(worker="w", session="s"))
 
 
 # ----------------------------------------------------------------------------------------- generations over attempts
@@ -275,7 +275,7 @@ def test_a_worker_needs_a_name_and_room(world: FakeCluster) -> None:
 def put(world: FakeCluster, total: int, *, generation: int = 1, size: int = 10, epoch: int = 0) -> None:
     header = pb.SnapshotHeader(run="job/0", attempt=1, box=0, slot=0, generation=generation)
     header.total, header.size, header.epoch = total, size, epoch
-    world.registry.snapshot_stored(header)
+    world.state_machine.snapshot_stored(header)
 
 
 KEY = SlotKey("job/0", 1, 0, 0)
@@ -305,7 +305,7 @@ def test_snapshot_of_old_generation_is_refused(world: FakeCluster) -> None:
     worker.ready()
     worker.lose(worker.of(0))
     with pytest.raises(SupersededError, match=r"generation of box 0 slot 0 of run job/0 must be 2, got 1"):
-        world.registry.slot_of_generation(KEY, 1)
+        world.state_machine.slot_of_generation(KEY, 1)
     worker.ready()
     put(world, 4, generation=2)
     with pytest.raises(SupersededError):  # it was on its way to the disk when the slot moved: told, but as good
@@ -326,7 +326,7 @@ def test_snapshot_after_its_attempt_is_removed(world: FakeCluster) -> None:
 
 
 def test_budget_refuses_and_keeps_the_rest() -> None:
-    world = FakeCluster(Limits(budget=1000, cadence_share=0.5, value_max=900))
+    world = FakeCluster(Limits(budget=1000, replay_share=0.5, value_max=900))
     world.open()
     world.worker("w").ready()
     snapshot_index = world.snapshot_index
@@ -354,7 +354,7 @@ def test_budget_refuses_and_keeps_the_rest() -> None:
 def test_blobs_stay_while_an_attempt_names_them() -> None:
     world = FakeCluster(Limits(blob_idle_s=30))
     for name in ("named", "idle"):
-        world.registry.blob_stored(name, 5)
+        world.state_machine.blob_stored(name, 5)
     box = world.open(resume=records_pb2.Resume(blob="named"))
     world.run_for(40, [box])
     assert (
@@ -418,8 +418,8 @@ def test_status_names_straggler_hides_tickets(world: FakeCluster) -> None:
         box.deliver(10)
     request = box.progress()
     request.waiting_for, request.waited_s = 2, 1.5
-    world.registry.watch_run(request)
-    status = world.registry.status()
+    world.state_machine.watch_run(request)
+    status = world.state_machine.status()
     (run,), (node,) = status.runs, status.workers
     assert (run.run, run.attempt, run.input_fn, run.open) == ("job/0", 1, "m:f", True)
     (shown,) = run.boxes
@@ -434,8 +434,8 @@ def test_late_report_does_not_turn_back(world: FakeCluster) -> None:
     box.deliver(5)
     late = box.progress()
     box.deliver(5)
-    world.registry.watch_run(late)
-    assert world.registry.status().runs[0].boxes[0].step == 10
+    world.state_machine.watch_run(late)
+    assert world.state_machine.status().runs[0].boxes[0].step == 10
 
 
 def test_a_report_of_another_shape_is_refused(world: FakeCluster) -> None:
