@@ -82,7 +82,7 @@ class MixtureChange:
         return self.epoch <= earlier.epoch and self.position <= earlier.position
 
     def plain(self) -> dict[str, Any]:
-        """Return the change as a dict, as states list it."""
+        """Return the change as a dict, in the form in which states list it."""
         return {
             "key": self.key,
             "epoch": self.epoch,
