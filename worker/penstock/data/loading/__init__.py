@@ -1,2 +1,2 @@
-"""MapLoader and StreamingLoader, which make batches from map-style and streaming datasets, with what they consist
-of."""
+"""Loaders that make batches from map-style datasets (MapLoader) and from StreamingDatasets (StreamingLoader), and their
+parts."""

@@ -61,11 +61,11 @@ class Counts:
     """
 
     by: _Part | None = None
-    """What to take as a sample's key: the name of a field, or a function from the sample to a text or a number. None:
+    """Key of a sample: given as the name of a field, or as a function from the sample to a text or a number. None:
     no keys. At most 96 pairs of source and key are counted separately; samples of further pairs are counted together,
     as "(other)"."""
     tokens: _Part | None = None
-    """What to take as a sample's tokens: the name of a field, or a function from the sample. The value is the number of
+    """Tokens of a sample: given as the name of a field, or as a function from the sample. The value is the number of
     tokens, or an object whose len() is this number. None: the sample itself if it is a one-dimensional list, array or
     tensor of integers, or else its field input_ids, tokens or token_ids; other samples have no tokens."""
     truncated: _Part | None = None

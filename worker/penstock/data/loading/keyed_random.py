@@ -50,8 +50,9 @@ def seed_generators(seeds: Seeds) -> None:
 
 
 def seeded(make: Callable[[], T], key: int, *position: int) -> T:
-    """Call `make()` with the random generators of python, numpy and torch seeded from a key and a position, and return
-    its result, which so does not depend on earlier draws. The generators' earlier states are restored afterwards."""
+    """Call `make()` and return its result. During the call the random generators of python, numpy and torch are seeded
+    from a key and a position, so that the result does not depend on earlier draws. Their earlier states are restored
+    afterwards."""
     before = capture_rng()
     try:
         seed_generators(seeds_of(key, np.array([position[0]]), *position[1:])[0])

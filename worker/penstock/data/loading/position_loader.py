@@ -372,9 +372,9 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         self._counted = self._remainder(self._epoch, self._start).position_after(done)
 
     def _repartition(self) -> None:
-        """Adapt this loader's position to the number of processes that share the batches now. In a worker process of a
-        torch DataLoader the loader is a copy of the parent process's, which perhaps loaded a state there. For the
-        parent process, it alone makes the batches."""
+        """Adapt this loader's position to the processes that share the batches now. A worker process of a torch
+        DataLoader has a copy of a loader that was made, and perhaps loaded a state, in the parent process. There the
+        position was that of a single process, which makes all batches."""
         topology = self._topology()
         if not self._done or self._partitioned_for == topology:
             # the topology stays fixed: with persistent_workers=True each copy counts its own epochs

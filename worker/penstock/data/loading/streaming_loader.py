@@ -534,5 +534,5 @@ def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: l
         if number % length % batch:
             raise InvalidArgumentError(
                 f"skip must begin and end at whole batches of {batch} samples with interleave='batches', counted from "
-                f"the beginning of each epoch of {length} samples, got sample {number}. Round the ranges"
+                f"the beginning of each epoch of {length} samples, got sample {number}. Round the ranges' ends"
             )

@@ -72,7 +72,7 @@ class Window(NamedTuple):
 class UpcomingShards:
     """List of the shards that the loop will need, sorted by the positions at which they are first needed. It remembers
     the part of the list (window) for which the download was requested last. Positions are counted from the beginning of
-    an epoch, and go on in the next one."""
+    an epoch, also those of the next epoch."""
 
     def __init__(self, shards: Ints, needed_at: Ints, begin: int, listed: int) -> None:
         """Sort the shards by the first position that needs each.

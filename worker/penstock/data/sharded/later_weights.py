@@ -25,9 +25,9 @@ def with_later_weights(was: Any, now: Any, position: int, inner: int) -> Any:
     Args:
         was: description of the source in the state, as `described()` returned it.
         now: description of the source of the loader that resumes.
-        position: number of samples before the saved position, for a mixture whose samples the loader takes directly or
+        position: first position that no worker has reached, for a mixture whose samples the loader takes directly or
             through Mapped layers.
-        inner: upper bound of the number of samples before the saved position, for a mixture inside another mixture.
+        inner: upper bound of this position for a mixture inside another mixture, which counts its own samples.
     """
     if not isinstance(was, Mapping) or not isinstance(now, Mapping) or was.get("kind") != now.get("kind"):
         return was

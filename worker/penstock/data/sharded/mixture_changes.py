@@ -82,7 +82,7 @@ class MixtureChange:
         return self.epoch <= earlier.epoch and self.position <= earlier.position
 
     def plain(self) -> dict[str, Any]:
-        """Return the change as a dict, as states list it."""
+        """Return the change as a dict, in the form in which states list it."""
         return {
             "key": self.key,
             "epoch": self.epoch,
@@ -178,9 +178,8 @@ def merged(
 
 
 def refuse_to_import(name: str) -> Any:
-    """Raise StateMismatchError for the name of a function that makes an added source. A loader outside of a run uses
-    this
-    as its LoadSource: a name in a state must not make it import any module."""
+    """Raise StateMismatchError for the name of a function that makes an added source. This is the LoadSource of a
+    loader outside of a run, in which a name in a state must not lead to the import of any module."""
     raise StateMismatchError(
         f"the state has a source of {name!r}, which `penstock mix --add` added. Load the state in a run of an "
         "Appliance, or add the source to the Mixture in the code"

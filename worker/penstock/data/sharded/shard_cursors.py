@@ -92,9 +92,8 @@ class ShardReaders:
             source: source whose shards are read.
             epoch, seed: arguments with which `source.open` is called.
             states: cursor states at which the shards are opened. A shard without one is opened at its beginning.
-            position_of: function from a shard's number to the argument `position_of` with which `source.open` is
-                called;
-                None: None, which means that the shards are read round robin.
+            position_of: function from a shard's number to the argument `position_of` of `source.open`; None:
+                `source.open` gets None, which means that the shards are read round robin.
             key: function from (shard, index, saved position before the sample) to the sample's restore key, which `get`
                 returns with the sample; None: samples have no keys.
         """

@@ -119,8 +119,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 share the rows as evenly as possible, and each gets at least one.
             seed: seed of all randomness in the source; None: the run's seed (0 outside a worker).
             partitions: for an endless source: number of parts into which its shards are divided. A batch's rows are
-                taken from the parts in turn. The number of shards must be a multiple of `partitions`. Give the largest
-                number of boxes that you will use.
+                taken from the parts round robin. The number of shards must be a multiple of `partitions`. Give the
+                largest number of boxes that you will use.
             block: for an endless source: number of consecutive samples that come from one column of its shards (one
                 shard of each partition). The order depends on `block`, and not on the batch size. If an optimizer's
                 step takes several batches, give the number of rows of all boxes in a step. None: the block of the
@@ -130,9 +130,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             keys: name of a field that is added to each batch, with a text for each row that `restore_sample` takes to
                 read the row's sample again. A batch that is not a dict becomes {"batch": batch, keys: ...}.
             counts: settings of the counts of samples by source and key, see `Counts`; None: nothing is counted.
-            balance: distribution of the rows of a step to the boxes by cost, see Balance; None: rows are assigned in
-                turn. For LogicalShards of pieces with lengths, and Mapped or Repeated on it. Costs are given for each
-                record, in the order of the pieces. A box then reads shards of other boxes' partitions too.
+            balance: distribution of the rows of a step to the boxes by cost, see Balance; None: rows are assigned
+                round robin. The source must be LogicalShards of indexable pieces, or Mapped or Repeated over it. Costs
+                are given by record, in the order of the pieces. A box also reads shards of other boxes' partitions.
             rank: (this rank, number of data-parallel ranks); the ranks share each global batch. None: the worker's box
                 and the number of boxes, or outside a worker RANK and WORLD_SIZE. Ranks that need the same rows, as in
                 tensor parallelism, pass the same value.
@@ -463,7 +463,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         if part.endless_order is not None:
             turn, batch = identity.turn(progress.first), progress.topology.batch
             if self._plan.balance is not None and self._plan.balance.assigns:
-                return part  # rows of any shard
+                return part  # with balance, rows may come from any shard
             own = part.endless_order.own(
                 progress.start + turn.number * batch, batch, turn.of, identity.box, identity.boxes
             )

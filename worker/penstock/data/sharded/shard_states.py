@@ -55,8 +55,9 @@ no other loader's states have."""
 
 
 TurnOf = Callable[[int], WorkerTurn]
-"""Function that returns which of its box's batches this worker makes. The argument is the number, in the box, of the
-worker that makes the first batch after the position from which progress is counted (`OrderProgress.first`)."""
+"""Function of one worker that returns which of its box's batches the worker makes. The argument is the number, in the
+box, of the worker that makes the first batch after the position from which progress is counted
+(`OrderProgress.first`)."""
 
 
 @dataclass(frozen=True)

@@ -181,8 +181,8 @@ class _Reader:
             return self.split(where, part, flavors, depth + 1)
         if where.endswith((".jsonl", ".json")):
             raise DatasetError(
-                f"{path}: {target} must be a folder of archives, got a file of lines. Index its folder with "
-                "index_folder, and give it to the Mixture as a source of its own"
+                f"{path}: {target} must be a folder of archives, got a file of lines. Remove the entry, index the "
+                "file's folder with index_folder, and add it to the Mixture in the code as one more source"
             )
         return "concat", [BlendMember(where, part, flavors)]
 

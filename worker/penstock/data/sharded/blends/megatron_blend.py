@@ -128,8 +128,9 @@ def _listed(given: list[str]) -> tuple[list[str], list[float] | None]:
 
 
 def _bounds(split: str, part: MegatronPart) -> tuple[float, float]:
-    """Return where a part begins and ends in a token file, as fractions of the number of documents. They are rounded as
-    in Megatron. `split`: weights of the three parts, such as "969,30,1", for which "train" is (0.0, 0.969)."""
+    """Return where a part begins and ends in a token file, as fractions of the number of documents. They are computed
+    with the same rounding as in Megatron. `split`: weights of the three parts, such as "969,30,1", for which "train" is
+    (0.0, 0.969)."""
     weights = [float(text) for text in re.findall(r"[.0-9]+", split)] if re.fullmatch(r"[\s.,/0-9]+", split) else []
     weights += [0.0] * (len(PARTS) - len(weights))
     total = sum(weights)

@@ -285,16 +285,15 @@ def collate_packed(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
     """Return a batch of packed rows. Unlike torch's default_collate, it accepts fields whose lengths differ between
     rows: `cu_seqlens`, and attached items.
 
+        ShardLoader(Packed(source, length=2048, cu_seqlens=True), batch_size=8, collate_fn=collate_packed)
+
     - Fields of equal shape are stacked: (rows, length, ...).
-    - `cu_seqlens` (where each sequence begins) is computed for all rows one after the other, as flash attention needs
-    it
-      for tokens of shape (rows * length,). It is an int32 tensor that begins with 0 and ends with rows * length.
+    - `cu_seqlens` (where each sequence begins) is computed for all rows one after the other. Flash attention needs it
+      so for tokens of shape (rows * length,). It is an int32 tensor that begins with 0 and ends with rows * length.
     - `max_seqlen` is added: the length of the longest sequence, an int64 tensor without dimensions.
     - Attached items of documents, such as images, are concatenated: (items of all rows, ...). The field `NAME_segments`
       has the number of each item's segment in its row, from 1, and `NAME_rows` the number of its row, from 0. Both have
       the shape (items,).
-
-        ShardLoader(Packed(source, length=2048, cu_seqlens=True), batch_size=8, collate_fn=collate_packed)
     """
     batch: dict[str, torch.Tensor] = {}
     if not rows or not all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows):

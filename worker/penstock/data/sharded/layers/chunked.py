@@ -102,8 +102,9 @@ class _ChunkedCursor(RunCursor):
         """Tokens of the document of which some pieces were returned and some not, with BOS and EOS; None: no such
         document."""
         self._documents = self._cut = 0
-        """Number of documents that were cut in one call of `take`, and number of their pieces. Their ratio predicts how
-        many documents give the pieces that a call asks for."""
+        """Number of documents that were cut so far, and number of their pieces. The ratio predicts from how many
+        documents the next pieces come. Documents whose pieces are returned by several calls of `take` are not
+        counted."""
 
     traced = True
 

@@ -180,8 +180,8 @@ class DocumentParser:
         return array
 
 
-class _Taken(NamedTuple):
-    """Where the samples are that were read from the source in one call. The call's samples are numbered from 0."""
+class _ReadCall(NamedTuple):
+    """Call that read samples from the source, with the positions of these samples, which are numbered from 0."""
 
     first: int
     """Index in the shard of the call's first sample."""
@@ -200,10 +200,10 @@ class Block:
     """Consecutive documents that were read from the source in one call, with the position from which each can be read
     again. Documents that are too short have been left out. The documents of a block are numbered from 0."""
 
-    taken: _Taken
+    call: _ReadCall
     numbers: Sequence[int]
     """For each document of the block, its number among the samples of the call."""
-    begin: tuple[_Taken, int]
+    begin: tuple[_ReadCall, int]
     """First sample to read again after a resume at the block's first document, as a call and the sample's number in it.
     It is the first of the documents that were left out just before, so that they are counted again; or, if there are
     none, the document itself."""
@@ -240,9 +240,9 @@ class Block:
         """Return from where to read again after a resume at document `number` of the block: the index in the shard of
         the first sample to read, and the source's saved position before this sample."""
         if number == 0:
-            taken, at = self.begin
-            return taken.at(at)
-        return self.taken.at(self.numbers[number - 1] + 1)
+            call, at = self.begin
+            return call.at(at)
+        return self.call.at(self.numbers[number - 1] + 1)
 
     def start(self, number: int) -> int:
         """Return the index of the first token of document `number`, in the tokens of all documents one after the
@@ -289,7 +289,7 @@ class DocumentReader:
         self._limit = SearchLimit(layer.source, type(layer).__name__, shard)
         self._next = index
         """Index in the shard of the first document that was not parsed yet."""
-        self._taken: _Taken | None = None
+        self._call: _ReadCall | None = None
         """Latest call that read samples from the source; None before the first call."""
         self._size = 0
         """Number of samples that the latest call read."""
@@ -299,7 +299,7 @@ class DocumentReader:
         """Number of documents of the first block that were used."""
         self._left_out: dict[str, int] = {}
         """Number of documents that were left out after the documents of the last block, by source."""
-        self._left_from: tuple[_Taken, int] | None = None
+        self._left_from: tuple[_ReadCall, int] | None = None
         """First of the documents that `_left_out` counts, as a call and the document's number in it; None if no
         document was left out there."""
         self._error: Exception | None = None
@@ -325,16 +325,16 @@ class DocumentReader:
         if self._blocks:
             return self._blocks[0].position(self._at)
         if self._left_from is not None:
-            taken, number = self._left_from
-            return taken.at(number)
-        if self._taken is not None and self._next < self._taken.first + self._size:  # an error, not raised yet
-            return self._taken.at(self._next - self._taken.first)
+            call, number = self._left_from
+            return call.at(number)
+        if self._call is not None and self._next < self._call.first + self._size:  # an error, not raised yet
+            return self._call.at(self._next - self._call.first)
         return self._next, self._inner.saved_position()
 
     def where(self) -> str:
         """Return the name of the next document, for errors."""
         block = self._blocks[0]
-        return self._parser.where(block.taken.first + block.numbers[self._at])
+        return self._parser.where(block.call.first + block.numbers[self._at])
 
     def expect(self, what: str, there: int, at: int) -> None:
         """Raise DatasetError if the next document is shorter than a saved position requires.
@@ -364,37 +364,36 @@ class DocumentReader:
             run = take_with_positions(self._inner, min(count, READ_AHEAD))
             if not run.size:
                 break
-            self._taken, self._size = _Taken(self._next, before, run.position), run.size
+            self._call, self._size = _ReadCall(self._next, before, run.position), run.size
             if self._parser.has_columns:
-                self._add_each(run, self._taken)
+                self._add_each(run, self._call)
             elif run.tokens is not None and self._parser.bare:  # pieces have tokens, so none is left out
                 tokens, sizes = run.tokens
                 documents = joined(tokens, list(accumulate(sizes)), run.origins, run.continues)
-                self._append(Block(self._taken, range(run.size), (self._taken, 0), sizes, documents, run.origins))
+                self._append(Block(self._call, range(run.size), (self._call, 0), sizes, documents, run.origins))
                 self._next += run.size
             else:
-                self._add_all(run, self._taken)
+                self._add_all(run, self._call)
 
-    def _add_each(self, run: Run, taken: _Taken) -> None:
+    def _add_each(self, run: Run, call: _ReadCall) -> None:
         """Add the documents of a run of samples, each as a block of one, because documents with other columns than
-        tokens are not joined. `taken`: where the samples are."""
+        tokens are not joined. `call`: positions of the samples."""
         try:
             for number, sample in enumerate(run.samples):
                 document = self._parser.document(sample, self._next)
                 self._next += 1
-                kept = self._sift(taken, number, [len(document.tokens)], run.origins[number : number + 1])
+                kept = self._sift(call, number, [len(document.tokens)], run.origins[number : number + 1])
                 if kept is not None:
                     numbers, begin, origins = kept
                     self._append(
-                        Block(
-                            taken, numbers, begin, [len(document.tokens)], document._replace(origins=origins), origins
-                        )
+                        Block(call, numbers, begin, [len(document.tokens)], document._replace(origins=origins), origins)
                     )
         except Exception as error:
             self._defer(error)
 
-    def _add_all(self, run: Run, taken: _Taken) -> None:
-        """Add the documents of a run of samples that have only tokens, as one block. `taken`: where the samples are."""
+    def _add_all(self, run: Run, call: _ReadCall) -> None:
+        """Add the documents of a run of samples that have only tokens, as one block. `call`: positions of the
+        samples."""
         arrays: list[Ints] = []
         parse = self._parser.tokens
         try:
@@ -408,41 +407,41 @@ class DocumentReader:
         sizes, origins = list(map(len, arrays)), run.origins[: len(arrays)]
         if min(sizes) >= self._least and self._left_from is None:
             continues = run.continues[: len(arrays)]
-            self._append(Block(taken, range(len(arrays)), (taken, 0), sizes, arrays, origins, continues))
-        elif (kept := self._sift(taken, 0, sizes, origins)) is not None:
+            self._append(Block(call, range(len(arrays)), (call, 0), sizes, arrays, origins, continues))
+        elif (kept := self._sift(call, 0, sizes, origins)) is not None:
             numbers, begin, origins = kept
             continues = [run.continues[at] for at in numbers] if run.continues else ()
             sizes, arrays = [sizes[at] for at in numbers], [arrays[at] for at in numbers]
-            self._append(Block(taken, numbers, begin, sizes, arrays, origins, continues))
+            self._append(Block(call, numbers, begin, sizes, arrays, origins, continues))
 
     def _append(self, block: Block) -> None:
         self._blocks.append(block)
-        self._limit.found()
+        self._limit.yielded()
 
     def _sift(
-        self, taken: _Taken, first: int, sizes: Sequence[int], origins: Sequence[Origin]
-    ) -> tuple[list[int], tuple[_Taken, int], Sequence[Origin]] | None:
+        self, call: _ReadCall, first: int, sizes: Sequence[int], origins: Sequence[Origin]
+    ) -> tuple[list[int], tuple[_ReadCall, int], Sequence[Origin]] | None:
         """Leave out documents with too few tokens. Return None if no document is kept, or else three values: the number
         of each kept document among the samples of the call, the first sample to read again for the first of them (see
         Block.begin), and the origin of each with the number of documents that were left out before it.
 
         Args:
-            taken: call that read the documents.
+            call: call that read the documents.
             first: number of the first of these documents among the samples of the call.
             sizes: number of tokens of each document.
             origins: origin of each document; empty if no document has one.
         """
         numbers: list[int] = []
-        begin: tuple[_Taken, int] | None = None
+        begin: tuple[_ReadCall, int] | None = None
         found: list[Origin] = []
         for at, size in enumerate(sizes):
             origin = origins[at] if origins else NOWHERE
             if size < self._least:
-                self._left_from = self._left_from or (taken, first + at)
+                self._left_from = self._left_from or (call, first + at)
                 self._left_out = origin.leaving_out(self._left_out)
-                self._limit.nothing()
+                self._limit.left_out()
             else:
-                begin = begin or self._left_from or (taken, first + at)
+                begin = begin or self._left_from or (call, first + at)
                 numbers.append(first + at)
                 found.append(origin.after(self._left_out))
                 self._left_from, self._left_out = None, {}

@@ -76,13 +76,13 @@ class SearchLimit:
         self._left = self._most = SEARCHED_SAMPLES if source.endless else None
         self._what, self._shard = what, shard
 
-    def found(self) -> None:
+    def yielded(self) -> None:
         """Begin to count from 0 again, because the layer yields a sample."""
         self._left = self._most
 
-    def nothing(self, samples: int = 1) -> None:
+    def left_out(self, samples: int = 1) -> None:
         """Count `samples` more samples that were left out. Raises DatasetError if more than SEARCHED_SAMPLES were left
-        out since the last call of `found`."""
+        out since the last call of `yielded`."""
         if self._left is None:
             return
         self._left -= samples

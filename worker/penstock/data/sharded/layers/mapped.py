@@ -39,7 +39,7 @@ from penstock.proto.state.generators import derive_seed
 __all__ = ["Filtered", "Mapped", "SkipSample"]
 
 _Function = Callable[..., Any]
-_Taken = Callable[[Any, int], tuple[bool, Any]]
+_Decision = Callable[[Any, int], tuple[bool, Any]]
 """Function from a sample and its index in the source's shard to a pair (True if the sample stays, the converted
 sample)."""
 
@@ -272,7 +272,7 @@ class _SomeCursor:
     """Cursor of a layer that yields only the samples that the user's function keeps. It calls the function for every
     sample, even for those that it skips."""
 
-    def __init__(self, inner: Cursor, taken: _Taken, index: int, limit: SearchLimit) -> None:
+    def __init__(self, inner: Cursor, taken: _Decision, index: int, limit: SearchLimit) -> None:
         self._inner, self._taken, self._limit = inner, taken, limit
         self._left_out: dict[str, int] = {}
         """Number of samples, by source, that were left out just before the sample that was yielded last."""
@@ -288,9 +288,9 @@ class _SomeCursor:
             self._index += 1
             taken, value = self._taken(sample, self._index - 1)
             if taken:
-                self._limit.found()
+                self._limit.yielded()
                 return value
-            self._limit.nothing()
+            self._limit.left_out()
             self._left_out = cursor_origin(self._inner).leaving_out(self._left_out)
         raise StopIteration
 

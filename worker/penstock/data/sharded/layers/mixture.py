@@ -354,8 +354,10 @@ class _Cursor:
         return passed
 
     def _skip_each(self, order: Ints) -> int:
-        """Skip the samples of which `order` lists the numbers of the sources. Return how many samples come before the
-        first one whose source has ended: all if no source has ended. The sources' cursors may have skipped more."""
+        """Skip one sample for each entry of `order`, which is the number of the sample's source. Return how many of
+        them
+        come before the first one that its source does not have: all if no source has ended. The cursors of other
+        sources may have skipped more."""
         whole = len(order)
         for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):
             if turns and (passed := self._members.moving(number).skip(turns)) < turns:

@@ -45,7 +45,7 @@ MAX_PARTS = 1 << 16
 MAX_EXPONENT = 400
 """Largest exponent, up or down, in the text of a weight. That of a float is at most 324. A text such as 1e99999999
 would take minutes and gigabytes to convert."""
-MOST = 1e308
+LARGEST_PRINTED = 1e308
 """Largest sum of weights that an error prints as a number, because a float cannot be much larger."""
 POSITIONS = 1 << 12
 """Smallest number of positions in one table of the order. With usual weights these are many periods, in which each
@@ -117,7 +117,7 @@ def _fraction(key: int | str, weight: Any) -> Fraction:
 
 
 def _text(number: Fraction) -> str:
-    return f"{float(number):g}" if number < MOST else f"more than {MOST:g}"
+    return f"{float(number):g}" if number < LARGEST_PRINTED else f"more than {LARGEST_PRINTED:g}"
 
 
 def _reduced(parts: tuple[int, ...]) -> tuple[int, ...]:
@@ -221,8 +221,8 @@ def table_of(parts: tuple[int, ...], positions: int, number: int) -> npt.NDArray
     """Number of samples that have a position, by (position in the period, source)."""
     table = np.empty(positions, np.uint16)
     bound = positions
-    """Last position that only samples with deadlines up to it may get, because they are as many as the positions left
-    up to it."""
+    """Deadline of the samples that may get a position now: only samples with deadlines up to `bound` may, because they
+    need all positions that are left up to it. It is the last position, if there is no such need."""
     for position in range(1, positions + 1):
         inside = position % period
         waiting = []

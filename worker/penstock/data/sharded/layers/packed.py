@@ -96,7 +96,8 @@ class Packed(Layer):
             tokens: name of the field with the tokens, in samples that are dicts, and in lines that are dicts.
             labels: True: add the field `labels` of shape (length,): for each token the next token of its document. The
                 last token of a document and padding have `ignore_index`. If a document continues in the next line, the
-                label is the first token there; but if a piece of a Chunked ends with the line, it is `ignore_index`.
+                label is the first token there; but if a piece of a Chunked ends with the line, the last label is
+                `ignore_index`.
             positions: True: add the field `positions`, int64 of shape (length,): the index of each token in its
                 segment, and 0 for padding. It begins with 0 in each line, even if the line continues a document.
             segments: True: add the field `segments`, int32 of shape (length,): the number of each token's segment in

@@ -251,9 +251,9 @@ class WindowCursor(RunCursor):
                 self._held = held
             else:  # all samples of the window were left out
                 self._number += 1
-                self._limit.nothing(len(read))
+                self._limit.left_out(len(read))
         if self._limit is not None:
-            self._limit.found()
+            self._limit.yielded()
         return self._held
 
     def _window_of(self) -> tuple[list[Any], list[Origin]]:

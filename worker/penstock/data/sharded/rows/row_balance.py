@@ -29,8 +29,8 @@ class RowBalance:
             balance: cost of each record, and whether rows are assigned by it or only measured.
             source: source whose records have these costs.
 
-        Raises InvalidArgumentError for a source or settings without balance, DatasetError for costs that do not fit the
-        source's records.
+        Raises InvalidArgumentError for a source or settings with which rows cannot be balanced, DatasetError for costs
+        that do not fit the source's records.
         """
         if not isinstance(balance, Balance):
             raise InvalidArgumentError(

@@ -2,7 +2,7 @@
 
 There are two ways, and this module decides between them. If all pieces are indexable, a shard is a range of positions
 in the order of all records (indexed_pieces.py): the lengths of shards differ by at most one record, and samples are
-skipped without reading. If any piece is not indexable, each piece is assigned to one shard as a whole
+skipped without reading. If at least one piece is not indexable, each piece is assigned to one shard as a whole
 (sequential_pieces.py), and read sequentially (opaque.py).
 """
 
@@ -58,13 +58,13 @@ class LogicalShards:
     floor(l N / L) to floor((l + 1) N / L) - 1 of this order. If there are fewer records than shards, some shards are
     empty.
 
-    **Any piece is not indexable:** each piece is assigned to one shard as a whole; with `counts`, so that the shards
-    have about equally many records. The records of a piece come in its own order (WindowShuffled can shuffle them). A
-    resume in the middle of a piece uses `state_dict` and `load_state_dict` of the object that the piece's function
-    returns, if it has these methods. Otherwise the piece is read again from its beginning. Records that are read again
-    are compared with those that were delivered. Skipping records means reading them, except whole pieces with a given
-    count. A LineFile is cut into ranges of bytes if there are fewer pieces than shards. If there are still fewer pieces
-    than shards, some shards are empty.
+    **At least one piece is not indexable:** each piece is assigned to one shard as a whole; with `counts`, so that the
+    shards have about equally many records. The records of a piece come in its own order (WindowShuffled can shuffle
+    them). A resume in the middle of a piece uses `state_dict` and `load_state_dict` of the object that the piece's
+    function returns, if it has these methods. Otherwise the piece is read again from its beginning. Records that are
+    read again are compared with those that were delivered. Skipping records means reading them, except whole pieces
+    with a given count. A LineFile is cut into ranges of bytes if there are fewer pieces than shards. If there are still
+    fewer pieces than shards, some shards are empty.
 
     User code may draw from `random`, `numpy.random` and `torch`. Their generators are seeded by (seed, epoch, piece)
     for a piece that is read sequentially, and by (seed, epoch, position) for each record of an indexable piece. So the

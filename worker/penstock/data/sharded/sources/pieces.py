@@ -251,9 +251,9 @@ class Pieces:
     # ---- iterable pieces
 
     def stream(self, number: int) -> tuple[Callable[[], Any], bool]:
-        """Return two values for piece number `number`: a function that returns an object to read the records from; and
-        False if the object is a new one, which is closed after use, or True if it is the user's own piece, which is
-        not."""
+        """Return two values for piece number `number`: a function that returns the object to read the records from; and
+        True if this object is the user's own piece, which must not be closed, or False if it is a new object, which is
+        closed after use."""
         piece = self._pieces[number]
         return (partial(self._open, number), False) if number in self._functions else ((lambda: piece), True)
 

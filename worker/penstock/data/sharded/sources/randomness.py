@@ -9,10 +9,9 @@ States are exchanged twice for each sample. To save or restore all three generat
 reduce this to about 15 us:
 
 - numpy's bit generator is not copied. The stream and its caller have one object each, and the objects are exchanged.
-Only
-  one value is not in the object: numpy's `normal` makes two numbers and keeps the second for its next call. get_state()
-  returns it, but takes 40 us. So it is called only after a draw, which shows in the generator's memory (0.3 us to
-  compare), or while a number is kept.
+  One value is not in the object: numpy's `normal` makes two numbers and keeps the second one for its next call.
+  get_state() returns it, but takes 40 us. So get_state() is called only after a draw, which shows in the generator's
+  memory (0.3 us to compare), or while a number is kept.
 - Python's getstate(), which takes 15 us, is called only after a draw, too. In CPython the generator's memory changes
   with each draw. In any other interpreter getstate() is called each time.
 

@@ -4,7 +4,7 @@ shard's pieces are read one after the other.
 If the number of records of every piece is known, each piece in turn is assigned to the shard with the fewest records so
 far; otherwise pieces are assigned to shards round robin. With shuffling, the assignment differs between epochs, but it
 does not depend on the seed, because the lengths of shards must be known without a seed. The order of the pieces within
-a shard depends on both.
+a shard depends on the epoch and the seed.
 
 While a piece is read, the random generators of the process have a state of their own for this piece, seeded by (seed,
 epoch, piece). So the piece's code draws the same numbers in any shard and worker, no matter what other code draws.
