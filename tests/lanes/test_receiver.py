@@ -292,8 +292,8 @@ def test_what_is_no_hello_is_not_answered(receiver: Receiver, data: bytes) -> No
         (stream(ring(SLOT), ONE, batch(1, SLOT + 1)), "must fit into an entry of a ring"),
         (stream(ring(SLOT), ONE, batch(1, 10, ring=2)), "must fit into an entry of a ring"),
         (stream(ring(SLOT), ONE, batch(1, 10, size=(1 << 32) - 1)), "must fit into an entry of a ring"),
-        (stream(ring(SLOT), batch(1, 10)), "must be announced before it"),
-        (stream(ring(SLOT), ONE, batch(1, 10, structure=2)), "must be announced before it"),
+        (stream(ring(SLOT), batch(1, 10)), "must announce a structure before its batches"),
+        (stream(ring(SLOT), ONE, batch(1, 10, structure=2)), "must announce a structure before its batches"),
         (stream(a_frame(kind=STRUCTURE, structure=1, inline=b"", size=3)), "pieces"),
         (stream(a_frame(total=5)), "frames of known kinds"),
         (
