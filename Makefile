@@ -48,7 +48,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup lock dist proto proto-check proto-baseline manifests lint format format-check types docs collect pytest slow test simulate chaos fuzz demo
+.PHONY: help setup lock dist proto proto-check proto-baseline manifests lint format format-check types docs collect pytest pytest-slow test slow simulate chaos fuzz demo
 .PHONY: soak demo-streaming demo-mixture signals slurm loaders frameworks node helm bench bench-peers bench-readers gpu storm peers pythons clean
 
 help: ## list the targets
@@ -113,12 +113,15 @@ collect: $(STAMP) ## the tests can be imported; on a fresh clone this compiles t
 pytest: $(STAMP) ## the tests alone, without the slow suites; PYTEST_ARGS replaces "-n 5 --dist loadfile --no-loadscope-reorder"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
 
-slow: $(STAMP) ## the slow suites: whole trainings, programs and pages, faults at many moments (SLOW_SUITES of tests/conftest.py)
+pytest-slow: $(STAMP) ## the slow suites alone: whole trainings, programs, pages, faults at many moments (SLOW_SUITES of tests/conftest.py)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m slow $(PYTEST_ARGS)
 
-test: $(STAMP) ## all checks, and the tests without the slow suites; CI runs `make slow` too
+test: $(STAMP) ## the checks of the code, and the tests without the slow suites; CI runs `make slow` too
 	$(MAKE) --no-print-directory -j 2 lint format-check proto-check collect
-	$(MAKE) --no-print-directory -j 3 types docs pytest  # the tests wait now and then, and leave room for the other two
+	$(MAKE) --no-print-directory -j 2 types pytest  # the tests wait now and then, and leave room for mypy
+
+slow: $(STAMP) ## the pages of docs/, and the slow suites
+	$(MAKE) --no-print-directory -j 2 docs pytest-slow
 
 dist: $(STAMP) ## the sdist and the wheel in dist/, checked as the package index checks them; installs twine
 	rm -rf dist
