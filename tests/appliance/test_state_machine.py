@@ -308,6 +308,10 @@ def test_snapshot_of_old_generation_is_refused(world: FakeCluster) -> None:
         world.state_machine.slot_of_generation(KEY, 1)
     worker.ready()
     put(world, 4, generation=2)
+    world.state_machine.cluster.fail(world.slots()[1], records_pb2.ErrorDetail(name="PenstockError", message="x"))
+    world.state_machine.cluster.move(world.slots()[1], "lost", None)
+    with pytest.raises(SupersededError, match=r"must be that of its runner \(it has none now\), got 1"):
+        world.state_machine.slot_of_generation(KEY._replace(slot=1), 1)
     with pytest.raises(SupersededError):  # it was on its way to the disk when the slot moved: told, but as good
         put(world, 3, generation=1)
     assert totals(world) == [3, 4]

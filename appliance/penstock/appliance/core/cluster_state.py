@@ -46,7 +46,7 @@ from penstock.proto.v1 import records_pb2
 BOX_COST = 4
 """Fixed time for releasing a box, in multiples of the time for one slot: added to the box's number of slots."""
 FREE_AFTER_S = 5.0
-"""Seconds from the end of an attempt until its objects are freed. By then no other thread uses them."""
+"""Fewest seconds from an attempt's end until its objects are freed. By then no other thread uses them."""
 Topic = tuple[str | int, ...]
 """Name of a thing whose change wakes waiting calls, such as ("worker", name) or ("box", run, attempt, box)."""
 
@@ -76,13 +76,13 @@ class ClusterState:
         """Divisor of the calls per second that peers may make; 1 = not overloaded: lease_policy.updated_load_factor."""
         self.live_boxes = 0
         self.slots_held: Counter[str] = Counter()
-        """Digest of a credential token -> number of slots in the open attempts that it opened."""
+        """Digest of a credential token -> number of slots of the boxes that it opened, in open attempts."""
         self.placed = 0
         """Number of slots that workers hold. A slot with a migration target counts twice."""
         self.migrating: dict[SlotKey, Slot] = {}
         """Slots that have a migration target."""
         self.waiting: dict[SlotKey, Slot] = {}
-        """Slots of live boxes that have no worker, in the order in which they began to wait."""
+        """Slots that wait for a worker, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
         """Slots still to try in this round of `place_waiting`. A round tries all `waiting` slots, in several calls."""
         self._is_round_unfinished = False
@@ -328,11 +328,9 @@ class ClusterState:
         return not self._ended
 
     def free_discarded(self, now: float) -> None:
-        """Free the memory of boxes of ended attempts, of about `limits.slots_at_once` slots in one call.
-
-        Freeing a box takes some 10 us, and Python would free an attempt with all its boxes at once: 0.2 s for 16,384
-        boxes. So a list keeps the boxes until FREE_AFTER_S seconds later, when the journal's thread has written them.
-        """
+        """Free the memory of boxes of ended attempts, of about `limits.slots_at_once` slots in one call. Python would
+        free an attempt with all its boxes at once, some 10 us for each: 0.2 s for 16,384 boxes. So a list keeps the
+        boxes until FREE_AFTER_S seconds later, when the journal's thread has written them."""
         if self._free_at == math.inf:
             self._free_at = now + FREE_AFTER_S
         freed = 0
@@ -399,7 +397,9 @@ class ClusterState:
         return True
 
     def move(self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None) -> None:
-        """Take the slot from its worker. Unless it has failed, it waits for a worker again, under the next generation.
+        """Take the slot from its worker. Unless it has failed, its generation rises, and it goes to its migration
+        target, if it has one, or else waits for a worker again. A slot that is lost too often fails, or skips the batch
+        that killed its runners: see `_give_up`.
 
         `note`: reason. `loss_at`: monotonic time of the death if a runner, worker or client died; None for a planned
         move, which is no loss. `making`: position of the batch that the runner was making when it died.
@@ -448,8 +448,8 @@ class ClusterState:
         self._add_slot_event("batch quarantined", slot.note, slot, "")
 
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
-        """Mark the slot as failed for good. The slot stays on its worker, because the batches made before the error are
-        still delivered from the worker's ring."""
+        """Mark the slot as failed for good. A slot that has a worker stays there, because the batches made before the
+        error are still delivered from the worker's ring."""
         attempt, box = self.box_of(slot)
         self.cancel_migration(slot)
         # shortened, because every view of the slot contains it
@@ -509,7 +509,7 @@ class ClusterState:
                 continue
             del self.waiting[slot.key]
             slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
-            # A slot that has delivered a batch must be recovered; one that never ran just starts.
+            # A slot that was ready once, or that has a durable snapshot, must be recovered. Another one just starts.
             slot.recovery = slot.restarts > 0 and (slot.ever_ready or bool(self.snapshot_index.snapshots(slot.key)))
             worker.slots.add(slot.key, box.assignment_size)
             self.placed += 1

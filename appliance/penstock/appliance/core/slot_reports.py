@@ -25,8 +25,9 @@ _NO_REASON = records_pb2.ErrorDetail(
 
 
 def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: pb.SlotReport, now: float) -> bool:
-    """Record a worker's report about a slot. Return whether the report says that the slot's runner has ended. A report
-    of a worker that does not run the slot, or about another generation, changes nothing."""
+    """Record a worker's report about a slot that it runs, or that it prepares to take over. Return True if this is the
+    first report that the runner of a slot has ended. A report of another worker, or about another generation, changes
+    nothing."""
     slot = cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
     if slot is not None and slot.is_migrating_to(worker.name, report.generation):
         migrations.target_reported(slot, report, now)

@@ -57,7 +57,8 @@ class ShareSeries:
     _counted: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
 
     def add(self, at: float, boxes: Iterable[Box]) -> None:
-        """Add a point from the counts that all boxes reported. While no sample has been delivered, add nothing."""
+        """Add a point from the counts that all boxes reported. Add nothing if no sample was delivered in the last
+        SHARE_S seconds."""
         counts: dict[str, int] = {}
         wanted: dict[str, float] = {}
         self.imbalance = 0.0

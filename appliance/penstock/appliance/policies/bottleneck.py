@@ -27,7 +27,9 @@ from penstock.runtime.telemetry.units import INPUT_BOUND, percent
 LEAST_S = 3.0
 """Shortest time over which waits must be measured before a bottleneck is reported, in seconds."""
 MIN_BLAME = 0.5
-"""Smallest share of a box's waiting, from 0 to 1, that one slot or worker must cause to be called the bottleneck."""
+"""Smallest share, from 0 to 1, of a box's waiting that a slot or worker must cause to be called a straggler; also the
+smallest share of the waiting for a slot that must happen while its batches are ready, for the network to be called the
+bottleneck."""
 STRAGGLER_FACTOR = 1.5
 """Smallest ratio of a straggler's time per batch to that of the other slots."""
 
@@ -116,8 +118,8 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
 
 
 def _unplaced(box: BoxFacts) -> Bottleneck | None:
-    """Return a bottleneck if a slot of the box has no worker, so that the box's loop still lacks its first batch; else
-    None."""
+    """Return a bottleneck if a slot of the box has no worker, and the waits of the box have been measured for less than
+    LEAST_S seconds, usually because its loop still lacks its first batch; else None."""
     slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
     if slot is None or box.span_s >= LEAST_S:
         return None

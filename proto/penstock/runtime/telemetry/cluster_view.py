@@ -84,14 +84,14 @@ class SlotView:
 
     @property
     def remark(self) -> str:
-        """Remark about the slot, as text: its error; else what its runner is doing, if that takes long; else why it
-        moved."""
+        """Remark about the slot, as text: its error; else what its runner is doing, if that takes long, or its number
+        in the worker's start queue; else why the slot moved or could not move."""
         said = f"{self.error['name']}: {self.error['message']}" if self.error else self.doing or self.note or ""
         return " ".join(said.split())
 
     @property
     def saved(self) -> str:
-        """Age of the slot's newest durable snapshot, as text."""
+        """Age of the slot's newest durable snapshot, as text; "" if none was stored since the coordinator's start."""
         return "" if self.snapshot_age_s is None else f"{seconds(self.snapshot_age_s)} ago"
 
     @property
@@ -188,7 +188,7 @@ class StateView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Run of a job, as a display shows it. Its rates are those of its live boxes."""
+    """Run of a job, as a display shows it. Its rates are those of its live boxes whose epoch has not ended."""
 
     run: str
     attempt: int
