@@ -82,8 +82,8 @@ async def serve(
         http_any_port: use a free port if that of `http` is in use.
         http_on_demand: without `http`, start the dashboard on loopback once an operator asks for it (OpenDashboard).
 
-    Raises JournalError, PortTakenError, InvalidArgumentError, TlsError before `ready` is called, and JournalError later
-    if a peer's report shows that commits are missing in the journal.
+    Raises JournalError, PortTakenError, InvalidArgumentError, AuthenticationError, TlsError before `ready` is called,
+    and JournalError later if a peer's report shows that commits are missing in the journal.
     """
     loop = asyncio.get_running_loop()
     own_process = stop is None

@@ -206,7 +206,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "",
         (),
-        "Snapshots that the coordinator refused because its budget is used up.",
+        "Snapshots that the coordinator refused: they are too large, or its budget is used up.",
     ),
     _worker(
         "penstock_worker_snapshot_sent_bytes_total",
