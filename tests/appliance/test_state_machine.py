@@ -206,6 +206,40 @@ def test_user_error_is_final_and_keeps_the_lane(world: FakeCluster) -> None:
     assert (view.phase, view.error.name, view.ticket) == (pb.FAILED, "InputFnError", "")
 
 
+def test_stack_is_that_of_the_last_loss(world: FakeCluster) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    report = worker.slot_report(worker.of(0), pb.FAILED)
+    report.lost, report.error.remote_traceback = True, "in f"
+    worker.heartbeat(report)
+    assert box.watch().slots[0].stack == "in f"
+    worker.ready()
+    world.run_for(4, [box])  # the worker is lost: this is not the death in f
+    assert (box.watch().slots[0].restarts, box.watch().slots[0].stack) == (2, "")
+
+
+def test_stack_of_a_stall_outlives_the_worker(world: FakeCluster) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    report = worker.slot_report(worker.of(0), pb.READY)
+    report.doing, report.stack = "next() for 40 s", "in g"
+    worker.heartbeat(report)
+    world.run_for(4, [box])
+    view = box.watch().slots[0]
+    assert (view.doing, view.stack) == ("", "in g")
+
+
+def test_stall_ends_with_the_box(world: FakeCluster) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    report = worker.slot_report(worker.of(0), pb.READY)
+    report.doing, report.stack = "next() for 40 s", "in g"
+    worker.heartbeat(report)
+    world.run_for(11, [worker])  # the training process is silent, and no runner is left
+    view = box.watch().slots[0]
+    assert (view.restarts, view.doing, view.stack) == (1, "", "")
+
+
 def test_failure_without_reason_has_a_message(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.heartbeat(worker.slot_report(worker.of(0), pb.FAILED))

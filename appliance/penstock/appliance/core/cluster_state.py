@@ -270,10 +270,8 @@ class ClusterState:
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
         """End the attempt. From now on its calls are refused with the reason `why`. Its slots stay on their workers
-        until `release_ended` takes them; after a restart of the coordinator they are on no worker.
-
-        The method does not visit each box, because a run may have 16,384 boxes and other calls would wait meanwhile.
-        """
+        until `release_ended` takes them; after a restart of the coordinator they are on no worker. No box is visited,
+        because a run may have 16,384 boxes and other calls would wait meanwhile."""
         run = self.runs[attempt.run]
         attempt.state, attempt.why = state, why
         self.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
@@ -350,7 +348,8 @@ class ClusterState:
             if self._detach(slot):
                 slot.generation = slot.next_generation
                 if slot.phase != pb.FAILED:
-                    slot.phase, slot.note = pb.WAITING, note
+                    slot.phase, slot.note, slot.doing, slot.stack = pb.WAITING, note, "", ""
+                    slot.start_queue_position, slot.start_stage = (0, 0), pb.START_STAGE_UNSPECIFIED
                     slot.gauge.restart(0.0)
                     slot.restarts += 1
             self.save_slot(slot)
@@ -372,7 +371,6 @@ class ClusterState:
     # ------------------------------------------------------------------------------------------------------- slots
 
     def _add_slot_event(self, kind: str, text: str, slot: Slot, worker: str) -> None:
-        """Add an event about a slot to the recent events."""
         numbers = {name: value for name, value in slot.key._asdict().items() if name != "run"}
         self.events.add(kind, text, run=slot.key.run, worker=worker, generation=slot.generation, **numbers)
 
@@ -396,13 +394,14 @@ class ClusterState:
             self.bump_worker(worker)
         return True
 
-    def move(self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None) -> None:
+    def move(
+        self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None, stack: str = ""
+    ) -> None:
         """Take the slot from its worker. Unless it has failed, its generation rises, and it goes to its migration
-        target, if it has one, or else waits for a worker again. A slot that is lost too often fails, or skips the batch
-        that killed its runners: see `_give_up`.
-
-        `note`: reason. `loss_at`: monotonic time of the death if a runner, worker or client died; None for a planned
-        move, which is no loss. `making`: position of the batch that the runner was making when it died.
+        target, if it has one, or else waits for a worker. A slot that is lost too often fails or skips a batch:
+        `_give_up`. `note`: reason. `loss_at`: monotonic time of the death if a runner, worker or client died; None for
+        a planned move, which is no loss. `making`: position of the batch that the runner was making when it died.
+        `stack`: its Python stack then, "" if not known; that of a stall, if it was stalled, is kept.
         """
         attempt, box = self.box_of(slot)
         loser = slot.worker
@@ -412,6 +411,7 @@ class ClusterState:
             self.bump_box(attempt, box)
             return
         slot.generation = slot.next_generation
+        slot.stack = stack or (slot.stack if slot.doing and loss_at is not None else "")
         slot.phase, slot.note, slot.doing, slot.migrated = pb.WAITING, note, "", False
         slot.start_queue_position, slot.start_stage = (0, 0), pb.START_STAGE_UNSPECIFIED
         slot.restarts += 1

@@ -43,10 +43,10 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
             _recycle(cluster, slot, report)
         elif report.lost:
             what = report.error.message or "the worker reported no reason"
-            slot.stack = report.error.remote_traceback[:_MAX_STACK]
+            stack = report.error.remote_traceback[:_MAX_STACK]
             has_position = report.HasField("making") and quarantine.is_valid_position(report.making)
             making = owned(report.making) if has_position else None
-            cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
+            cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making, stack)
         else:
             cluster.fail(slot, report.error if report.HasField("error") else _NO_REASON)
         return True

@@ -150,8 +150,9 @@ class Slot:
     start_stage: int = 0
     """Stage of the runner's start (StartStage). A newer worker may report an unknown stage."""
     stack: str = ""
-    """Python stack of the slot's runner: the present one while `doing` is set; else the one at the last death of a
-    runner of the slot, or "" if no runner has died since the last stall ended (`doing` became "")."""
+    """Python stack of the slot's runner: the present one while `doing` is set; else that of the runner that was lost
+    last. "" if it is not known, if the slot's last move was no loss, or if a stall has ended since (`doing` became "").
+    """
     outgrown: int = 0
     """Generation of the runner that was replaced last because it used too much memory, if it did so before its second
     batch; else 0. If the runner of the next generation does the same, the slot fails."""
