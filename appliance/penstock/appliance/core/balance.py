@@ -40,8 +40,8 @@ from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 SLOTS_PER_MIGRATION = 100
-"""Number of slots in the fleet per migration that may be under way at once: in a fleet of 1,000 slots, at most 10 slots
-migrate at the same time. One migration is always allowed."""
+"""Number of slots in the fleet per migration that may be under way when balance starts another one: in a fleet of 1,000
+slots, balance lets at most 10 slots migrate at the same time, and in any fleet one. Drains have no such limit."""
 STRAGGLER_WAIT_SHARE = 0.10
 """Smallest share of a training loop's time, from 0 to 1, for which the loop must wait for one slot, or for the slots of
 one worker, before balance moves a slot to another worker."""

@@ -288,7 +288,7 @@ def seed_of(run: Run | None, request: pb.OpenRunRequest, fresh: Callable[[], int
     if request.has_seed:
         if run is not None and request.seed != run.seed and not resumes(request):
             raise InvalidArgumentError(
-                f"seed of run {run.name} must be {run.seed}, as at its first start, got {request.seed}: leave the seed "
+                f"seed of run {run.name} must be {run.seed}, as in its last launch, got {request.seed}: leave the seed "
                 "out, load a state, or choose another job name"
             )
         return request.seed

@@ -25,7 +25,7 @@ whose epoch is over, and whose loop has not begun another one, answers with its 
 
 The record of a box depends on this box alone. So boxes are collected in their order, with a limited number of slots at
 a time. The records of a complete box may be sent and dropped before the last boxes are begun. So the state of a large
-fleet is never in memory as a whole. An error may therefore come after the records of some boxes.
+fleet need not be in memory as a whole. An error may therefore come after the records of some boxes.
 """
 
 from __future__ import annotations
