@@ -124,7 +124,7 @@ def _unplaced(box: BoxFacts) -> Bottleneck | None:
     if slot is None or box.span_s >= LEAST_S:
         return None
     text = (
-        f"Box {box.box} cannot begin: no worker has free capacity for its slot {slot.slot}. Start more workers, or "
+        f"Box {box.box} must wait: no worker has free capacity for its slot {slot.slot}. Start more workers, or "
         "workers with more slots."
     )
     return Bottleneck("unplaced", text, box.wait_share, box.box, slot.slot)
