@@ -62,10 +62,13 @@ class ShareSeries:
         counts: dict[str, int] = {}
         wanted: dict[str, float] = {}
         self.imbalance = 0.0
+        boxes = list(boxes)
+        if not self.of_tokens and any(count.wanted_of_tokens for box in boxes for count in box.sources.values()):
+            self.of_tokens = True
+            self._counted.clear()  # they are numbers of samples
         for box in boxes:
             self.imbalance = max(self.imbalance, box.imbalance)
             for name, count in box.sources.items():
-                self.of_tokens = self.of_tokens or count.wanted_of_tokens
                 counts[name] = counts.get(name, 0) + (count.tokens if self.of_tokens else count.samples)
                 wanted[name] = max(wanted.get(name, 0.0), count.wanted)
         if not counts:
