@@ -156,7 +156,7 @@ class Finding:
 
     @property
     def alarm(self) -> Alarm:
-        return "warn" if self.input_bound else "info" if self.kind in ("starting", "") else ""
+        return "warn" if self.input_bound else "info" if self.kind in ("starting", "epoch ended", "") else ""
 
 
 _KINDS = {
@@ -167,8 +167,19 @@ _KINDS = {
     "network": "Batches arrive late",
     "unplaced": "Slots without a worker",
     "recovering": "Recovering",
+    "epoch ended": "Epoch ended",
     "": "No box is live",
 }
+_BETWEEN_EPOCHS = Finding(
+    "epoch ended",
+    False,
+    "The epoch of each live box has ended, and its loop has not begun another one.",
+    0.0,
+    None,
+    None,
+    None,
+    0.0,
+)
 _NO_BOX = Finding("", False, "Its training job has ended, or has not reported.", 0.0, None, None, None, 0.0)
 
 
@@ -211,8 +222,9 @@ class RunView:
 
     @property
     def finding(self) -> Finding:
-        """Bottleneck of the run; for a run without a live box, a finding that says so."""
-        return self.bottleneck or _NO_BOX
+        """Bottleneck of the run; for a run without a live box, or of which no live box is in an epoch, a finding that
+        says so."""
+        return self.bottleneck or (_BETWEEN_EPOCHS if any(box.live for box in self.boxes) else _NO_BOX)
 
     @property
     def slots(self) -> list[SlotView]:
