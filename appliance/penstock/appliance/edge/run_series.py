@@ -42,10 +42,11 @@ REST = "others"
 @dataclass
 class ShareSeries:
     """Shares of a run's data sources over time: the share that was delivered, and the share that the mixture's weights
-    ask for. Shares count tokens if the weights do, else samples."""
+    ask for. Shares count tokens if the weights of any source do, else samples."""
 
     names: list[str] = field(default_factory=list)
-    """Names of the sources in each point; the last name is REST if there are more than SOURCES."""
+    """Names of the sources in the newest point; the last name is REST if there are more than SOURCES. A point from
+    before a source was known has fewer shares."""
     of_tokens: bool = False
     imbalance: float = 0.0
     """Cost of the most expensive box's batch in a step, divided by the mean over all boxes; 0 = not measured."""
