@@ -35,8 +35,9 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
     if slot is None or slot.generation != report.generation or slot.worker != worker.name:
         return False  # fenced: the worker's next assignments do not have the slot
     cluster.note_rate(slot, report, now)
-    if report.doing != slot.doing:
-        slot.doing, slot.stack = report.doing[:_MAX_ACTIVITY], report.stack[:_MAX_STACK]
+    doing = report.doing[:_MAX_ACTIVITY]
+    if doing != slot.doing:
+        slot.doing, slot.stack = doing, report.stack[:_MAX_STACK]
         cluster.bump_box(*cluster.box_of(slot))
     if report.phase == pb.FAILED and slot.phase != pb.FAILED:
         if report.recycle:
