@@ -3,11 +3,12 @@
 If a loop seldom waits, the loop itself is the bottleneck, and faster input would not help. If it waits, its waits alone
 could suggest the wrong slot: the loop takes the slots in turn, so if all are equally slow, it waits for one slot, and
 the others make their batches meanwhile. So two measurements decide: the number of batches that the other slots have
-ready, and the time that each slot takes for a batch. A slot is the bottleneck if the other slots have batches ready
-while the loop waits for this slot, and if this slot takes at least 1.5 times as long for a batch. Ready batches alone
-prove nothing, because over time any small difference in speed fills a ring. If no other slot has batches ready, or if
-all take equally long, there are too few slots, or input_fn is too slow. If the slot that the loop waits for has batches
-ready itself, the batches are made in time and arrive late: the bottleneck is the network.
+ready, and the time that each slot takes for a batch. A slot is the bottleneck if it causes at least half of the
+waiting, if at least half of the other slots have batches ready meanwhile, and if it takes at least 1.5 times as long
+for a batch as they usually do. Ready batches alone prove nothing, because over time any small difference in speed fills
+a ring. If most other slots have no batches ready, or if all take equally long, there are too few slots, or input_fn is
+too slow. If the slot that the loop waits for is on another host and has batches ready itself, the batches are made in
+time and arrive late: the bottleneck is the network.
 
 Collectives usually keep the boxes of a run in step, so the run is as fast as the box that waits most.
 
@@ -169,8 +170,8 @@ def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 
 
 def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """Return a bottleneck if the loop waits mainly for one slot, or for the slots of one worker, while the other slots
-    have batches ready; else None."""
+    """Return a bottleneck if the loop waits mainly for one slot, or for the slots of one worker, while at least half of
+    the other slots have batches ready, and if this slot or worker is slower than the others; else None."""
     by_worker = Counter[str]()
     for slot in box.slots:
         by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]

@@ -113,7 +113,11 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     # ---- coordinator: the fleet
     _coordinator(
-        "penstock_workers", "gauge", "", ("phase",), "Worker daemons, by phase: live, draining, or lost (silent)."
+        "penstock_workers",
+        "gauge",
+        "",
+        ("phase",),
+        "Worker daemons, by phase: live, draining, or lost (not back since the coordinator's start).",
     ),
     _coordinator(
         "penstock_workers_recommended",
