@@ -185,6 +185,14 @@ def test_shares_are_those_of_the_last_seconds() -> None:
     assert series.caption() == {"unit": "samples", "imbalance": 1.25}
 
 
+def test_first_point_counts_tokens_of_all_sources() -> None:
+    series, box = ShareSeries(), counted(code=10, web=10)
+    box.sources["code"].tokens = 90  # "web" alone says that the weights count tokens
+    box.sources["web"].wanted_of_tokens = True
+    series.add(1.0, [box])
+    assert {name: delivered for name, (delivered, _) in shares_of(series).items()} == {"code": 0.75, "web": 0.25}
+
+
 def test_small_sources_share_a_line() -> None:
     series = ShareSeries()
     series.add(1.0, [counted(**{f"s{number}": 100 - number for number in range(20)})])

@@ -198,7 +198,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, state: StateDir) ->
     FakeCluster(directory=state).journal.close()
     with pytest.raises(JournalError, match="in use by a running coordinator: pass that coordinator's address"):
         StoppedCoordinator(state.path)
-    with pytest.raises(JournalError, match=r"got a folder without journal\.db"):
+    with pytest.raises(JournalError, match=r"got a path without a file journal\.db"):
         StoppedCoordinator(tmp_path)
     state.close()
     journal = state.path / "journal.db"

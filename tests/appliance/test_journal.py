@@ -269,6 +269,13 @@ def test_a_newer_journal_is_refused(state: StateDir) -> None:
         Journal(state)
 
 
+def test_journal_that_cannot_be_opened_is_not_called_damaged(state: StateDir) -> None:
+    (state.path / "journal.db").symlink_to(state.path / "missing" / "journal.db")
+    with pytest.raises(JournalError, match=r"journal\.db cannot be opened .*give the coordinator's user") as caught:
+        Journal(state)
+    assert "start anew" not in caught.value.message
+
+
 @pytest.mark.parametrize("damage", ["not a database", "torn", "gone from the middle", "one page"])
 def test_damaged_journal_is_refused_unchanged(state: StateDir, damage: str) -> None:
     world = FakeCluster(directory=state)

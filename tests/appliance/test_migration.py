@@ -256,8 +256,14 @@ def test_drain_is_unknown_until_worker_is_back(tmp_path: Path) -> None:
 
 
 def test_an_unknown_worker_is_named(world: FakeCluster) -> None:
+    with pytest.raises(UnknownWorkerError, match="no worker is registered"):
+        drain(world, "w2")
     world.worker("w1")
     with pytest.raises(UnknownWorkerError, match="worker must be one of w1, got 'w2'"):
+        drain(world, "w2")
+    for number in range(9):
+        world.worker(f"v{number}")
+    with pytest.raises(UnknownWorkerError, match="v6, v7 or one of 2 more, got 'w2'"):
         drain(world, "w2")
 
 

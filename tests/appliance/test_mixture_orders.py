@@ -90,6 +90,13 @@ def test_box_that_has_taken_the_step_refuses(stage: Stage) -> None:
     assert not stage.worker.of(0).mixture_changes
 
 
+def test_unprintable_name_is_refused(stage: Stage) -> None:
+    request = stage.request()
+    request.retired.append("a\nb")
+    with pytest.raises(InvalidArgumentError, match=r"must be printable text, got 'a\\nb'"):
+        stage.orders.repeated(request)
+
+
 def test_answer_to_an_earlier_try_does_not_count(stage: Stage) -> None:
     first = stage.proposed()
     stage.orders.fence(first)

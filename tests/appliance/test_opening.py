@@ -284,7 +284,7 @@ def test_journaled_seed_changes_only_with_a_state(world: FakeCluster) -> None:
     assert world.open(client_id="a", has_seed=True, seed=2**64 - 1).reply.seed == 2**64 - 1
     assert world.open(client_id="b").reply.seed == 2**64 - 1
     with pytest.raises(
-        InvalidArgumentError, match=f"seed of run job/0 must be {2**64 - 1}, as at its first start, got 5"
+        InvalidArgumentError, match=f"seed of run job/0 must be {2**64 - 1}, as in its last launch, got 5"
     ):
         world.open(client_id="c", has_seed=True, seed=5)
     assert world.open(client_id="d", has_seed=True, seed=5, **resumed(world)).reply.seed == 5

@@ -206,6 +206,51 @@ def test_user_error_is_final_and_keeps_the_lane(world: FakeCluster) -> None:
     assert (view.phase, view.error.name, view.ticket) == (pb.FAILED, "InputFnError", "")
 
 
+def test_stack_is_that_of_the_last_loss(world: FakeCluster) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    report = worker.slot_report(worker.of(0), pb.FAILED)
+    report.lost, report.error.remote_traceback = True, "in f"
+    worker.heartbeat(report)
+    assert box.watch().slots[0].stack == "in f"
+    worker.ready()
+    world.run_for(4, [box])  # the worker is lost: this is not the death in f
+    assert (box.watch().slots[0].restarts, box.watch().slots[0].stack) == (2, "")
+
+
+def test_stack_of_a_stall_outlives_the_worker(world: FakeCluster) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    report = worker.slot_report(worker.of(0), pb.READY)
+    report.doing, report.stack = "next() for 40 s", "in g"
+    worker.heartbeat(report)
+    world.run_for(4, [box])
+    view = box.watch().slots[0]
+    assert (view.doing, view.stack) == ("", "in g")
+
+
+def test_repeated_report_of_a_stall_wakes_nobody(world: FakeCluster) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    report = worker.slot_report(worker.of(0), pb.READY)
+    report.doing = "x" * 1000
+    worker.heartbeat(report)
+    version = box.watch().version
+    worker.heartbeat(report)
+    assert box.watch().version == version
+
+
+def test_stall_ends_with_the_box(world: FakeCluster) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    report = worker.slot_report(worker.of(0), pb.READY)
+    report.doing, report.stack = "next() for 40 s", "in g"
+    worker.heartbeat(report)
+    world.run_for(11, [worker])  # the training process is silent, and no runner is left
+    view = box.watch().slots[0]
+    assert (view.restarts, view.doing, view.stack) == (1, "", "")
+
+
 def test_failure_without_reason_has_a_message(world: FakeCluster) -> None:
     box, worker = world.open(), world.worker("w")
     worker.heartbeat(worker.slot_report(worker.of(0), pb.FAILED))
@@ -308,6 +353,10 @@ def test_snapshot_of_old_generation_is_refused(world: FakeCluster) -> None:
         world.state_machine.slot_of_generation(KEY, 1)
     worker.ready()
     put(world, 4, generation=2)
+    world.state_machine.cluster.fail(world.slots()[1], records_pb2.ErrorDetail(name="PenstockError", message="x"))
+    world.state_machine.cluster.move(world.slots()[1], "lost", None)
+    with pytest.raises(SupersededError, match=r"must be that of its runner \(it has none now\), got 1"):
+        world.state_machine.slot_of_generation(KEY._replace(slot=1), 1)
     with pytest.raises(SupersededError):  # it was on its way to the disk when the slot moved: told, but as good
         put(world, 3, generation=1)
     assert totals(world) == [3, 4]

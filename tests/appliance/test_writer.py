@@ -278,7 +278,7 @@ async def test_unwritten_rows_are_retried_in_order(state: StateDir) -> None:
     syncing = GroupCommit(journal)
     journal._db.execute("PRAGMA max_page_count=1")
     journal.put("attempts", attempt(1) | {"why": "x" * 100_000})
-    with pytest.raises(JournalError, match="1 rows of 100017 bytes wait"):
+    with pytest.raises(JournalError, match="1 changes of 100017 bytes wait"):
         await syncing.sync()
     journal._db.execute("PRAGMA max_page_count=100000")
     journal.put("attempts", attempt(1) | {"why": "newer"})

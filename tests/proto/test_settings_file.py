@@ -76,6 +76,7 @@ def test_one_of_another_user_is_refused(written: Path) -> None:
         ),
         ("x = 1\n", r"penstock.toml:1: the settings file must not have 'x' outside a section"),
         ('coordinator = "h:1"\n', r"penstock.toml:1: coordinator must be a section.*coordinator = .* in \[cluster\]"),
+        ("worker = 1\n", r"penstock.toml:1: worker must be a section.*write its settings in lines below \[worker\]"),
         ('[cluster]\n\ntoken = "s3cret"\n', r"penstock.toml:3: this file must not hold a token"),
         ('token = "s3cret"\n', r"penstock.toml:1: this file must not hold a token"),
         ("[cluster]\ntls-ca = 1\n", r"penstock.toml:2: \[cluster\] has no setting 'tls-ca'; did you mean tls_ca\?"),

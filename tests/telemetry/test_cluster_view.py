@@ -157,3 +157,13 @@ def test_page_shows_the_boxes_that_wait_most() -> None:
     assert [row[0] for row in shown["boxes"]["rows"]] == [str(n) for n in range(2 * MOST_BOXES, 3 * MOST_BOXES)]
     assert shown["more"] == f"The {MOST_BOXES} of {3 * MOST_BOXES} boxes that wait most."
     assert shown["finding"]["title"] == "\u2026 No box is live"
+
+
+def test_live_box_between_epochs_is_not_called_ended() -> None:
+    reply = pb.StatusReply()
+    run = reply.runs.add(run="j/0", open=True)
+    run.boxes.add(box=0, live=True, epoch_ended=True)
+    run.boxes.add(box=1, live=False)
+    (shown,) = dashboard(view(reply))["runs"]
+    assert shown["finding"]["title"] == "\u2026 Epoch ended"
+    assert shown["finding"]["text"] == "The epoch of each live box has ended, and its loop has not begun another one."

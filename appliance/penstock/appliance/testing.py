@@ -54,7 +54,8 @@ class FakeCluster:
         )
 
     def restart(self, *workers: FakeWorker) -> None:
-        """Restart the coordinator on its state directory, and register these workers again."""
+        """Restart the coordinator on its state directory. Register these workers again, and report that their runners
+        are ready."""
         self.journal.close()
         self.boot(self.directory)
         for worker in workers:

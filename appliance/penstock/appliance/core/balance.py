@@ -5,15 +5,16 @@ A move costs the start of a runner on the new worker and a short replay. So a sl
 Stragglers. A training loop takes the batches of its box's slots in turn, so one slow slot holds up the loop, however
 fast the other slots are. bottleneck.py finds such a slot in one of two ways. Either the loop waits for the slot while
 the other slots have batches ready and take less time for each batch, or the slot's batches are ready but arrive late. A
-slot that costs the loop a tenth of its time moves to a worker where it has not run before. A worker on another machine
-is preferred, because the usual cause is the machine, its other load, or its network. The cause may also be the slot's
-own data. So the wait before the next move of the same straggler doubles each time, and the number of its moves is
-limited.
+slot that costs the loop a tenth of its time moves to a worker where it was not a straggler before, and where no slot of
+its run is one now. A worker on another machine is preferred, because the usual cause is the machine, its other load, or
+its network. The cause may also be the slot's own data. So the wait before the next move of the same straggler doubles
+each time, and the number of its moves is limited.
 
-Load. When workers join, slots move from the fullest worker to the emptiest, as long as the loads of the two differ by
-at least a quarter of a worker's capacity. A slot that runs on its box's own host stays there, because a batch costs
-only one memcpy there. A slot does not move to a worker that stragglers of the same run were moved away from: that
-worker is empty because it is slow, and the slot would have to leave it again.
+Load. For example after workers have joined, slots move from the fullest worker to the emptiest, as long as the loads of
+the two, with the slot counted at both, differ by at least a quarter of a worker's capacity. A slot that runs on its
+box's own host stays there, because a batch costs only one memcpy there. A slot does not move to a worker that
+stragglers of the same run were moved away from: that worker is empty because it is slow, and the slot would have to
+leave it again.
 
 A slot is not moved if its loader would have to replay the whole epoch, or if no snapshot holds its random state. In
 both cases the replay would hold up the loop for longer than the move gains.
@@ -39,11 +40,11 @@ from penstock.proto.state.allowed_modules import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 SLOTS_PER_MIGRATION = 100
-"""Number of slots in the fleet per migration that may be under way at once: in a fleet of 1,000 slots, at most 10 slots
-migrate at the same time. One migration is always allowed."""
+"""Number of slots in the fleet per migration that may be under way when balance starts another one: in a fleet of 1,000
+slots, balance lets at most 10 slots migrate at the same time, and in any fleet one. Drains have no such limit."""
 STRAGGLER_WAIT_SHARE = 0.10
-"""Smallest share of a training loop's time, from 0 to 1, for which the loop must wait for one slot before balance moves
-the slot to another worker."""
+"""Smallest share of a training loop's time, from 0 to 1, for which the loop must wait for one slot, or for the slots of
+one worker, before balance moves a slot to another worker."""
 MAX_STRAGGLER_MOVES = 3
 """Largest number of moves of one straggler. A slot that is slow on every worker has slow data, and moving it does not
 help."""
@@ -51,7 +52,8 @@ SLICES = 4
 """Number of slots checked in one slice of the balance check, as a multiple of `limits.slots_at_once`, which limits how
 many slots are placed in one call. Checking a slot takes a quarter of the time of placing one."""
 MIN_LOAD_DIFFERENCE = 0.25
-"""Smallest difference in load that is worth a move, as a share of a worker's capacity."""
+"""Smallest difference between the load of the fuller worker before a move and that of the emptier one after it that is
+worth the move, as a share of a worker's capacity."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class SlotMove:
 
 def find_moves(cluster: ClusterState, now: float, budget: int) -> Iterator[SlotMove | None]:
     """Yield at most `budget` moves, and None at the end of each slice, where the caller can let other tasks run. The
-    caller must make each move before it takes the next one. Each slot and each worker is in at most one of the
-    moves."""
+    caller must make each move before it takes the next one. Each slot is in at most one of the moves. No worker takes a
+    slot if an earlier move gave it one or took one from it."""
     slots: set[SlotKey] = set()
     taken: set[str] = set()
     for move in chain(_straggler_moves(cluster, now), _load_moves(cluster, now)) if budget > 0 else ():
@@ -158,8 +160,8 @@ def _straggler_moves(cluster: ClusterState, now: float) -> Iterator[SlotMove | N
 
 
 def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
-    """Return the box's bottleneck, in a list of one, if the loop waits for a slot for at least STRAGGLER_WAIT_SHARE of
-    its time, so that the slot should move; else an empty list."""
+    """Return the box's bottleneck, in a list of one, if the loop waits for a slow slot, or for the slots of one slow
+    worker, for at least STRAGGLER_WAIT_SHARE of its time, so that a slot should move; else an empty list."""
     finding = find([facts(cluster, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
         return []
@@ -168,8 +170,9 @@ def _acute_bottleneck(cluster: ClusterState, box: Box) -> list[Bottleneck]:
 
 def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
     """Return a worker that can take the straggler `slot`, on another machine if possible; None if no worker can.
-    `slow`: names of workers that must not get the slot, because a straggler runs or ran there. The slot's present
-    worker and the workers that its box cannot reach are excluded too."""
+    `slow`: names of workers that must not get the slot, because a straggler runs there, or because the slot was
+    slow there or could not be taken over. The slot's present worker and the workers that its box cannot reach are
+    excluded too."""
     _, box = cluster.box_of(slot)
     opening = box.opening
     owner = cluster.workers.get(slot.worker)

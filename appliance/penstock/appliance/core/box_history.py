@@ -49,8 +49,9 @@ class BoxHistory:
     opening: pb.OpenRunRequest
     start: Position
     settled: bool
-    """True if `known` ends with the box's newest reported position. False if the coordinator has restarted since and
-    the box has not reported again: the box may then have taken more steps, of which the coordinator knows nothing."""
+    """True if the box was live or closed in order, and `known` ends with its newest reported position. False if its
+    client was lost, if the attempt ended while it was live, or if the coordinator has restarted since and the box has
+    not reported again: the box may then have taken more steps, of which the coordinator knows nothing."""
     known: Sequence[Position | records_pb2.BoxPosition]
     """Known positions of the box, sorted by step."""
     abandoned: Mapping[int, int]
@@ -172,7 +173,7 @@ class StoppedCoordinator:
         self._journal, self._store = path / "journal.db", path / "snapshots.db"
         if not self._journal.is_file():
             raise JournalError(
-                f"{path} must be a coordinator's state directory, got a folder without journal.db: pass the "
+                f"{path} must be a coordinator's state directory, got a path without a file journal.db in it: pass the "
                 "directory that the coordinator had as --state-dir"
             )
         try:

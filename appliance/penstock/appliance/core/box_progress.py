@@ -54,7 +54,7 @@ def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.Watch
         _note_use(cluster, cluster.runs[attempt.run])
     _note_ends(cluster, attempt, box, position)
     box.measure(now, steps)
-    # Not every position of the window is kept, so its lower edge may be late by a fraction of the window, never early.
+    # Not every position of the window is kept, so snapshots may be dropped a fraction of the window late, never early.
     history, edge = box.history, box.step - box.retention
     if box.step - history[-1].step >= max(1, box.retention // cluster.limits.history_entries):
         history.append(position)
@@ -75,9 +75,9 @@ def note_epoch_starts(cluster: ClusterState, attempt: Attempt, box: Box, request
         start = Position.received(owned(message), InvalidArgumentError)
         if not box.is_fresh(start) or start.step < box.start.step:
             raise InvalidArgumentError(
-                f"an epoch's start must have no batch of its epoch, and must be after step {box.start.step} (epoch "
-                f"{box.start.epoch}), where this launch began, got step {start.step} (epoch {start.epoch}). "
-                f"{SAME_RELEASE}"
+                f"an epoch's start must have no batch of its epoch, and must be at step {box.start.step} or later, in "
+                f"an epoch after {box.start.epoch}, where this launch began, got step {start.step} (epoch "
+                f"{start.epoch}). {SAME_RELEASE}"
             )
         _note_ends(cluster, attempt, box, start)
         at = bisect_right(box.history, start.step, key=lambda position: position.step)
@@ -107,7 +107,7 @@ def note_fence(cluster: ClusterState, box: Box, request: pb.WatchRunRequest) -> 
 
 def ask(cluster: ClusterState, run_name: str, number: int) -> Box | None:
     """Ask a box for a report of its present position: answer its client's long poll, because the client reports with
-    each new poll. Otherwise the next report comes after up to a third of the lease. Do not wait for the report.
+    each new poll. Otherwise the next report comes after up to one heartbeat interval. Do not wait for the report.
 
     Return the box; None if the run is not open or the box has no live client. `number`: the box's number.
     """

@@ -46,7 +46,7 @@ from penstock.proto.v1 import records_pb2
 BOX_COST = 4
 """Fixed time for releasing a box, in multiples of the time for one slot: added to the box's number of slots."""
 FREE_AFTER_S = 5.0
-"""Seconds from the end of an attempt until its objects are freed. By then no other thread uses them."""
+"""Fewest seconds from an attempt's end until its objects are freed. By then no other thread uses them."""
 Topic = tuple[str | int, ...]
 """Name of a thing whose change wakes waiting calls, such as ("worker", name) or ("box", run, attempt, box)."""
 
@@ -76,13 +76,13 @@ class ClusterState:
         """Divisor of the calls per second that peers may make; 1 = not overloaded: lease_policy.updated_load_factor."""
         self.live_boxes = 0
         self.slots_held: Counter[str] = Counter()
-        """Digest of a credential token -> number of slots in the open attempts that it opened."""
+        """Digest of a credential token -> number of slots of the boxes that it opened, in open attempts."""
         self.placed = 0
         """Number of slots that workers hold. A slot with a migration target counts twice."""
         self.migrating: dict[SlotKey, Slot] = {}
         """Slots that have a migration target."""
         self.waiting: dict[SlotKey, Slot] = {}
-        """Slots of live boxes that have no worker, in the order in which they began to wait."""
+        """Slots that wait for a worker, in the order in which they began to wait."""
         self._to_place: deque[SlotKey] = deque()
         """Slots still to try in this round of `place_waiting`. A round tries all `waiting` slots, in several calls."""
         self._is_round_unfinished = False
@@ -270,10 +270,8 @@ class ClusterState:
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
         """End the attempt. From now on its calls are refused with the reason `why`. Its slots stay on their workers
-        until `release_ended` takes them; after a restart of the coordinator they are on no worker.
-
-        The method does not visit each box, because a run may have 16,384 boxes and other calls would wait meanwhile.
-        """
+        until `release_ended` takes them; after a restart of the coordinator they are on no worker. No box is visited,
+        because a run may have 16,384 boxes and other calls would wait meanwhile."""
         run = self.runs[attempt.run]
         attempt.state, attempt.why = state, why
         self.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
@@ -328,11 +326,9 @@ class ClusterState:
         return not self._ended
 
     def free_discarded(self, now: float) -> None:
-        """Free the memory of boxes of ended attempts, of about `limits.slots_at_once` slots in one call.
-
-        Freeing a box takes some 10 us, and Python would free an attempt with all its boxes at once: 0.2 s for 16,384
-        boxes. So a list keeps the boxes until FREE_AFTER_S seconds later, when the journal's thread has written them.
-        """
+        """Free the memory of boxes of ended attempts, of about `limits.slots_at_once` slots in one call. Python would
+        free an attempt with all its boxes at once, some 10 us for each: 0.2 s for 16,384 boxes. So a list keeps the
+        boxes until FREE_AFTER_S seconds later, when the journal's thread has written them."""
         if self._free_at == math.inf:
             self._free_at = now + FREE_AFTER_S
         freed = 0
@@ -352,7 +348,8 @@ class ClusterState:
             if self._detach(slot):
                 slot.generation = slot.next_generation
                 if slot.phase != pb.FAILED:
-                    slot.phase, slot.note = pb.WAITING, note
+                    slot.phase, slot.note, slot.doing, slot.stack = pb.WAITING, note, "", ""
+                    slot.start_queue_position, slot.start_stage = (0, 0), pb.START_STAGE_UNSPECIFIED
                     slot.gauge.restart(0.0)
                     slot.restarts += 1
             self.save_slot(slot)
@@ -374,7 +371,6 @@ class ClusterState:
     # ------------------------------------------------------------------------------------------------------- slots
 
     def _add_slot_event(self, kind: str, text: str, slot: Slot, worker: str) -> None:
-        """Add an event about a slot to the recent events."""
         numbers = {name: value for name, value in slot.key._asdict().items() if name != "run"}
         self.events.add(kind, text, run=slot.key.run, worker=worker, generation=slot.generation, **numbers)
 
@@ -398,11 +394,14 @@ class ClusterState:
             self.bump_worker(worker)
         return True
 
-    def move(self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None) -> None:
-        """Take the slot from its worker. Unless it has failed, it waits for a worker again, under the next generation.
-
-        `note`: reason. `loss_at`: monotonic time of the death if a runner, worker or client died; None for a planned
-        move, which is no loss. `making`: position of the batch that the runner was making when it died.
+    def move(
+        self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None, stack: str = ""
+    ) -> None:
+        """Take the slot from its worker. Unless it has failed, its generation rises, and it goes to its migration
+        target, if it has one, or else waits for a worker. A slot that is lost too often fails or skips a batch:
+        `_give_up`. `note`: reason. `loss_at`: monotonic time of the death if a runner, worker or client died; None for
+        a planned move, which is no loss. `making`: position of the batch that the runner was making when it died.
+        `stack`: its Python stack then, "" if not known; that of a stall, if it was stalled, is kept.
         """
         attempt, box = self.box_of(slot)
         loser = slot.worker
@@ -412,6 +411,7 @@ class ClusterState:
             self.bump_box(attempt, box)
             return
         slot.generation = slot.next_generation
+        slot.stack = stack or (slot.stack if slot.doing and loss_at is not None else "")
         slot.phase, slot.note, slot.doing, slot.migrated = pb.WAITING, note, "", False
         slot.start_queue_position, slot.start_stage = (0, 0), pb.START_STAGE_UNSPECIFIED
         slot.restarts += 1
@@ -448,8 +448,8 @@ class ClusterState:
         self._add_slot_event("batch quarantined", slot.note, slot, "")
 
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
-        """Mark the slot as failed for good. The slot stays on its worker, because the batches made before the error are
-        still delivered from the worker's ring."""
+        """Mark the slot as failed for good. A slot that has a worker stays there, because the batches made before the
+        error are still delivered from the worker's ring."""
         attempt, box = self.box_of(slot)
         self.cancel_migration(slot)
         # shortened, because every view of the slot contains it
@@ -509,7 +509,7 @@ class ClusterState:
                 continue
             del self.waiting[slot.key]
             slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
-            # A slot that has delivered a batch must be recovered; one that never ran just starts.
+            # A slot that was ready once, or that has a durable snapshot, must be recovered. Another one just starts.
             slot.recovery = slot.restarts > 0 and (slot.ever_ready or bool(self.snapshot_index.snapshots(slot.key)))
             worker.slots.add(slot.key, box.assignment_size)
             self.placed += 1

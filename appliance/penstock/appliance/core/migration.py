@@ -2,12 +2,13 @@
 
     started     the target worker prepares: its runner builds the loader and waits
     ready       the present worker makes a snapshot durable, so that the target has little to replay
-    completed   the slot belongs to the target, under the generation that was reserved for the target
+    completed   the snapshot is durable, or `limits.migration_s` seconds have passed: the slot belongs to the target,
+                under the generation that was reserved for the target
 
 Until the last step the slot stays on its present worker and its batches are delivered. If the present worker is lost
 meanwhile, the target takes over at once. If the target is lost, or does not get ready in time, the slot stays on its
-present worker. A target that did not get ready is then chosen only as the last resort when a worker drains, and never
-again for balance.
+present worker. A target that did not get ready is then chosen only as the last resort when a worker drains, and not for
+balance, until the target's process is started again.
 
 A slot migrates for one of three reasons: its worker drains; it is a straggler; or workers with more free capacity have
 joined (see balance.py). A slot's output does not depend on where it runs, so a migration never changes the stream.
@@ -91,7 +92,8 @@ class Migrations:
         self._moves = None
 
     def drain(self, worker: Worker, now: float) -> None:
-        """Start migrations of the worker's slots to other workers that have free capacity."""
+        """Start migrations of the worker's slots to other workers that have free capacity. A slot whose runner is not
+        ready moves at once."""
         why = f"worker {worker.name} drains"
         for slot in self.owned(worker):
             if slot.target is not None or slot.phase == pb.FAILED:
@@ -101,7 +103,7 @@ class Migrations:
                 continue
             if slot.phase == pb.READY:
                 self._cluster.start_migration(slot, other, why, now)
-            else:  # the slot has delivered no batch, so it can move at once
+            else:  # its runner is not ready, so nothing is gained by keeping it
                 self._cluster.move(slot, why, None)
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
@@ -139,8 +141,16 @@ class Migrations:
         """
         worker = self._cluster.workers.get(request.worker)
         if worker is None:
-            known = ", ".join(sorted(self._cluster.workers)[:8]) or "none, because no worker is registered"
-            raise UnknownWorkerError(f"worker must be one of {known}, got {request.worker!r}: see `penstock status`")
+            names = sorted(self._cluster.workers)
+            if not names:
+                raise UnknownWorkerError(
+                    f"worker must be a registered one, got {request.worker!r}, but no worker is registered: start "
+                    "workers, and see `penstock status`"
+                )
+            more = f" or one of {len(names) - 8} more" if len(names) > 8 else ""
+            raise UnknownWorkerError(
+                f"worker must be one of {', '.join(names[:8])}{more}, got {request.worker!r}: see `penstock status`"
+            )
         if request.undo and not worker.registered:
             raise UnknownWorkerError(
                 f"worker {request.worker!r} has not reported since the coordinator started: retry once `penstock "
@@ -176,8 +186,9 @@ class Migrations:
         self._cluster.bump_worker(worker)
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
-        """Cancel the slot's migration, because its target did not get ready. For `limits.left_alone_s` seconds no other
-        migration of the slot begins. `note`: what happened, for people."""
+        """Cancel the slot's migration, because its target did not get ready. For `limits.left_alone_s` seconds balance
+        does not move the slot, and a drain moves it only to a worker that is not known to be unfit or unreachable.
+        `note`: what happened, for people."""
         if slot.target is not None:
             slot.unfit[slot.target.worker] = slot.target.session
         self._cluster.cancel_migration(slot)

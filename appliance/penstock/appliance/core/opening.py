@@ -3,10 +3,11 @@ job), or the next attempt begins.
 
 Each rule decides whether the sender belongs to the launch that holds the run, or to the next launch. An attempt key in
 the request decides this directly. Without a key, a request for a free box of an attempt in which all boxes are alive
-comes from the same launch, which is still starting. If a box of the attempt is lost, the request comes from the next
-launch, because no process can rejoin a launch whose slots have moved to other workers. A request for a box that a live
-client holds is an error, because it may be a mistake. In a run with one box, however, such a request always opens the
-next attempt. So a job that is started again need not wait for the end of the lease of the dead launch.
+comes from the same launch, which is still starting. If a box of the attempt is lost or closed, the request comes from
+the next launch, because no process can rejoin a launch whose slots have moved to other workers. A request for a box
+that a live client holds is an error, because it may be a mistake. In a run with one box, however, such a request
+without a key opens the next attempt. So a job that is started again need not wait for the end of the lease of the dead
+launch.
 
 Pure functions: the cluster state is read, not changed.
 """
@@ -59,8 +60,8 @@ def run_name(request: pb.OpenRunRequest) -> str:
 
 
 def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
-    """Check all of the request that can be checked without the cluster state. Return the position where the box starts.
-    Raises InvalidArgumentError, BoxOutOfRangeError."""
+    """Check what can be checked of the request without the cluster state, except the limits in `check_limits`. Return
+    the position where the box starts. Raises InvalidArgumentError, BoxOutOfRangeError."""
     if not request.job or not request.loader.input_fn:
         raise InvalidArgumentError(
             f"job and input_fn must not be empty, got job={request.job!r}, input_fn={request.loader.input_fn!r}: pass "
@@ -159,7 +160,7 @@ def check_capacity(
     Args:
         credential: digest of the caller's credential token.
         superseded: attempt that ends before the box opens; None if none does.
-        slots_held: digest of a credential token -> number of slots in its open attempts.
+        slots_held: digest of a credential token -> number of slots of the boxes that it opened, in open attempts.
     """
     count, held, all_held = request.num_workers_per_box, slots_held[credential], slots_held.total()
     if superseded is not None:
@@ -209,7 +210,13 @@ def decide(
         return _next(run, request)
     if key:
         if held is not None and live:
-            raise _taken(current, held, now, ": give each process of the launch its own box number")
+            raise _taken(
+                current,
+                held,
+                now,
+                ": give each process of a launch its own box number, or a new launch a new "
+                "attempt key (attempt= or PENSTOCK_ATTEMPT)",
+            )
         return _join(current, request) if held is None else _next(run, request)
     if request.num_boxes == 1:
         return _next(run, request)
@@ -281,7 +288,7 @@ def seed_of(run: Run | None, request: pb.OpenRunRequest, fresh: Callable[[], int
     if request.has_seed:
         if run is not None and request.seed != run.seed and not resumes(request):
             raise InvalidArgumentError(
-                f"seed of run {run.name} must be {run.seed}, as at its first start, got {request.seed}: leave the seed "
+                f"seed of run {run.name} must be {run.seed}, as in its last launch, got {request.seed}: leave the seed "
                 "out, load a state, or choose another job name"
             )
         return request.seed

@@ -33,8 +33,9 @@ from penstock.proto.v1 import records_pb2
 
 
 def restore(cluster: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
-    """Fill an empty cluster state from its journal. `worker_lease_s`, `client_lease_s`: longest leases that workers and
-    clients were promised before the restart, in seconds. Raises JournalError if rows contradict each other."""
+    """Fill an empty cluster state from its journal. `worker_lease_s`, `client_lease_s`: shortest new leases of workers
+    and clients, in seconds: the longest that they were promised before the restart, or more if they must first find the
+    coordinator on another host. Raises JournalError if rows contradict each other."""
     try:
         _fill(cluster, now, worker_lease_s, client_lease_s)
     except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:

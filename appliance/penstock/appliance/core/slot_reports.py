@@ -25,8 +25,9 @@ _NO_REASON = records_pb2.ErrorDetail(
 
 
 def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: pb.SlotReport, now: float) -> bool:
-    """Record a worker's report about a slot. Return whether the report says that the slot's runner has ended. A report
-    of a worker that does not run the slot, or about another generation, changes nothing."""
+    """Record a worker's report about a slot that it runs, or that it prepares to take over. Return True if this is the
+    first report that the runner of a slot has ended. A report of another worker, or about another generation, changes
+    nothing."""
     slot = cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
     if slot is not None and slot.is_migrating_to(worker.name, report.generation):
         migrations.target_reported(slot, report, now)
@@ -34,18 +35,19 @@ def note(cluster: ClusterState, migrations: Migrations, worker: Worker, report: 
     if slot is None or slot.generation != report.generation or slot.worker != worker.name:
         return False  # fenced: the worker's next assignments do not have the slot
     cluster.note_rate(slot, report, now)
-    if report.doing != slot.doing:
-        slot.doing, slot.stack = report.doing[:_MAX_ACTIVITY], report.stack[:_MAX_STACK]
+    doing = report.doing[:_MAX_ACTIVITY]
+    if doing != slot.doing:
+        slot.doing, slot.stack = doing, report.stack[:_MAX_STACK]
         cluster.bump_box(*cluster.box_of(slot))
     if report.phase == pb.FAILED and slot.phase != pb.FAILED:
         if report.recycle:
             _recycle(cluster, slot, report)
         elif report.lost:
             what = report.error.message or "the worker reported no reason"
-            slot.stack = report.error.remote_traceback[:_MAX_STACK]
+            stack = report.error.remote_traceback[:_MAX_STACK]
             has_position = report.HasField("making") and quarantine.is_valid_position(report.making)
             making = owned(report.making) if has_position else None
-            cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
+            cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making, stack)
         else:
             cluster.fail(slot, report.error if report.HasField("error") else _NO_REASON)
         return True

@@ -420,7 +420,7 @@ class StateMachine:
 
     def slot_of_generation(self, key: SlotKey, generation: int) -> Slot:
         """Return the slot, if `generation` is its present one. Raises UnknownRunError for an unknown slot,
-        SupersededError for another generation."""
+        SupersededError for another generation, and for a slot without a worker."""
         attempt = self.cluster.attempt(key.run, key.attempt)
         slot = self.cluster.slot(key)
         if slot is None:
@@ -428,9 +428,10 @@ class StateMachine:
                 f"run {key.run} (attempt {attempt.number}) has no box {key.box} slot {key.slot}: restart this worker"
             )
         if slot.generation != generation or not slot.worker:
+            present = slot.generation if slot.worker else "that of its runner (it has none now)"
             raise SupersededError(
-                f"generation of {slot} of run {key.run} must be {slot.generation}, got {generation}: a newer runner "
-                "has replaced this one, so stop this one"
+                f"generation of {slot} of run {key.run} must be {present}, got {generation}: the coordinator has given "
+                "the slot to another runner, or to none, so stop this one"
             )
         return slot
 

@@ -36,7 +36,7 @@ class StateQueries:
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self._open: dict[int, StateQuery] = {}
-        """Serial number of a query -> the query, if a caller waits for it or a worker has still to answer it."""
+        """Serial number of a query -> the query, while it has callers."""
         self._joinable: dict[_Key, StateQuery] = {}
         self._finished: OrderedDict[_Key, StateQuery] = OrderedDict()
         self._by_request: dict[str, StateQuery] = {}
@@ -94,7 +94,7 @@ class StateQueries:
         return self._ask(trial, deadline)
 
     def are_open(self, run: str) -> bool:
-        """Return whether a state of the run is being fetched."""
+        """Return whether a state of the run is being fetched or aggregated."""
         return any(
             query.run == run and not query.done and not isinstance(query, MixtureTrial) for query in self._open.values()
         )

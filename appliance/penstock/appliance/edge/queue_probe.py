@@ -43,7 +43,8 @@ class QueueProbe:
         self.address = address
         self._every_s, self._clock = every_s, clock
         self._received_until = clock()
-        """Monotonic time of the newest probe that was answered: all calls that arrived earlier have left the queue."""
+        """Monotonic time when the newest answered probe was sent: all calls that arrived earlier have left the
+        queue."""
 
     def unreceived_s(self) -> float:
         """Return the largest age in seconds that a call still in the queue can have."""

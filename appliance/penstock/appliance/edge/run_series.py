@@ -42,10 +42,11 @@ REST = "others"
 @dataclass
 class ShareSeries:
     """Shares of a run's data sources over time: the share that was delivered, and the share that the mixture's weights
-    ask for. Shares count tokens if the weights do, else samples."""
+    ask for. Shares count tokens if the weights of any source do, else samples."""
 
     names: list[str] = field(default_factory=list)
-    """Names of the sources in each point; the last name is REST if there are more than SOURCES."""
+    """Names of the sources in the newest point; the last name is REST if there are more than SOURCES. A point from
+    before a source was known has fewer shares."""
     of_tokens: bool = False
     imbalance: float = 0.0
     """Cost of the most expensive box's batch in a step, divided by the mean over all boxes; 0 = not measured."""
@@ -57,14 +58,18 @@ class ShareSeries:
     _counted: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
 
     def add(self, at: float, boxes: Iterable[Box]) -> None:
-        """Add a point from the counts that all boxes reported. While no sample has been delivered, add nothing."""
+        """Add a point from the counts that all boxes reported. Add nothing if no sample was delivered in the last
+        SHARE_S seconds."""
         counts: dict[str, int] = {}
         wanted: dict[str, float] = {}
         self.imbalance = 0.0
+        boxes = list(boxes)
+        if not self.of_tokens and any(count.wanted_of_tokens for box in boxes for count in box.sources.values()):
+            self.of_tokens = True
+            self._counted.clear()  # they are numbers of samples
         for box in boxes:
             self.imbalance = max(self.imbalance, box.imbalance)
             for name, count in box.sources.items():
-                self.of_tokens = self.of_tokens or count.wanted_of_tokens
                 counts[name] = counts.get(name, 0) + (count.tokens if self.of_tokens else count.samples)
                 wanted[name] = max(wanted.get(name, 0.0), count.wanted)
         if not counts:

@@ -1,7 +1,7 @@
 """Coordinator process, from the loading of its cluster state to its end.
 
-The process can be ended in three orderly ways: by SIGTERM or SIGINT; by the event `stop`, for a program that runs the
-coordinator in its own event loop; or, with a parent watch, by the end of its parent process. The parent watch is a
+The coordinator can be ended in three orderly ways: by SIGTERM or SIGINT; by the event `stop`, for a program that runs
+the coordinator in its own event loop; or, with a parent watch, by the end of its parent process. The parent watch is a
 pidfd, which becomes readable when exactly that process ends, for any reason, and also if its process id is used again.
 (A parent-death signal would be sent when the *thread* that started the coordinator ends.) With a parent watch the
 coordinator ignores SIGINT: Ctrl-C reaches the whole process group, and a training loop that saves on Ctrl-C still needs
@@ -72,16 +72,18 @@ async def serve(
         tokens: credential tokens of callers, one bare token or lines "role:token".
         tls: certificate of the coordinator; with a CA file, callers must present certificates too.
         insecure: allows an address that other machines can reach without TLS.
-        parent_pid: id of the process whose end also ends the coordinator; None: no such process.
+        parent_pid: id of the parent process, whose end also ends the coordinator; None: the parent is not watched.
+            If the parent has ended already, return without a coordinator.
         ready: called with the coordinator's address, once calls are accepted.
         limits: leases, budgets and other limits; None: the defaults.
-        stop: event that stops the coordinator, for a process that runs other code too; None: SIGTERM and SIGINT stop
-            the coordinator.
+        stop: event that stops the coordinator, for a process that runs other code too. In the main thread SIGTERM and
+            SIGINT stop the coordinator too. None: only they, or the end of the parent.
         http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
         http_any_port: use a free port if that of `http` is in use.
         http_on_demand: without `http`, start the dashboard on loopback once an operator asks for it (OpenDashboard).
 
-    Raises JournalError, PortTakenError, InvalidArgumentError, TlsError before `ready` is called.
+    Raises JournalError, PortTakenError, InvalidArgumentError, AuthenticationError, TlsError before `ready` is called,
+    and JournalError later if a peer's report shows that commits are missing in the journal.
     """
     loop = asyncio.get_running_loop()
     own_process = stop is None

@@ -6,8 +6,8 @@ the state machine announces. A thread of its own writes and reads the data of sn
 so that a slow disk delays a snapshot and never a lease.
 
 A value that arrives in parts is collected in memory, up to the size that its header declares. That size is checked
-against the memory budget before the first byte is read. While memory is short, the data is not read and stays at the
-sender.
+against the memory budget when the first part is here. While memory is short, the other parts are not read and stay at
+the sender.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Service(CoordinatorServicer):
         self._signals.wake_all()
 
     async def save_histories(self) -> None:
-        """Write the history of every box to the journal, before the coordinator ends."""
+        """Write the history of each open box that has reported to the journal, before the coordinator ends."""
         cluster = self._state_machine.cluster
         for attempt in cluster.open_attempts():
             for box in attempt.boxes.values():
@@ -517,8 +517,8 @@ class Service(CoordinatorServicer):
                 found = await self._disk.run(self._store.snapshot, key, kept)
                 if found is None:
                     raise StateUnavailableError(
-                        f"the snapshot after batch {at.total} of box {at.box} slot {at.slot} of run {at.run} has been "
-                        "replaced by a newer one: retry"
+                        f"the snapshot after batch {at.total} of box {at.box} slot {at.slot} of run {at.run} was "
+                        "dropped, because a newer one has replaced it or its attempt is over: retry"
                     )
                 async for piece in self._read("FetchHistory", found[1]):
                     yield pb.HistoryPart(data=piece)

@@ -49,8 +49,9 @@ class MixtureCalls:
         self._orders = MixtureOrders(state_machine.cluster, state_machine.state_queries)
 
     async def change(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
-        """Try a change of a mixture on a worker, then make it; with `dry_run` only try it. Raises an error if the
-        change was not made."""
+        """Try a change of a mixture on a worker, or on all workers of the run if it adds sources, and then make it.
+        With `dry_run` only try it. If the same request was carried out before, return its change at once. Raises an
+        error if the change was not made, or if the trial failed."""
         made = self._orders.repeated(request)
         if made is not None:
             return made

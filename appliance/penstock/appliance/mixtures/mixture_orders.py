@@ -38,9 +38,9 @@ from penstock.proto.v1 import records_pb2
 __all__ = ["MixtureOrders", "Proposal"]
 
 SOURCES_MAX = 256
-"""Largest number of names and weights in one order."""
+"""Largest number of names, functions and weights in one order."""
 TEXT_MAX = 200
-"""Largest number of characters of a name or weight in an order."""
+"""Largest number of characters of a name, function or weight in an order."""
 FENCE_S = 20.0
 """Longest time in seconds for which the boxes may wait before the step of a change."""
 CHANGES_SIZE = 64 << 10
@@ -314,9 +314,15 @@ def _check(request: pb.ChangeMixtureRequest) -> None:
         raise InvalidArgumentError("a change needs --weights or --retire, got neither: give the new weights")
     texts = [text for asked in request.weights for text in (asked.source, asked.weight)]
     texts += [text for added in request.added for text in (added.source, added.function)] + list(request.retired)
-    if len(texts) > SOURCES_MAX or any(len(text) > TEXT_MAX or not text.isprintable() for text in texts):
+    if len(texts) > SOURCES_MAX or any(len(text) > TEXT_MAX for text in texts):
         raise InvalidArgumentError(
-            f"a change must have at most {SOURCES_MAX} names and weights, each of at most {TEXT_MAX} printable "
+            f"a change must have at most {SOURCES_MAX} names, functions and weights, each of at most {TEXT_MAX} "
             f"characters, got {len(texts)}, the longest with {max(map(len, texts))} characters: change fewer sources "
             "at once, or use shorter names"
+        )
+    unprintable = next((text for text in texts if not text.isprintable()), None)
+    if unprintable is not None:
+        raise InvalidArgumentError(
+            f"the names, functions and weights of a change must be printable text, got {unprintable!a}: choose another "
+            "name"
         )

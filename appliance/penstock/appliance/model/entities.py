@@ -1,5 +1,4 @@
-"""Entities of the coordinator: runs, attempts, boxes, slots, workers. Entities only hold data; state_machine.py changes
-the data.
+"""Entities of the coordinator: runs, attempts, boxes, slots, workers. They hold data; the modules of core/ change it.
 
     run       one loader of a training job, over all its launches
     attempt   one launch of the job, as far as the run is concerned
@@ -7,7 +6,7 @@ the data.
     slot      one logical worker of a box, whatever process runs it
     worker    daemon that runs slots, each in a process called runner
 
-Ownership. A run has at most one open attempt. An attempt has an entry for each of its boxes, and an opened box has its
+Ownership. A run has at most one open attempt. An attempt has an entry for each box that was opened in it, with its
 slots. A slot has at most one worker, under a generation that rises each time the slot moves. Calls for an older attempt
 or generation are refused. Each new number of attempt or generation is in the journal before any peer receives it.
 
@@ -81,7 +80,7 @@ class SlotLoss:
     """Number of the slot's batches that were known to be delivered at that time. If the number is higher later, the
     slot has made progress since."""
     making: records_pb2.Skip | None = None
-    """Position of the batch that the runner was making when it died; None if it was not making one."""
+    """Position of the batch that the runner was making when it died; None if it was making none, or if not known."""
 
 
 @dataclass
@@ -121,10 +120,10 @@ class Slot:
     """Highest generation reserved for a migration target. It is in the journal, so that no generation is used twice,
     even after a restart of the coordinator."""
     moved_at: float = 0.0
-    """Monotonic time when the slot's runner on its present worker became ready, or when a restarted coordinator found
-    the slot in its journal."""
+    """Monotonic time when the slot's present runner became ready or took the slot over, or when a restarted coordinator
+    found the slot in its journal."""
     left_alone_until: float = 0.0
-    """Monotonic time until which the slot stays on its worker after a failed migration."""
+    """Monotonic time until which balance leaves the slot on its worker, after a failed migration."""
     unfit: dict[str, str] = field(default_factory=dict)
     """Workers that failed to get ready as the slot's migration target: name -> the worker's session at that time."""
     migrated: bool = False
@@ -151,11 +150,12 @@ class Slot:
     start_stage: int = 0
     """Stage of the runner's start (StartStage). A newer worker may report an unknown stage."""
     stack: str = ""
-    """Python stack of the slot's runner: the present one while `doing` is set, else the one at the runner's last
-    death."""
+    """Python stack of the slot's runner: the present one while `doing` is set; else that of the runner that was lost
+    last. "" if it is not known, if the slot's last move was no loss, or if a stall has ended since (`doing` became "").
+    """
     outgrown: int = 0
-    """Generation of the slot's previous runner, if that runner was replaced because it used too much memory before its
-    second batch; else 0. If the next runner does the same, the slot fails."""
+    """Generation of the runner that was replaced last because it used too much memory, if it did so before its second
+    batch; else 0. If the runner of the next generation does the same, the slot fails."""
     skips: dict[tuple[int, int], int] = field(default_factory=dict)
     """(epoch, total) -> number of batches to skip after the slot's batch number `total`, including those that were
     skipped before the state from which the run resumed."""
@@ -216,8 +216,8 @@ class Box:
     earlier: tuple[records_pb2.BoxPosition, ...] = ()
     """Positions of the box that an earlier coordinator process recorded. Only `penstock replay` uses them."""
     settled: bool = False
-    """True if the box had closed before the coordinator restarted. The last position of `earlier` is then the box's
-    final one."""
+    """True if the box had closed, with a complete history, before the coordinator restarted. The last position of
+    `earlier` is then the box's final one."""
     epoch_ended: bool = False
     abandoned: dict[int, int] = field(default_factory=dict)
     """Epoch -> its last step, for epochs that the loop abandoned by `break`."""
@@ -278,7 +278,7 @@ class Box:
         return self.delivered.slots[slot].total if self.delivered.slots else self.start.total[slot]
 
     def unreachable_since(self, since: float) -> set[str]:
-        """Return the names of the workers that the box reported as unreachable at the time `since` or later."""
+        """Return the names of the workers that the box reported as unreachable after the time `since`."""
         return {worker for worker, at in self.unreachable.items() if at > since}
 
     def measure(self, now: float, steps: int) -> None:
@@ -431,7 +431,7 @@ class Attempt:
     def unreported_abandonment(self, box: Box, step: int) -> int | None:
         """Return a step at which this box may have abandoned an epoch without having reported it yet. Boxes usually
         abandon an epoch at the same step. So this is the first step before `step` that the reports of this box do not
-        reach, and after which another box abandoned an epoch; None if there is none. Until this box reports an
+        pass, and after which another box abandoned an epoch; None if there is none. Until this box reports an
         abandoned epoch, or a later step, its position at `step` is unknown."""
         if box.epoch_ended or box.presence is not BoxPresence.LIVE:
             return None

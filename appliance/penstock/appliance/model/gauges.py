@@ -48,8 +48,8 @@ class SlotGauge:
         self._at = now
 
     def restart(self, now: float) -> None:
-        """Record at the time `now` that the slot lost its runner. `now` is 0 if no new runner is expected to catch up,
-        for example because the box was lost too."""
+        """Record at the time `now` that the slot lost its runner. `now`: monotonic seconds; 0 if the recovery must not
+        be reported as an event, because the slot migrated, or because its box is lost or closed."""
         self.queued, self.mean_queued, self._at, self.lost_at, self.behind = 0, 0.0, 0.0, now, True
 
 

@@ -72,8 +72,8 @@ class Limits:
     stall_s: float = 1.0
     """Delay of the coordinator's own timer, in seconds, above which the coordinator counts as having been stopped. A
     stopped coordinator receives no calls, so it extends every lease by the whole delay. After a shorter delay it
-    extends every lease by the part above two periods of the timer (`tick_s`). An overloaded coordinator drops no peer
-    before two leases of silence: see lease_policy.patience_s."""
+    extends every lease by the part above two periods of the timer (`tick_s`). An overloaded coordinator waits for
+    longer, for up to two leases of silence or more: see lease_policy.patience_s."""
     linger_s: float = 60.0
     """Time that a closed box keeps its workers while other boxes of the run are open. A rank that saves after its last
     step needs the states of the boxes that closed before it."""
@@ -85,9 +85,11 @@ class Limits:
     """Longest time for a migration target to become ready. A target may have to import torch and read the index of a
     dataset. Meanwhile the slot runs on its present worker."""
     migration_s: float = 5.0
-    """Longest time for the present worker to make the snapshot durable that a ready migration target needs."""
+    """Longest time for the present worker to make the snapshot durable that a ready migration target needs. After this
+    time the slot migrates without the snapshot."""
     left_alone_s: float = 30.0
-    """Time that a slot stays on its worker after a failed migration."""
+    """Time after a failed migration in which balance does not move the slot again. A slot whose worker drains may go to
+    another worker meanwhile, but not to one that failed to get ready for it or that its box cannot reach."""
     balance_after_s: float = 30.0
     """Time that a slot stays on its worker before balance may move the slot; 0 = balance never moves a slot. After this
     time the measured waits of the loop are mostly those with the slot's present worker. A move itself takes about a

@@ -62,7 +62,8 @@ class RecentEvents:
         self._listener: Callable[[Event], None] = lambda event: None
 
     def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call `listener` with each event: at once with the present ones, and with later ones when they happen."""
+        """Call `listener` with each event: at once with the present ones, and with later ones when they happen. A
+        repetition, which only raises a count, causes no call."""
         self._listener = listener
         for event in self._events:
             listener(event)

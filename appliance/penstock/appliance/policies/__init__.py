@@ -1,1 +1,1 @@
-"""Decisions of the coordinator that are pure functions of its entities: placement, leases, quarantine, bottlenecks."""
+"""Policies of the coordinator, as functions of its entities: placement, leases, quarantine, bottlenecks."""

@@ -3,11 +3,12 @@
 If a loop seldom waits, the loop itself is the bottleneck, and faster input would not help. If it waits, its waits alone
 could suggest the wrong slot: the loop takes the slots in turn, so if all are equally slow, it waits for one slot, and
 the others make their batches meanwhile. So two measurements decide: the number of batches that the other slots have
-ready, and the time that each slot takes for a batch. A slot is the bottleneck if the other slots have batches ready
-while the loop waits for this slot, and if this slot takes at least 1.5 times as long for a batch. Ready batches alone
-prove nothing, because over time any small difference in speed fills a ring. If no other slot has batches ready, or if
-all take equally long, there are too few slots, or input_fn is too slow. If the slot that the loop waits for has batches
-ready itself, the batches are made in time and arrive late: the bottleneck is the network.
+ready, and the time that each slot takes for a batch. A slot is the bottleneck if it causes at least half of the
+waiting, if at least half of the other slots have batches ready meanwhile, and if it takes at least 1.5 times as long
+for a batch as they usually do. Ready batches alone prove nothing, because over time any small difference in speed fills
+a ring. If most other slots have no batches ready, or if all take equally long, there are too few slots, or input_fn is
+too slow. If the slot that the loop waits for is on another host and has batches ready itself, the batches are made in
+time and arrive late: the bottleneck is the network.
 
 Collectives usually keep the boxes of a run in step, so the run is as fast as the box that waits most.
 
@@ -27,7 +28,9 @@ from penstock.runtime.telemetry.units import INPUT_BOUND, percent
 LEAST_S = 3.0
 """Shortest time over which waits must be measured before a bottleneck is reported, in seconds."""
 MIN_BLAME = 0.5
-"""Smallest share of a box's waiting, from 0 to 1, that one slot or worker must cause to be called the bottleneck."""
+"""Smallest share, from 0 to 1, of a box's waiting that a slot or worker must cause to be called a straggler; also the
+smallest share of the waiting for a slot that must happen while its batches are ready, for the network to be called the
+bottleneck."""
 STRAGGLER_FACTOR = 1.5
 """Smallest ratio of a straggler's time per batch to that of the other slots."""
 
@@ -116,13 +119,13 @@ def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Bottleneck | None:
 
 
 def _unplaced(box: BoxFacts) -> Bottleneck | None:
-    """Return a bottleneck if a slot of the box has no worker, so that the box's loop still lacks its first batch; else
-    None."""
+    """Return a bottleneck if a slot of the box has no worker, and the waits of the box have been measured for less than
+    LEAST_S seconds, usually because its loop still lacks its first batch; else None."""
     slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
     if slot is None or box.span_s >= LEAST_S:
         return None
     text = (
-        f"Box {box.box} cannot begin: no worker has free capacity for its slot {slot.slot}. Start more workers, or "
+        f"Box {box.box} must wait: no worker has free capacity for its slot {slot.slot}. Start more workers, or "
         "workers with more slots."
     )
     return Bottleneck("unplaced", text, box.wait_share, box.box, slot.slot)
@@ -167,8 +170,8 @@ def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
 
 
 def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Bottleneck | None:
-    """Return a bottleneck if the loop waits mainly for one slot, or for the slots of one worker, while the other slots
-    have batches ready; else None."""
+    """Return a bottleneck if the loop waits mainly for one slot, or for the slots of one worker, while at least half of
+    the other slots have batches ready, and if this slot or worker is slower than the others; else None."""
     by_worker = Counter[str]()
     for slot in box.slots:
         by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]

@@ -40,8 +40,8 @@ def _lost_at(slot: Slot, worker: str) -> int:
 
 
 def why_not_allowed(input_fn: str, workers: Iterable[Worker]) -> str:
-    """Return why no registered worker may run the input_fn ("module:function"), with the remedy; "" if some worker may,
-    or if no worker is registered."""
+    """Return why no worker may run the input_fn ("module:function"), with the remedy; "" if some worker may, or if
+    there is none. Only workers that are registered and do not drain count."""
     module = module_of(input_fn)
     present = [worker for worker in workers if worker.registered and not worker.draining]
     if not present or any(worker.may_run(module) for worker in present):

@@ -1,12 +1,11 @@
-"""Poison batches: finds the batch that kills its runner each time, and decides whether to fail the slot or to skip the
-batch.
+"""Poison batches: pure functions that find the batch that kills its runner each time, record that it is skipped, and
+make the error of a slot that fails. `ClusterState.move` (core/cluster_state.py) counts the losses of a slot. Its method
+`_give_up` decides whether the slot fails or the batch is skipped.
 
 A runner records the position of the batch that it is making. If the runner dies, its worker reports that position. A
 batch is quarantined when its slot has been lost too often without progress and every loss was at the batch's position.
 Then the slot fails with an error that names the batch; or, by the run's policy, the batch is skipped. Every later
 runner of the slot, and every replay, omits a skipped batch, and the next batch takes its number.
-
-Pure functions.
 """
 
 from __future__ import annotations

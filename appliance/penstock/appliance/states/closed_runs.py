@@ -1,9 +1,9 @@
 """Last state of each run that has ended, kept for a while for `penstock state` and other programs.
 
-While a run is open, its workers have its states. When it ends, the workers are freed and the states are lost. Only the
-state that was fetched last, usually the job's own last checkpoint, is still in the coordinator's memory. This state is
-written to the database of snapshots. So training is not delayed, and the kept state is exactly the one that the job
-saved.
+While a run is open, its workers have its states. When it ends, the workers are freed and the states are lost. Only
+states that were fetched lately are still in the coordinator's memory. The one of the highest step, usually the job's
+own last checkpoint, is written to the database of snapshots. So training is not delayed, and the kept state is exactly
+the one that the job saved.
 
 Pure: this module decides which states are kept and which may be dropped; the service writes and reads the states.
 """
@@ -23,8 +23,8 @@ __all__ = ["ClosedRun", "ClosedRuns", "boxes_of", "parts_of"]
 
 @dataclass(frozen=True)
 class ClosedRun:
-    """Description of the state that is kept of an ended run: the newest that was fetched while the run was open. The
-    state itself is in the database."""
+    """Description of the state that is kept of an ended run: of the states in memory when it ended, that of the highest
+    step. The state itself is in the database."""
 
     run: str
     attempt: int
@@ -55,8 +55,8 @@ class ClosedRuns:
         return ClosedRun(query.run, query.attempt, query.step, self._wall(), size)
 
     def superfluous(self, new: ClosedRun) -> list[str] | None:
-        """Return the names of the runs whose kept states must be dropped to make room for `new`; None if `new` alone is
-        too large to be kept."""
+        """Return the names of the runs whose kept states must be dropped, to make room for `new` or because they are
+        too old; None if `new` alone is too large to be kept."""
         limits = self._limits
         if new.size > limits.closed_bytes:
             return None

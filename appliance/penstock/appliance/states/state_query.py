@@ -21,11 +21,11 @@ the caller.
 If a slot is being recovered, the query waits until the slot's new worker is ready, and then asks that worker. If the
 training process of a box has stopped reporting, the query waits for it while another box of the run reports: a process
 that was only stopped comes back, and a save that failed at once would end a training whose processes all live. A box
-whose only epoch is over answers with its final state.
+whose epoch is over, and whose loop has not begun another one, answers with its state after its last step.
 
 The record of a box depends on this box alone. So boxes are collected in their order, with a limited number of slots at
 a time. The records of a complete box may be sent and dropped before the last boxes are begun. So the state of a large
-fleet is never in memory as a whole. An error may therefore come after the records of some boxes.
+fleet need not be in memory as a whole. An error may therefore come after the records of some boxes.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class SlotStateRequest:
     serial: int
     """Serial number of the query that sends the request."""
     abandoned: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
-    """Epochs that the loop abandoned, as (epoch, the slot's total when the loop left it). All abandoned epochs from
-    `abandoned_from` on are in the tuple."""
+    """Epochs that the loop abandoned before the slot had ended them, as (epoch, the slot's total when the loop left
+    it). All such epochs from `abandoned_from` on are in the tuple."""
     abandoned_from: int = field(default=0, compare=False, kw_only=True)
 
     @property
@@ -185,7 +185,7 @@ class StateQuery:
     boxes: dict[int, BoxState] = field(default_factory=dict)
     """Complete boxes whose states are still in memory, by number."""
     complete: int = 0
-    """Number of boxes whose slots have all answered."""
+    """Number of boxes of which all slots have answered for the final plan."""
     released: bool = False
     """True if states were dropped from memory after they were sent, so that no further caller can join the query."""
     sent: dict[int, int] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class StateQuery:
     changed: list[SlotStateRequest] = field(default_factory=list)
     """Requests to workers that were opened or withdrawn since the workers were last told."""
     completed: list[int] = field(default_factory=list)
-    """Numbers of the boxes whose last slot has answered since the callers were last told."""
+    """Numbers of the boxes that became complete since the callers were last told."""
     failure: PenstockError | None = None
     _asked_boxes: int = 0
     """Number of boxes whose slots have been asked so far. Boxes are begun in the order of their numbers."""
@@ -210,8 +210,8 @@ class StateQuery:
     epochs known then; the epochs abandoned by then. The worker would refuse the position again, so the slot gets no new
     request until one of the three has changed."""
     _starts: dict[int, Position] = field(default_factory=dict)
-    """Box -> the newest reported position after which digests were requested. It is used even after the cluster state
-    has got a later one."""
+    """Box -> the newest reported position after which digests were requested. It is still used if later reports have
+    replaced it in the cluster state."""
     _missing: dict[int, list[str]] = field(default_factory=dict)
     """Box -> what is missing for its completion, apart from answers of workers; as text."""
 

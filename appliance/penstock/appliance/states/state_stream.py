@@ -77,8 +77,8 @@ def in_json(state: BoxState, limit: int) -> BoxState:
 
 
 def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
-    """Yield the states as serialised messages, each with the states of several slots (StatePart.parts), for a caller
-    that accepts them."""
+    """Yield the states as serialised messages, for a caller that accepts packed messages: states up to half of CHUNK
+    bytes share a message (StatePart.parts); a larger state has one or more messages of its own."""
     pack: list[bytes] = []
     size = 0
     for part in _serialised(states):

@@ -7,8 +7,8 @@ refused, before SQLite writes to it or empties its log. The journal's number is 
 signed (`CommitMarks`). By this number a coordinator detects commits that the disk has lost together with the file, and
 an old copy of the directory.
 
-The file is written after each commit, but synced only when it is created. It survives the end of the process. After a
-loss of power it may be a few seconds old, which makes the check weaker but never wrong.
+The file is written after each commit, but synced only when the database is opened. It survives the end of the process.
+After a loss of power it may be a few seconds old, which makes the check weaker but never wrong.
 """
 
 from __future__ import annotations
@@ -100,6 +100,12 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
 
 
 def _unreadable(name: object, error: Exception) -> JournalError:
+    code = getattr(error, "sqlite_errorname", "")
+    if code.startswith(("SQLITE_BUSY", "SQLITE_CANTOPEN")) or code in ("SQLITE_READONLY", "SQLITE_READONLY_DIRECTORY"):
+        return JournalError(
+            f"{name} cannot be opened as a coordinator's database ({error}): give the coordinator's user access to the "
+            "file and its folder, and end other programs that use the file"
+        )
     return JournalError(
         f"{name} cannot be read as a coordinator's database ({error}): restore a copy of the file, or move the file "
         "away to start anew"

@@ -56,7 +56,7 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # The highest generation reserved for a migration target of a slot: see migration.py.
     "reserved": (("run", "attempt", "box", "slot"), ("generation",)),
     "abandoned": (("run", "attempt", "box", "epoch"), ("step",)),
-    # For `penstock replay` alone: see box_history.py. These are the only rows of boxes of an attempt that is over.
+    # For `penstock replay` alone: see box_history.py. They stay when an attempt is over, as its rows in "boxes" do.
     "tracks": (("run", "attempt", "box"), ("over", "history")),
     # Runs that have delivered nothing yet: see box_progress.py. An older release's run has no row, and counts as used.
     "unused": (("run",), ()),
@@ -271,7 +271,7 @@ class Journal:
                         self._db.execute(sql, _made(values))
         except sqlite3.Error as error:
             raise JournalError(
-                f"{self.name} cannot be written ({error}); {len(rows)} rows of {_bytes_of(rows)} bytes wait. Free "
+                f"{self.name} cannot be written ({error}); {len(rows)} changes of {_bytes_of(rows)} bytes wait. Free "
                 "space on the disk, or make the file writable; the next call tries again"
             ) from error
 
@@ -331,7 +331,8 @@ def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
 
 
 def _bytes_of(rows: Rows) -> int:
-    """Return the size of the rows' values in bytes. SQLite writes more, because it writes whole pages."""
+    """Return the size of the rows' values in bytes, without those of `put_all`. SQLite writes more, because it writes
+    whole pages."""
     put = (values for _, values in rows.values() if not callable(values))
     made = (value for values in put for value in values if value is not _SUM)
     return sum(len(value) if isinstance(value, str | bytes) else 8 for value in made)

@@ -152,7 +152,7 @@ class SnapshotIndex:
         share = self._limits.replay_share if self._of(key) else 1.0
         limit = int(self._limits.budget * share)
         if self.used + self.coming + size > limit:
-            used = f"{self.used} of {limit} bytes of the coordinator's snapshot budget are in use"
+            used = f"{self.used + self.coming} of {limit} bytes of the coordinator's snapshot budget are in use"
             return f"a snapshot of {size} bytes does not fit into the budget: {used}; {_MORE}"
         return ""
 
@@ -231,7 +231,7 @@ class SnapshotIndex:
                 "arguments, or return less from the loader's state_dict()"
             )
         if self.used + self.coming + size > self._limits.budget:
-            used = f"{self.used} of {self._limits.budget} bytes of the coordinator's budget are in use"
+            used = f"{self.used + self.coming} of {self._limits.budget} bytes of the coordinator's budget are in use"
             return f"its {size} bytes do not fit into the budget: {used}; {_MORE}"
         shares = [("such values", list(self._blobs.values()), self._limits.blob_share)]
         if credential:

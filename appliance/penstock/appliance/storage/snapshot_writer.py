@@ -1,9 +1,9 @@
 """Writer of snapshots and blobs, in a thread of its own. It bounds the memory of values that wait to be written, and
-writes many values in one commit.
+writes many snapshots in one commit.
 
 The thread is needed because a commit of megabytes takes as long as the disk needs, and leases must not wait for the
-disk. All waiting values share one commit, because a commit of any size costs one flush of the disk: with a commit for
-each snapshot of 76 kB, the flushes would be the larger part of the work. The memory is bounded because a starting fleet
+disk. Waiting snapshots share a commit, because a commit of any size costs one flush of the disk: with a commit for each
+snapshot of 76 kB, the flushes would be the larger part of the work. The memory is bounded because a starting fleet
 sends the first snapshots of all its slots at once.
 """
 
@@ -22,8 +22,8 @@ from penstock.appliance.storage.snapshot_store import Store
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 COMMIT_BYTES = 8 * MIB
-"""Largest size of one commit, in bytes. Such a commit takes a tenth of a second on a disk of 80 MB/s, in which removals
-and reads wait."""
+"""Largest size of a commit of several snapshots, in bytes. Such a commit takes a tenth of a second on a disk of 80
+MB/s, in which removals and reads wait. A larger snapshot has a commit of its own."""
 
 _Result = TypeVar("_Result")
 

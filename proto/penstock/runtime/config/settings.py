@@ -5,8 +5,8 @@ The daemons and commands (penstock.deploy.console.daemon_settings) and the train
 (penstock.runtime.config.job_settings) share this class, so that one file and one environment serve all of them by the
 same rules. pydantic-settings reads arguments and variables, and decides which value is used. This module reads the
 settings file, checks the types of its values, and names the source of each value for errors, `penstock config` and a
-daemon's log. Every setting is read separately, so that an invalid setting does not hide the others. The command line of
-pydantic-settings is not used: Typer's flags are made from these fields (penstock.deploy.console.options).
+daemon's log. An invalid setting does not hide the others. The command line of pydantic-settings is not used: Typer's
+flags are made from these fields (penstock.deploy.console.options).
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ class ResolvedSetting:
 
 
 def find(section: type[Section]) -> list[ResolvedSetting]:
-    """Return all settings of a section with their values, except secrets. Each is read separately, so that an invalid
-    or missing setting does not hide the others."""
+    """Return all settings of a section with their values, except secrets. If a setting is invalid or missing, the
+    others are returned nevertheless, but as they were given: texts of variables are not converted to other types."""
     problems: dict[str, tuple[str, Any]] = {}
     values: dict[str, Any] = {}
     try:

@@ -169,9 +169,13 @@ def _checked(file: SettingsFile) -> SettingsFile:
                 f"{file.where('', name)}: the settings file must not have {what}{likely(name, TABLES)}"
             )
         if not isinstance(value, dict):
+            remedy = (
+                'set the coordinator\'s address by coordinator = "HOST:PORT" in [cluster]'
+                if name == "coordinator"
+                else f"write its settings in lines below [{name}]"
+            )
             raise InvalidArgumentError(
-                f"{file.where('', name)}: {name} must be a section, [{name}], got a value; set the coordinator's "
-                'address by coordinator = "HOST:PORT" in [cluster]'
+                f"{file.where('', name)}: {name} must be a section, [{name}], got a value; {remedy}"
             )
     return file
 

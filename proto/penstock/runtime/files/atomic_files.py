@@ -1,4 +1,5 @@
-"""Atomic writes: if the machine stops at any moment, the file is complete afterwards or does not exist."""
+"""Atomic writes: if the process or, for a synced write, the machine stops at any moment, the file afterwards has either
+its whole new content, or what it had before (nothing, if it did not exist)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Writing of files directly from memory, without the kernel's page cache (O_DIRECT), where the filesystem supports
-it."""
+"""Writing of files directly from memory. Durable files are written without the kernel's page cache (O_DIRECT), where
+the filesystem supports it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def write_file(
 ) -> None:
     """Write the first `size` bytes of a memory region to a new file. The region must be padded to whole pages.
 
-    durable: True to sync the file to disk. passing: called with each piece before it is written; its exception ends the
-    write.
+    durable: True to bypass the page cache, and to sync the file to disk at the end. passing: called with each piece
+    before it is written; its exception ends the write.
     """
     handle = _open(path, direct=durable)
     try:

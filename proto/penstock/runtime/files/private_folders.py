@@ -3,7 +3,8 @@
 The system's temporary folder is shared with other users, so its content is not trusted: a private folder has a name
 that cannot be guessed and mode 0700, and its files are reached through its descriptor, never through a link. A process
 that is killed leaves its folder behind. The next process that makes a private folder removes the old folder. It removes
-only folders of this user with mode 0700 and Penstock's mark, whose lock no process holds.
+only folders of this user with mode 0700 or 0711 and Penstock's mark, whose lock no process holds. (A worker gives its
+folder mode 0711 if other users run its user code.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Ending of child processes together with the processes that they started, and texts that say how a process ended."""
+"""Killing and reaping of child processes by their ids, with the processes that they started, and texts that say how a
+process ended. The orderly end of a process (SIGTERM, a grace period, SIGKILL) is `Process.end` in watch.py."""
 
 from __future__ import annotations
 

@@ -124,7 +124,8 @@ def unshare(memory: mmap.mmap, fd: int) -> None:
     if found != address:
         raise OSError(
             ctypes.get_errno(),
-            "mmap cannot make a private copy of a ring (buffer for batches) that a forked child shares with its parent",
+            "mmap cannot make a private copy of memory (a ring or a progress page) that a forked child shares with its "
+            "parent",
         )
 
 

@@ -11,6 +11,6 @@ _NAMES = {"darwin": "macOS", "win32": "Windows"}
 
 if sys.platform != "linux":
     raise ImportError(
-        f"Penstock must run on Linux, got {_NAMES.get(sys.platform, sys.platform)}: it uses memfd, pidfd and seccomp. "
+        f"Penstock must run on Linux, got {_NAMES.get(sys.platform, sys.platform)}: it uses memfd, pidfd and prctl. "
         "Use a Linux machine, a container (deploy/docker), or WSL 2 on Windows"
     )

@@ -10,8 +10,8 @@ _PR_SET_DUMPABLE = 4
 
 
 def keep_memory_private() -> None:
-    """Forbid other processes of this user, except root's, to trace this process and to read its memory, environment and
-    descriptors.
+    """Forbid other processes of this user to trace this process and to read its memory, environment and descriptors.
+    Root's processes still may.
 
     Programs that this process starts by exec are not protected. Core dumps are disabled too.
     """

@@ -1,9 +1,10 @@
 """Start of child processes: fresh interpreters, and forks of this process.
 
-Children are started without a shell or standard input, with only the named descriptors, in a process group of their
-own. So Ctrl-C in a terminal reaches only the command that the user started, which then ends its children. Interpreters
-run with -P, so that a user's file in the working directory does not replace a module of Penstock or of Python. A
-spawned child ends with this process by watching it (`--parent-pid`, watch.py), a forked child by a parent-death signal.
+Interpreters are started without a shell or standard input, and with only the named descriptors. A fork has all
+descriptors of this process. Every child leads a process group of its own. So Ctrl-C in a terminal reaches only the
+command that the user started, which then ends its children. Interpreters run with -P, so that a user's file in the
+working directory does not replace a module of Penstock or of Python. A spawned program of Penstock ends with this
+process by watching it (`--parent-pid`, watch.py), a forked child by a parent-death signal.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Process:
         loop.add_reader(pidfd, ended)
 
     def send(self, number: int) -> bool:
-        """Send the process a signal. Return False if the process has ended."""
+        """Send the process a signal. Return False if the process has ended, or after `close`."""
         if self._pidfd < 0:
             return False
         try:

@@ -84,14 +84,14 @@ class SlotView:
 
     @property
     def remark(self) -> str:
-        """Remark about the slot, as text: its error; else what its runner is doing, if that takes long; else why it
-        moved."""
+        """Remark about the slot, as text: its error; else what its runner is doing, if that takes long, or its number
+        in the worker's start queue; else why the slot moved or could not move."""
         said = f"{self.error['name']}: {self.error['message']}" if self.error else self.doing or self.note or ""
         return " ".join(said.split())
 
     @property
     def saved(self) -> str:
-        """Age of the slot's newest durable snapshot, as text."""
+        """Age of the slot's newest durable snapshot, as text; "" if none was stored since the coordinator's start."""
         return "" if self.snapshot_age_s is None else f"{seconds(self.snapshot_age_s)} ago"
 
     @property
@@ -156,7 +156,7 @@ class Finding:
 
     @property
     def alarm(self) -> Alarm:
-        return "warn" if self.input_bound else "info" if self.kind in ("starting", "") else ""
+        return "warn" if self.input_bound else "info" if self.kind in ("starting", "epoch ended", "") else ""
 
 
 _KINDS = {
@@ -167,8 +167,19 @@ _KINDS = {
     "network": "Batches arrive late",
     "unplaced": "Slots without a worker",
     "recovering": "Recovering",
+    "epoch ended": "Epoch ended",
     "": "No box is live",
 }
+_BETWEEN_EPOCHS = Finding(
+    "epoch ended",
+    False,
+    "The epoch of each live box has ended, and its loop has not begun another one.",
+    0.0,
+    None,
+    None,
+    None,
+    0.0,
+)
 _NO_BOX = Finding("", False, "Its training job has ended, or has not reported.", 0.0, None, None, None, 0.0)
 
 
@@ -188,7 +199,7 @@ class StateView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Run of a job, as a display shows it. Its rates are those of its live boxes."""
+    """Run of a job, as a display shows it. Its rates are those of its live boxes whose epoch has not ended."""
 
     run: str
     attempt: int
@@ -211,8 +222,9 @@ class RunView:
 
     @property
     def finding(self) -> Finding:
-        """Bottleneck of the run; for a run without a live box, a finding that says so."""
-        return self.bottleneck or _NO_BOX
+        """Bottleneck of the run; for a run without a live box, or of which no live box is in an epoch, a finding that
+        says so."""
+        return self.bottleneck or (_BETWEEN_EPOCHS if any(box.live for box in self.boxes) else _NO_BOX)
 
     @property
     def slots(self) -> list[SlotView]:

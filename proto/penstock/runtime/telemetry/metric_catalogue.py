@@ -5,9 +5,9 @@ the Grafana dashboard and the alerts are tested against it.
 
 Rules. Names are `penstock_<noun>_<unit>`, in base units; those of counters end in `_total`. Each name is exported by
 one kind of process, so that a sum over all targets counts nothing twice; metrics of the training job begin with
-`penstock_client_`. No label has a value for each step, batch or state. Time series of a slot are exported by its worker
-and not by the coordinator, which may have 10,000 slots. A value that may decrease, such as a step after a resume, is a
-gauge. A counter counts from the start of its process or object.
+`penstock_client_` or `penstock_checkpoint_`. No label has a value for each step, batch or state. Time series of a slot
+are exported by its worker and not by the coordinator, which may have 10,000 slots. A value that may decrease, such as a
+step after a resume, is a gauge. A counter counts from the start of its process or object.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "",
         ("run",),
-        "Times that a slot of the open attempt was moved to another runner.",
+        "Times that a slot of the open attempt was taken from its runner; migrations do not count.",
     ),
     _coordinator(
         "penstock_run_skipped_batches_total",
@@ -113,7 +113,11 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     # ---- coordinator: the fleet
     _coordinator(
-        "penstock_workers", "gauge", "", ("phase",), "Worker daemons, by phase: live, draining, or lost (silent)."
+        "penstock_workers",
+        "gauge",
+        "",
+        ("phase",),
+        "Worker daemons, by phase: live, draining, or lost (not back since the coordinator's start).",
     ),
     _coordinator(
         "penstock_workers_recommended",
@@ -122,8 +126,12 @@ CATALOGUE: tuple[Metric, ...] = (
         (),
         "Number of daemons like the present ones that the open runs need, by measured demand and supply; 0: not known.",
     ),
-    _coordinator("penstock_slots_capacity", "gauge", "", (), "Runners that all live workers may run together."),
-    _coordinator("penstock_slots_used", "gauge", "", (), "Slots of live workers that are assigned to runs."),
+    _coordinator(
+        "penstock_slots_capacity", "gauge", "", (), "Runners that all live workers that do not drain may run together."
+    ),
+    _coordinator(
+        "penstock_slots_used", "gauge", "", (), "Slots that all workers hold; a slot in migration counts twice."
+    ),
     # ---- coordinator: its own health
     _coordinator("penstock_coordinator_uptime_seconds", "gauge", "seconds", (), "Time since the start of the process."),
     _coordinator(
@@ -202,7 +210,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "",
         (),
-        "Snapshots that the coordinator refused because its budget is used up.",
+        "Snapshots that the coordinator refused: they are too large, or its budget is used up.",
     ),
     _worker(
         "penstock_worker_snapshot_sent_bytes_total",

@@ -75,7 +75,8 @@ class WebServer:
         tls: certificate of this server; if it holds a CA, callers must show certificates too.
         insecure: allow an address that other machines can reach, without TLS.
 
-    Raises InvalidArgumentError, UnsafeBindError, PortTakenError, TlsError.
+    Raises InvalidArgumentError, UnsafeBindError, PortTakenError, TlsError, and AuthenticationError if there is no token
+    beyond loopback.
     """
 
     def __init__(

@@ -54,12 +54,18 @@ class MetricReadings:
 
     def add(self, name: str, value: float | Histogram, **labels: object) -> None:
         """Add the value of a metric. `name`: the metric's name in the catalogue. `labels`: values of exactly those
-        labels that the catalogue lists for it. Raises ValueError for other labels."""
+        labels that the catalogue lists for it. Raises ValueError for other labels, and for a metric that another kind
+        of process exports."""
         metric = BY_NAME[name]
-        if self._process not in metric.processes or set(labels) != set(metric.labels):
+        if self._process not in metric.processes:
             raise ValueError(
-                f"{name} of a {self._process} must have the labels {sorted(metric.labels)}, got {sorted(labels)}: "
-                "pass the labels of the catalogue"
+                f"{name} must be read in a process of the kind {' or '.join(metric.processes)}, got {self._process}: "
+                "add the process to the metric in the catalogue"
+            )
+        if set(labels) != set(metric.labels):
+            raise ValueError(
+                f"{name} must have the labels {sorted(metric.labels)}, got {sorted(labels)}: pass the labels of the "
+                "catalogue"
             )
         self._found[name].append(([str(labels[label]) for label in metric.labels], value))
 
