@@ -80,7 +80,7 @@ class Position:
     """Slot with which this epoch began, if the rotation continues across epochs; None: each epoch begins with slot
     0."""
     ended_before: bool = field(default=False, compare=False)
-    """True if the epoch before this one ended without any batch; see `exhaust`."""
+    """True if the last epoch that ended had no batch, and no abandoned epoch since had one; see `exhaust`."""
 
     @classmethod
     def start(cls, num_slots: int, *, step: int = 0, epoch: int = 0) -> Position:
@@ -134,7 +134,8 @@ class Position:
         """Remove the slot whose turn it is from the live slots, because its input has ended. Return True if this was
         the last live slot: the position is then the start of the next epoch.
 
-        Raises EmptyInputError if two epochs in a row have no batch, because the loop would then run forever.
+        Raises EmptyInputError if two epochs in a row have no batch, because the loop would then run forever. (Epochs
+        that were abandoned before their first batch are not counted.)
         """
         del self.live[self.cursor]
         if self.live:
@@ -151,6 +152,7 @@ class Position:
 
     def abandon_epoch(self) -> None:
         """Begin the next epoch before the end of this one, with the slot with which this epoch began."""
+        self.ended_before = self.ended_before and not any(self.delivered)
         self._next_epoch()
 
     def _next_epoch(self) -> None:
