@@ -247,6 +247,7 @@ async def server_aio(
     health_pb2_grpc.add_HealthServicer_to_server(status, interceptor)
     await status.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     files: Renewing | None = None
+    binding = listen
     try:
         if tls is None:
             port = server.add_insecure_port(listen)
@@ -256,9 +257,10 @@ async def server_aio(
             port = server.add_secure_port(listen, _server_credentials(files))
         if inner is not None:
             refuse_strangers(inner)
+            binding = inner
             server.add_insecure_port(inner)
     except RuntimeError as error:
-        raise _why_not_bound(listen) from error
+        raise _why_not_bound(binding) from error
     await server.start()
     tasks = [asyncio.create_task(_renew(verifier))]
     if socket_path(listen) is not None:  # only this user can connect to it
