@@ -309,7 +309,7 @@ class ReceiverLane:
                 if self._to_skip:
                     continue
             if self._whole:
-                if self._hasher is not None and not inbox.take_check(self._hasher):
+                if self._hasher is not None and not inbox.take_check(self._hasher, self._frame.total):
                     return True
                 self._publish()
             message = inbox.take()
