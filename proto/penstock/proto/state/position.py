@@ -220,10 +220,8 @@ class Position:
             raise InvalidArgumentError(
                 f"the first worker slot of a position must be below {count}, got {position.first}"
             )
-        if max(position.step, position.epoch, *position.total) > MOST:
-            raise InvalidArgumentError(
-                f"counts of a position must be <= {MOST}, got step {position.step}, epoch {position.epoch}"
-            )
+        if (most := max(position.step, position.epoch, *position.total)) > MOST:
+            raise InvalidArgumentError(f"step, epoch and totals of a position must be <= {MOST}, got {most}")
         if any(d > t for d, t in zip(position.delivered, position.total, strict=True)):
             raise InvalidArgumentError(
                 "a worker slot must have at most as many batches in this epoch as in all, got "
@@ -249,11 +247,12 @@ def advance(
 
     As in the loop, an epoch ends only when a further step needs a batch after its last one. The cost is one iteration
     for each end of a slot, independent of the number of steps. The stream digest of the result is None if `step` is
-    above `base.step`: see `chain_at`. Raises InvalidArgumentError if `step` is before `base.step`.
+    above `base.step`: see `chain_at`. Raises InvalidArgumentError if `step` is before `base.step`, EmptyInputError if
+    two epochs in a row had no batch.
     """
     if step < base.step:
         raise InvalidArgumentError(
-            f"step must be at least {base.step}, where this launch started, got {step}: request a later step"
+            f"step must be at least {base.step}, the earliest whose position is known, got {step}: request a later step"
         )
     at = base.copy()
     while True:
