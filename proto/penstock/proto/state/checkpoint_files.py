@@ -328,7 +328,7 @@ def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[FoundChe
 
 
 def newest(folder: Path) -> FoundCheckpoint | None:
-    """Return the newest checkpoint of a folder of which no file is missing or has another size; None if there is none."""
+    """Return the newest checkpoint in a folder without missing files or files of other sizes; None if there is none."""
     return next((one for one in checkpoints(folder) if not one.damage), None)
 
 

@@ -47,9 +47,7 @@ Global___ErrorDetail: _TypeAlias = ErrorDetail  # noqa: Y015
 
 @_typing.final
 class SlotPosition(_message.Message):
-    """Position of one worker slot, in batches: `delivered` in this epoch, `total` over the whole life of the run (the
-    worker_step).
-    """
+    """Position of one worker slot, in batches that the training loop got from it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -58,6 +56,7 @@ class SlotPosition(_message.Message):
     delivered: _builtins.int
     """in this epoch"""
     total: _builtins.int
+    """over the life of the run (the worker_step), or since it was last resumed on another"""
     def __init__(
         self,
         *,
@@ -133,7 +132,7 @@ Global___BoxPosition: _TypeAlias = BoxPosition  # noqa: Y015
 
 @_typing.final
 class EpochEnd(_message.Message):
-    """End of an epoch of one slot, because its input ended or the loop abandoned the epoch: after batch `total` of the slot
+    """End of an epoch of one slot: its input ended, or the loop abandoned the epoch, after batch `total` of the slot
     (counted over the run).
     """
 
@@ -228,7 +227,7 @@ class Options(_message.Message):
     max_batch_bytes: _builtins.int
     """a larger batch is an error"""
     strict_structure: _builtins.bool
-    """refuse a batch whose tree or dtypes changed"""
+    """refuse a batch whose tree, dtypes or ranks (numbers of dimensions) changed"""
     replay_without_state: _builtins.bool
     """save loaders without state methods as (epoch start, count), by replay"""
     retention_steps: _builtins.int
@@ -243,7 +242,7 @@ class Options(_message.Message):
     """the training loop's deadline: user code that takes half of it for one call is"""
     skip_poison: _builtins.bool
     """reported with its stack; 0 = unknown
-    a batch that kills its runner repeatedly is left out, if the loader allows it
+    leave out a batch that kills its runner repeatedly, if the loader can skip it
     """
     synthetic: _builtins.bool
     """repeat a worker's first batch instead of its loader's stream"""
