@@ -368,8 +368,8 @@ not among them, because it also occurs if a CA was made anew under its old name.
 
 
 def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
-    """Return the TlsError that explains a connection's error; None if TLS is not the cause. `what`: the other end, for
-    the message.
+    """Return the TlsError that explains a connection's error; None if TLS is not the cause, for example if bytes were
+    damaged in transit. `what`: the other end, for the message.
 
     Call this also for an error of the first read after the handshake: with TLS 1.3 the other end's refusal of this
     end's certificate arrives only then.
@@ -389,6 +389,8 @@ def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
             )
         return TlsError(f"{what} shows an invalid certificate: {_verification(error)}")
     if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return None
+    if is_damage(error):
         return None
     reason = str(error.reason)
     if "ALERT" in reason:
