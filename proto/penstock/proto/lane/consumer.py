@@ -222,7 +222,7 @@ class Consumer:
             size = again
         self._begin = self._at = self._end = 0
         if not size:
-            raise LaneLostError(f"{self.name}: the worker closed the connection")
+            raise LaneLostError(f"{self.name}: the other end closed the connection")
         if size > MAX_PACKET:
             raise malformed(f"{self.name}: a packet must have at most {MAX_PACKET} bytes, got {size}")
         self._end = size
@@ -283,7 +283,7 @@ class Consumer:
         try:
             if not data:
                 raise LaneLostError(
-                    f"{self.name}: the worker closed the connection before the file descriptor of its ring (shared "
+                    f"{self.name}: the other end closed the connection before the file descriptor of its ring (shared "
                     "buffer) arrived"
                 )
             if len(fds) != 1:
@@ -344,7 +344,7 @@ class Consumer:
         once, or by a later flush if the socket's buffer is full."""
         self.abandons += 1
         self._abandon = epoch + 1
-        self._seal()
+        self._queue_ack()
         self.flush()
 
     def want(self, pairs: Iterable[int]) -> None:
@@ -387,9 +387,9 @@ class Consumer:
                 unsent.popleft()
             if not self._dirty:
                 return True
-            self._seal()
+            self._queue_ack()
 
-    def _seal(self) -> None:
+    def _queue_ack(self) -> None:
         """Put the acks that were collected into the queue as one message, and begin a new message. If the acks have too
         many values for one message, put several into the queue."""
         unsent, released, wanted = self._unsent, self._released, self._wanted

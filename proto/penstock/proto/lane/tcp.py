@@ -86,14 +86,14 @@ def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * USER_TIMEOUT_S)
 
 
-def unreachable(address: str, error: OSError) -> DeadlineError | LaneLostError:
+def unreachable_error(address: str, error: OSError) -> DeadlineError | LaneLostError:
     """Return the error for a connection to `address` that failed: DeadlineError if nothing answered, else
     LaneLostError."""
     kind = DeadlineError if isinstance(error, TimeoutError) else LaneLostError
     return kind(f"no connection to {address}: {error}")
 
 
-def silence(address: str, error: OSError) -> DeadlineError | None:
+def silence_error(address: str, error: OSError) -> DeadlineError | None:
     """Return a DeadlineError if the kernel ended the connection to `address` because acknowledgements were missing;
     None if it ended for another reason."""
     if error.errno not in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):

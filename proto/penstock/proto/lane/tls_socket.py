@@ -42,7 +42,10 @@ def check_damage(error: OSError, *, heard: bool) -> None:
     end."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
-        raise BatchCorruptError(f"data of a TLS connection was damaged in transit: {error}") from error
+        raise BatchCorruptError(
+            f"data of a TLS connection was damaged in transit: {error}. Check memory and network of both machines if "
+            "this happens often"
+        ) from error
 
 
 JOINED = 16 << 10

@@ -4,7 +4,7 @@
         step-100/               a complete checkpoint: the folder gets this name once all its files are on the disk
             .metadata           torch.distributed.checkpoint's own index
             __0_0.distcp ...    files of torch.distributed.checkpoint: one for each rank and bucket
-            penstock.json       the manifest: size and checksum of each file, and the order of saves
+            penstock.json       the manifest: size and checksum of each file, and the number of the save
         step-125.tmp-4f2a9c01/  a save in flight, or one that stopped before its end; never read
         step-100.old-77e01b9d/  a checkpoint that another save of the same step is replacing
         latest                  the name of the newest checkpoint, for people and scripts

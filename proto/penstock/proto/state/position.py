@@ -180,8 +180,8 @@ class Position:
 
     @classmethod
     def received(cls, message: records_pb2.BoxPosition, kind: type[PenstockError] = ProtocolError) -> Position:
-        """Return the position in a message from a peer. Raises an error of class `kind`, with the remedy, for a
-        position that the rule of turns cannot reach."""
+        """Return the position in a message from a peer. Raises an error of class `kind`, with the remedy, for numbers
+        that contradict each other or are too large."""
         try:
             return cls.from_proto(message)
         except InvalidArgumentError as error:
@@ -189,8 +189,8 @@ class Position:
 
     @classmethod
     def from_proto(cls, message: records_pb2.BoxPosition) -> Position:
-        """Return the position in a message. Raises InvalidArgumentError for a position that the rule of turns cannot
-        reach."""
+        """Return the position in a message. Raises InvalidArgumentError for numbers that contradict each other or are
+        too large."""
         if len(message.live) > len(message.slots):
             raise InvalidArgumentError(
                 f"a position of {len(message.slots)} worker slots must have at most as many live ones (with batches "

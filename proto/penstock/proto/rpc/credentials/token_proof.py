@@ -10,7 +10,8 @@ without:
    and an HMAC of both numbers under the token. The caller sends the same header with all further calls, until a
    restarted coordinator refuses it with a new challenge.
 3. The coordinator sends an HMAC of its own with each answer. If an answer comes in parts, the HMAC is sent before the
-   first part. A caller ignores an answer or an error without this HMAC.
+   first part. Without this HMAC a caller accepts no answer, and no error except one that says that the coordinator
+   could not be reached in time.
 
 After a restart of the coordinator the header is no longer valid. A server that does not know the token cannot compute
 the HMAC with which it must answer the header. The coordinator need not store callers, because the header contains all
