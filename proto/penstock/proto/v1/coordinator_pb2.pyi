@@ -286,9 +286,11 @@ class SlotView(_message.Message):
     target_worker: _builtins.str
     """worker that prepares to take the slot over; "" = none"""
     migrated: _builtins.bool
-    """the last move was a migration: `note` needs no warning"""
+    """the last move was planned (a migration, a change of the mixture): `note` needs no"""
     start_queue_position: _builtins.int
-    """of its runner in the worker's queue of starts, from 1; 0 = not queued"""
+    """warning
+    of its runner in the worker's queue of starts, from 1; 0 = not queued
+    """
     start_queue_length: _builtins.int
     """with `start_queue_position`: runners in the worker's queue of starts"""
     start_stage: Global___StartStage.ValueType

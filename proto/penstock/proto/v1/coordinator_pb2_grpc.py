@@ -218,7 +218,7 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutBlob(self, request_iterator, context):
-        """---- both: content-addressed bytes of a run (a state to resume from)
+        """---- both: content-addressed bytes of a run (a state to resume from, or large arguments of input_fn)
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

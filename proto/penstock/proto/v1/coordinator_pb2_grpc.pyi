@@ -90,7 +90,7 @@ class CoordinatorStub:
     worker is ready. A slot for which no worker has capacity stays and keeps running.
     """
     PutBlob: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.BlobPart, _coordinator_pb2.PutBlobReply]
-    """---- both: content-addressed bytes of a run (a state to resume from)"""
+    """---- both: content-addressed bytes of a run (a state to resume from, or large arguments of input_fn)"""
     GetBlob: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.GetBlobRequest, _coordinator_pb2.BlobPart]
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
     """---- operators"""
@@ -154,7 +154,7 @@ class CoordinatorAsyncStub(CoordinatorStub):
     worker is ready. A slot for which no worker has capacity stays and keeps running.
     """
     PutBlob: _aio.StreamUnaryMultiCallable[_coordinator_pb2.BlobPart, _coordinator_pb2.PutBlobReply]  # type: ignore[assignment]
-    """---- both: content-addressed bytes of a run (a state to resume from)"""
+    """---- both: content-addressed bytes of a run (a state to resume from, or large arguments of input_fn)"""
     GetBlob: _aio.UnaryStreamMultiCallable[_coordinator_pb2.GetBlobRequest, _coordinator_pb2.BlobPart]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
     """---- operators"""
@@ -287,7 +287,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_coordinator_pb2.BlobPart],
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PutBlobReply, _abc.Awaitable[_coordinator_pb2.PutBlobReply]]:
-        """---- both: content-addressed bytes of a run (a state to resume from)"""
+        """---- both: content-addressed bytes of a run (a state to resume from, or large arguments of input_fn)"""
 
     @_abc_1.abstractmethod
     def GetBlob(

@@ -158,8 +158,9 @@ Global___EpochEnd: _TypeAlias = EpochEnd  # noqa: Y015
 
 @_typing.final
 class LoaderSpec(_message.Message):
-    """Description of a run's loader. User code is named, never sent: "module:qualname" and arguments in the safe
-    state envelope (penstock.proto.state.codec).
+    """Description of a run's loader. User code is named, "module:qualname", and its arguments are in the safe state
+    envelope (penstock.proto.state.codec). Only in embedded mode may a training job send code, to the workers that it
+    started: a pickle in the envelope, which all other workers refuse.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -172,9 +173,11 @@ class LoaderSpec(_message.Message):
     ALLOW_FIELD_NUMBER: _builtins.int
     ARGUMENTS_BLOB_FIELD_NUMBER: _builtins.int
     input_fn: _builtins.str
-    """"module:qualname"; module "penstock_main" is the main script at main_path"""
+    """"module:qualname"; module "penstock_main" is the main script at main_path, and"""
     arguments: _builtins.bytes
-    """envelope of {"args": tuple, "kwargs": dict}"""
+    """"penstock_by_value" stands for a function in the pickle
+    envelope of {"args": tuple, "kwargs": dict}; embedded only: of {"by_value": pickle}
+    """
     main_path: _builtins.str
     """embedded only: the training script, loaded in runners under the name penstock_main"""
     arguments_blob: _builtins.str
@@ -270,7 +273,7 @@ Global___Options: _TypeAlias = Options  # noqa: Y015
 
 @_typing.final
 class LoaderCapabilities(_message.Message):
-    """Capabilities of a loader, reported by the first runner of a slot."""
+    """Capabilities of a loader, as the slot's runner found them out."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -377,16 +380,16 @@ class MixtureChange(_message.Message):
     key: _builtins.str
     """identifies the change"""
     position: _builtins.int
-    """samples that the mixture gives before the change"""
+    """samples that the mixture gives in epoch `epoch` before the change, in all shards"""
     step: _builtins.int
     """first step of the boxes with the new weights, when it was ordered"""
     attempt: _builtins.int
     """attempt in which it was ordered"""
     epoch: _builtins.int
-    """first epoch of the loader that has the change; earlier ones do not"""
+    """first epoch of the loader that has the change, from `position` on"""
     @_builtins.property
     def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureWeight]:
-        """of all sources"""
+        """of all sources; a source that is left out has weight 0"""
 
     @_builtins.property
     def added(self) -> _containers.RepeatedCompositeFieldContainer[Global___AddedSource]: ...
