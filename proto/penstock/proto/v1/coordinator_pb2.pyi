@@ -1466,8 +1466,9 @@ class StateAnswer(_message.Message):
     worker: _builtins.str
     session: _builtins.str
     ended: _builtins.bool
-    """the epoch ended earlier: after ended_total batches in epoch ended_epoch"""
+    """no state, because epoch ended_epoch ended earlier: after batch ended_total of the"""
     ended_epoch: _builtins.int
+    """slot, counted over the run"""
     ended_total: _builtins.int
     samples_streamed: _builtins.int
     state_bytes: _builtins.int

@@ -559,9 +559,10 @@ class Resume(_message.Message):
     BLOB_FIELD_NUMBER: _builtins.int
     SAME_TOPOLOGY_FIELD_NUMBER: _builtins.int
     blob: _builtins.str
-    """envelope {"aggregated": user value or None, "strict": bool, "slots": {slot:"""
+    """envelope {"aggregated": user value or None, "strict": bool, "slots": {slot: its"""
     same_topology: _builtins.bool
-    """restart}}; "" = a new stream
+    """user state, restart point and digests}} of the box; "" = a new stream, from the
+    start position
     generators and positions in `blob` are valid; else only the aggregated state
     """
     def __init__(
