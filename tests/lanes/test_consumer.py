@@ -109,9 +109,9 @@ def test_receive_any_returns_announcements(pair: Pair) -> None:
     ("sealed", "size", "announced", "says"),
     [
         (False, 4 * PAGE, 4, "must be sealed"),
-        (True, 4 * PAGE, 5, "must have as many bytes, got"),
-        (True, 3 * PAGE, 4, "must have as many bytes, got"),
-        (True, 4 * PAGE, 0, "must have as many bytes, got"),
+        (True, 4 * PAGE, 5, f"must have {5 * PAGE} bytes, and entries of whole pages"),
+        (True, 3 * PAGE, 4, f"must have {4 * PAGE} bytes, and entries of whole pages"),
+        (True, 4 * PAGE, 0, "must have 0 bytes, and entries of whole pages"),
     ],
 )
 def test_unsealed_or_wrong_ring_is_never_mapped(pair: Pair, sealed: bool, size: int, announced: int, says: str) -> None:
@@ -130,7 +130,7 @@ def test_slots_must_be_whole_pages(pair: Pair) -> None:
     fd = memfd(4 * 1000, sealed=True)
     pass_ring(peer, fd, entry_bytes=1000)
     os.close(fd)
-    with pytest.raises(ProtocolError, match="must have as many bytes, got"):
+    with pytest.raises(ProtocolError, match="and entries of whole pages of"):
         consumer.receive()
 
 

@@ -133,7 +133,7 @@ def test_lost_runners_frames_are_sent_then_end(rig: Rig) -> None:
     assert not rig.ended.is_set(), "it stays for the last acks: closing now could destroy what is on its way"
     rig.far.close()
     assert rig.ended.wait(DEADLINE_S)
-    assert "the worker closed the connection" in rig.sender.reason
+    assert "the other end closed the connection" in rig.sender.reason
 
 
 @pytest.mark.parametrize("words", [{}, {"delivered": 2}, {"delivered": 2, "close": True}])

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.proto.lane import dialer
 from penstock.proto.lane.dialer import Dialer
-from penstock.proto.lane.tcp import round_trip_s, unreachable
+from penstock.proto.lane.tcp import round_trip_s, unreachable_error
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_silent_host_gets_long_then_short_tries(full: tuple[str, int], monkeypat
     for _ in range(2):  # each of its lanes
         with pytest.raises(TimeoutError, match=r"no answer within 0\.45 s"):
             dial.connect(full)
-    assert type(unreachable("x:1", patient.value)).__name__ == "DeadlineError"
+    assert type(unreachable_error("x:1", patient.value)).__name__ == "DeadlineError"
     monkeypatch.setattr(dialer, "SILENT_S", -1.0)
     dial.fell_silent(full)
     with pytest.raises(TimeoutError, match="timed out"):
@@ -47,4 +47,4 @@ def test_short_try_finds_listening_and_refusing() -> None:
             dial.fell_silent(where, found)
     with pytest.raises(ConnectionRefusedError) as refused:
         dial.connect(where)
-    assert type(unreachable("x:1", refused.value)).__name__ == "LaneLostError"
+    assert type(unreachable_error("x:1", refused.value)).__name__ == "LaneLostError"

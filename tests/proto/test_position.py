@@ -69,6 +69,24 @@ def test_two_empty_epochs_are_an_empty_input() -> None:
         position.exhaust()
 
 
+def test_an_abandoned_epoch_with_batches_parts_empty_epochs() -> None:
+    position = Position.start(1)
+    assert position.exhaust()
+    position.deliver()
+    position.abandon_epoch()
+    assert position.exhaust()
+    with pytest.raises(EmptyInputError):
+        position.exhaust()
+
+
+def test_an_abandoned_epoch_without_batches_counts_as_none() -> None:
+    position = Position.start(1)
+    assert position.exhaust()
+    position.abandon_epoch()
+    with pytest.raises(EmptyInputError):
+        position.exhaust()
+
+
 def test_a_restored_pass_may_have_nothing_left() -> None:
     position = Position(4, 0, [0], 0, [4], [4])
     assert position.exhaust()

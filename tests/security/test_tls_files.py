@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from pki import Pair, Pki
 
 from penstock.proto.errors import TlsError
-from penstock.proto.rpc.tls import load_tls
+from penstock.proto.rpc.tls import Tls, explain, load_tls
 
 
 def test_none_given_is_no_tls() -> None:
@@ -98,3 +99,10 @@ def test_a_key_that_anybody_can_read(pair: Pair, tmp_path: Path) -> None:
 def test_a_name_alone_means_nothing() -> None:
     with pytest.raises(TlsError, match="tls_name=x also needs tls_ca"):
         load_tls(name="x")
+
+
+@pytest.mark.parametrize("reason", ["DECRYPTION_FAILED_OR_BAD_RECORD_MAC", "SSLV3_ALERT_BAD_RECORD_MAC"])
+def test_damaged_bytes_are_not_blamed_on_files(reason: str) -> None:
+    error = ssl.SSLError(1, reason)
+    error.reason = reason
+    assert explain(error, "the coordinator", Tls()) is None

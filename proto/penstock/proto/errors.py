@@ -2,26 +2,26 @@
 
     PenstockError
     ├── InvalidArgumentError (ValueError)      an invalid value
-    │   └── UnsafeBindError                    listening beyond this machine without TLS
+    │   └── UnsafeBindError                    listening where others could listen in, or pose as the coordinator
     ├── PortTakenError (OSError)               the address to listen on is in use
     ├── ForkedProcessError (RuntimeError)      an object of the parent process is used in a forked child
     ├── AmbiguousContextError (RuntimeError)   several appliances are open: pass the one to use
     ├── JournalError                           the coordinator's state on disk cannot be read or written
     ├── batches
     │   ├── UnsupportedLeafError (TypeError)   a batch holds a value that is not a tensor, array or scalar
-    │   ├── StructureChangedError              strict mode: the tree or a dtype changed between batches
+    │   ├── StructureChangedError              strict mode: the tree, a dtype or a rank changed between batches
     │   ├── BatchTooLargeError                 a batch above max_batch_bytes
-    │   ├── BatchCorruptError                  a batch is damaged, however often it is fetched
+    │   ├── BatchCorruptError                  a batch is damaged, each time that it is fetched
     │   └── EmptyInputError (RuntimeError)     an input without any batch
     ├── DatasetError                           a dataset that cannot be read as it is: its index, columns or settings
     │   ├── ShardCorruptError                  a shard that does not match its index, or is not readable
-    │   └── ShardUnavailableError              a file that could not be fetched; names its address, and why
+    │   └── ShardUnavailableError              a file that could not be fetched or cached; names it, and why
     ├── state
     │   ├── UnsupportedStateError (TypeError)  a state holds an object without a safe encoding
     │   ├── StateCorruptError (ValueError)     checksum or framing does not match
     │   ├── StateVersionError                  written by a newer Penstock
     │   ├── StateMismatchError                 a state of another loader, seed or topology
-    │   ├── StateUnavailableError (RuntimeError)  the step was not delivered, or is no longer kept
+    │   ├── StateUnavailableError (RuntimeError)  the step was not delivered, is no longer kept, or cannot be saved now
     │   ├── NotRestartableError (RuntimeError) the loader cannot be saved as asked
     │   └── ReplayMismatchError                a restored loader does not reproduce its batches
     ├── CheckpointError (RuntimeError)         a checkpoint that could not be written or read; names rank and cause
@@ -35,14 +35,14 @@
     ├── run
     │   ├── UnknownRunError, BoxOutOfRangeError (ValueError), BoxTakenError, SupersededError
     │   ├── UnknownWorkerError                 no worker has that name
-    │   ├── TopologyError                      opened again with another topology and no state for it
+    │   ├── TopologyError                      opened with another topology than before, or than by other boxes
     │   ├── VersionSkewError                   the two ends speak different protocol versions
     │   ├── AuthenticationError                token missing or wrong
     │   ├── NotPermittedError                  the token is for another role
     │   └── TlsError                           a certificate that cannot be used or trusted; TLS at one end only
     └── peers
         ├── CoordinatorUnavailableError (ConnectionError)
-        │   └── OverloadedError                too many requests at a time; says when to retry
+        │   └── OverloadedError                above a limit, such as requests at a time; says when to retry
         ├── DeadlineError (TimeoutError)       a wait that ran out; names the awaited process
         │   └── NoWorkersError                 slots that no worker could take
         ├── WorkerLostError                    a worker died and its slot could not be recovered
@@ -50,8 +50,8 @@
         ├── LaneLostError (ConnectionError)    the peer is gone
         └── ProtocolError                      invalid bytes from a peer
 
-No `grpc.RpcError` leaves Penstock: `penstock.proto.rpc.channel` translates both ways with CATALOGUE. The traceback of a
-remote error is sent and shown with it. Nothing is unpickled to rebuild an exception.
+No `grpc.RpcError` leaves Penstock: `penstock.proto.rpc.wire_errors` translates both ways with CATALOGUE. The traceback
+of a remote error is sent and shown with it. Nothing is unpickled to rebuild an exception.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class InvalidArgumentError(PenstockError, ValueError):
 
 
 class UnsafeBindError(InvalidArgumentError):
-    """Error for a server that other machines could reach without TLS, and that was not started with `insecure`."""
+    """Error for a server that other machines could reach without TLS, and that was not started with `insecure`; and for
+    a Unix socket that another user made or could replace."""
 
 
 class PortTakenError(PenstockError, OSError):
@@ -170,7 +171,8 @@ class BatchTooLargeError(PenstockError):
 
 
 class BatchCorruptError(PenstockError):
-    """Error for a batch that still arrives damaged after it was fetched several times."""
+    """Error for a batch or another message on a lane that arrived damaged. It is fetched again; the training loop gets
+    the error only if a batch arrives damaged several times in a row."""
 
 
 class EmptyInputError(PenstockError, RuntimeError):
@@ -187,8 +189,8 @@ class ShardCorruptError(DatasetError):
 
 
 class ShardUnavailableError(DatasetError):
-    """Error for a file of a dataset that could not be fetched in time. The message names its address, the attempts, and
-    the last reason."""
+    """Error for a file of a dataset that could not be fetched in time, or for a cache folder that cannot be used. The
+    message names the file or folder, and the last reason."""
 
 
 class UnsupportedStateError(PenstockError, TypeError):
@@ -204,13 +206,13 @@ class StateVersionError(PenstockError):
 
 
 class StateMismatchError(PenstockError):
-    """Error for a state of another loader, seed or topology (number of boxes and workers). The message names both
-    values."""
+    """Error for a state of another loader, seed or topology (number of boxes and workers), and for boxes of one launch
+    of which only some load a state. The message names both values."""
 
 
 class StateUnavailableError(PenstockError, RuntimeError):
-    """Error for a request for a state at a step that was not delivered, or is kept no longer. The message names the
-    available steps."""
+    """Error for a request for a state, snapshot or blob that is not available: its step was not delivered, it is no
+    longer kept, or it cannot be made now. The message says what to request instead, or when."""
 
 
 class NotRestartableError(PenstockError, RuntimeError):
@@ -223,8 +225,8 @@ class ReplayMismatchError(PenstockError):
 
 
 class CheckpointError(PenstockError, RuntimeError):
-    """Error for a checkpoint that could not be written or read. The message names the step, the rank, the file and the
-    cause."""
+    """Error for a checkpoint that could not be written or read. The message names the cause, and the step, rank or file
+    that is concerned."""
 
 
 class CheckpointCorruptError(CheckpointError):
@@ -238,12 +240,13 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class InputFnError(PenstockError):
-    """Error that user code raised on a worker. The message names worker, box, slot and step."""
+    """Error that user code raised (input_fn, its loader, or the import of its module), or for a result of input_fn that
+    is no loader. In the training loop the message names worker, box, slot and step."""
 
 
 class MemoryLimitError(PenstockError):
     """Error for a runner (process that runs the loader) that needs more memory than its worker allows, as did the
-    runner before it. The message names both amounts and the remedy."""
+    runner before it. The message names the limit and the remedy."""
 
 
 class InputFnNotFoundError(PenstockError):
@@ -255,7 +258,7 @@ class InputFnNotAllowedError(PenstockError):
 
 
 class UnknownRunError(PenstockError):
-    """Error for the name of a run that the coordinator does not have."""
+    """Error for the name of a run that the coordinator does not have, or for a box that has not opened its run."""
 
 
 class UnknownWorkerError(PenstockError):
@@ -267,21 +270,21 @@ class BoxOutOfRangeError(PenstockError, ValueError):
 
 
 class BoxTakenError(PenstockError):
-    """Error for a box (data-parallel rank) that another live process of this launch already holds."""
+    """Error for a box (data-parallel rank) that another process holds already."""
 
 
 class SupersededError(PenstockError):
-    """Error for a call from an old training job or an old runner: its attempt (launch of the job), or its generation of
-    the slot, was closed or replaced by a newer one."""
+    """Error for a call from an old training job, runner or worker daemon: its attempt (launch of the job), its
+    generation of the slot, or its name was closed or taken over by a newer one. Also for an expired lane ticket."""
 
 
 class TopologyError(PenstockError):
-    """Error for a run that is opened again with another topology (number of boxes and workers), without a state that
-    fits."""
+    """Error for a run that is opened again with another topology (number of boxes and workers) and without a state, and
+    for boxes of one launch that differ in topology or input_fn."""
 
 
 class VersionSkewError(PenstockError):
-    """Error if the two ends use different protocol versions. The message names both versions and the remedy."""
+    """Error if the two ends use different protocol versions. The message names the known versions and the remedy."""
 
 
 class AuthenticationError(PenstockError):
@@ -302,8 +305,8 @@ class CoordinatorUnavailableError(PenstockError, ConnectionError):
 
 
 class OverloadedError(CoordinatorUnavailableError):
-    """Error if the coordinator gets too many requests at a time. The call has changed nothing; repeat it after
-    `retry_after_s`."""
+    """Error if a call would exceed a limit of the coordinator, such as that on requests at a time, runs or workers. The
+    call has changed nothing; repeat it after `retry_after_s`."""
 
     LONGEST_S = 60.0
     """Largest value of `retry_after_s` that is accepted from a peer, in seconds."""
@@ -320,7 +323,8 @@ class NoWorkersError(DeadlineError):
 
 
 class WorkerLostError(PenstockError):
-    """Error if workers or runners of a slot died and the slot could not be recovered."""
+    """Error if a process of a worker died, such as a runner. The training loop gets it if the slot could not be
+    recovered."""
 
 
 class LaneClosedError(PenstockError):

@@ -29,8 +29,8 @@ def _is_penstock(filename: str) -> bool:
 
 
 def format_remote(error: BaseException) -> str:
-    """Return the traceback text that is sent with an error: the remote traceback that the error already has, then the
-    traceback in this process. Frames of Penstock are folded."""
+    """Return the traceback text that is sent with an error: the traceback in this process, with the error's message at
+    the end, which includes the remote traceback that a PenstockError may have. Frames of Penstock are folded."""
     whole = traceback.TracebackException.from_exception(error)
     for one in _chain(whole):
         one.stack = _FoldedStack(one.stack)

@@ -229,7 +229,7 @@ class ReceiverLane:
 
     def _connected(self, sock: Connection) -> None:
         if isinstance(sock, OSError):
-            self._cut_off(tcp.unreachable(self._address, sock))
+            self._cut_off(tcp.unreachable_error(self._address, sock))
         elif isinstance(sock, PenstockError):
             self.fail(sock)
         elif self.over:
@@ -272,7 +272,7 @@ class ReceiverLane:
                     check_damage(error, heard=self._tcp_answered)
                     if not self._tcp_answered:
                         self._loop.dialer.check_refusal(error, self._address)
-                    self._silence = self._silence or tcp.silence(self._address, error)
+                    self._silence = self._silence or tcp.silence_error(self._address, error)
                     size = 0
                 if not size:
                     self._ended = True
@@ -309,7 +309,7 @@ class ReceiverLane:
                 if self._to_skip:
                     continue
             if self._whole:
-                if self._hasher is not None and not inbox.take_check(self._hasher):
+                if self._hasher is not None and not inbox.take_check(self._hasher, self._frame.total):
                     return True
                 self._publish()
             message = inbox.take()
@@ -430,7 +430,7 @@ class ReceiverLane:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._silence = self._silence or tcp.silence(self._address, error)
+            self._silence = self._silence or tcp.silence_error(self._address, error)
             out.clear()  # the code that reads detects the end, after the last frames
         if not producer.attached:
             if sock is None or not out:

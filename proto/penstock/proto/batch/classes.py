@@ -84,11 +84,13 @@ def register_class(cls: T, name: str | None = None) -> T:
     It can be used as a decorator. A class that is defined again (by a notebook cell that is run twice) replaces the
     earlier class.
 
-    Raises InvalidArgumentError if `cls` is neither a namedtuple nor a dataclass, or `name` belongs to another class.
+    Raises InvalidArgumentError if `cls` is neither a namedtuple nor a dataclass that can be rebuilt from its fields
+    (`class_fields`), if `name` is empty or too long, or if it belongs to another class.
     """
     if not isinstance(cls, type) or class_fields(cls) is None:
         raise InvalidArgumentError(
-            f"register_class: cls must be a namedtuple or a dataclass, got {cls!r}: pass such a class"
+            "register_class: cls must be a namedtuple or a dataclass (not abstract, and without a base written in C, "
+            f"such as dict), got {cls!r}: pass such a class"
         )
     if name is None:
         name = f"{cls.__module__}:{cls.__qualname__}"

@@ -3,7 +3,7 @@ replay compares it, and the stream digest of a box includes it.
 
 The digest distinguishes a wrong batch from the right one; it is not a checksum of every byte. The structure, all
 shapes, and data up to 64 KiB are covered in full. Of larger data the digest covers the first and last 4 KiB, and 64 to
-127 words of 8 bytes spread between. A batch of other samples differs in nearly all of these words. The digest costs 1
+66 words of 8 bytes spread between. A batch of other samples differs in nearly all of these words. The digest costs 1
 to 2 us at any size; all bytes of 1 MiB would take 9 to 18 us. Data up to 64 KiB are still in the cache, where all bytes
 cost no more than the words. The words lie an odd number of words apart. Otherwise, if each row of an image or padded
 sequence has a power-of-two number of bytes, all words could fall on one column. With DigestCover.FULL the digest covers

@@ -221,7 +221,9 @@ class Structure:
         encoded = text.encode("utf-8", "surrogatepass")
         problem = _too_long(encoded)
         if problem:
-            raise UnsupportedLeafError(f"the batch's structure takes {problem}; stack its values into fewer tensors")
+            raise UnsupportedLeafError(
+                f"the batch's structure takes {problem}; stack its values into fewer tensors, or shorten its keys"
+            )
         leaves = tuple(_leaves(tree))
         return cls(encoded, xxhash.xxh3_64_intdigest(encoded), tree, leaves, sum(leaf.dims for leaf in leaves))
 

@@ -1,5 +1,5 @@
-"""Consumer: the reading end of a lane. The training loop has one for each lane. If the training loop is on another
-host, the sender (beside the runner) has one in its place.
+"""Consumer: the reading end of a lane. The training loop has one for each lane. For a training loop on another host,
+each end of the TCP connection has one: the loop reads the receiver's ring, and the sender reads the runner's ring.
 
 For each batch the consumer makes one `recv_into` for a packet of frames, and for each frame one `unpack` and the checks
 that keep a faulty peer from causing reads outside its ring. A peer may stop reading or sending at any time. Two rules
@@ -60,8 +60,8 @@ class Consumer:
     """Reading end of a lane: its socket, the rings that are mapped, and the structures announced so far. (A structure
     describes how the tensors of a batch are nested.)
 
-    Frames are read on request, a packet at a time. Unread frames wait in the socket, which has room for the frames of
-    all ring entries.
+    Frames are read on request, a packet at a time. Unread frames wait in the socket, and in the producer's queue while
+    the socket is full.
     """
 
     def __init__(self, sock: socket.socket, name: str) -> None:
@@ -72,8 +72,8 @@ class Consumer:
         rings."""
         self.structures: dict[int, bytes] = {}
         self.compiled: dict[int, Any] = {}
-        """Id of a structure -> object that the reader has made for the structure (an Assembler). It is dropped when the
-        structure is dropped or announced again."""
+        """Id of a structure -> what the reader has made for the structure (an Assembler and a cache of shapes). It is
+        dropped with the structure."""
         self.closed = False
         self.abandons = 0
         """Number of epochs abandoned so far, over all connections of this worker slot. A new consumer gets the number
@@ -114,6 +114,7 @@ class Consumer:
         After a reconnect the producer sends END and ERROR again, until a later batch is delivered.
 
         Raises:
+            LaneClosedError: this process has closed the lane.
             LaneLostError: the peer is gone, and all frames that it sent have been read.
             ProtocolError: the peer sent invalid frames.
         """
@@ -205,7 +206,11 @@ class Consumer:
         return self._view[self._begin + HEAD.size : self._at].tobytes()
 
     def _receive_packet(self) -> bool:
-        """Receive the next packet into the buffer. Return False if none has arrived."""
+        """Receive the next packet into the buffer. Return False if none has arrived.
+
+        Raises LaneLostError if the peer is gone and all its packets were received, LaneClosedError if this process has
+        closed the lane, ProtocolError for a packet that is too long.
+        """
         try:
             size = self._sock.recv_into(self._buffer, MAX_PACKET, socket.MSG_TRUNC)
         except BlockingIOError:
@@ -217,7 +222,7 @@ class Consumer:
             size = again
         self._begin = self._at = self._end = 0
         if not size:
-            raise LaneLostError(f"{self.name}: the worker closed the connection")
+            raise LaneLostError(f"{self.name}: the other end closed the connection")
         if size > MAX_PACKET:
             raise malformed(f"{self.name}: a packet must have at most {MAX_PACKET} bytes, got {size}")
         self._end = size
@@ -278,7 +283,7 @@ class Consumer:
         try:
             if not data:
                 raise LaneLostError(
-                    f"{self.name}: the worker closed the connection before the file descriptor of its ring (shared "
+                    f"{self.name}: the other end closed the connection before the file descriptor of its ring (shared "
                     "buffer) arrived"
                 )
             if len(fds) != 1:
@@ -335,10 +340,11 @@ class Consumer:
         self._dirty = True
 
     def abandon(self, epoch: int) -> None:
-        """Tell the producer at once, after all earlier acks, that the loop has abandoned this epoch."""
+        """Tell the producer, after all earlier acks, that the loop has abandoned this epoch. The message is sent at
+        once, or by a later flush if the socket's buffer is full."""
         self.abandons += 1
         self._abandon = epoch + 1
-        self._seal()
+        self._queue_ack()
         self.flush()
 
     def want(self, pairs: Iterable[int]) -> None:
@@ -354,7 +360,8 @@ class Consumer:
         return len(self._unsent) + len(self._released) + len(self._wanted)
 
     def flush(self) -> bool:
-        """Send the collected acks, without blocking. Return False if some acks do not fit into the socket's buffer."""
+        """Send the collected acks, without blocking. Return False if some acks do not fit into the socket's buffer.
+        Return True without sending them if the lane is closed or sending fails; `receive` then raises."""
         unsent = self._unsent
         if self.closed:
             return True
@@ -380,9 +387,9 @@ class Consumer:
                 unsent.popleft()
             if not self._dirty:
                 return True
-            self._seal()
+            self._queue_ack()
 
-    def _seal(self) -> None:
+    def _queue_ack(self) -> None:
         """Put the acks that were collected into the queue as one message, and begin a new message. If the acks have too
         many values for one message, put several into the queue."""
         unsent, released, wanted = self._unsent, self._released, self._wanted

@@ -2,10 +2,10 @@
 
 The timeout of an attempt to connect is usually `CONNECT_S`, because the round trip to a new host may be long. The
 kernel sends two SYN packets in this time. A host is *silent* if it has acknowledged nothing for two seconds, or if an
-attempt to connect to it has timed out. For the next `SILENT_S` seconds each lane to this host makes only one short
-attempt before it requests another worker. A short attempt lasts three round trips to the host. It starts another
-connection every `STAGGER_S` seconds, so that one lost packet does not move a slot. After `SILENT_S` seconds the timeout
-is `CONNECT_S` again.
+attempt to connect to it has timed out. For the next `SILENT_S` seconds attempts to connect to this host are short, so
+that each of its lanes can soon request another worker. A short attempt lasts three round trips to the host, but at
+least `SHORT_S` and at most `CONNECT_S`. It starts another connection every `STAGGER_S` seconds, so that one lost packet
+does not move a slot. After `SILENT_S` seconds the timeout is `CONNECT_S` again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STAGGER_S = 0.12
 SILENT_S = 1.0
 """Seconds for which attempts to connect to a host are short, after the host has stopped answering."""
 HANDSHAKE_S = 10.0
-"""Deadline in seconds of each step of the TLS handshake."""
+"""Deadline in seconds of each step of the TLS handshake. The connections that LaneDialer returns have it as timeout."""
 _SILENT_KEPT = 64
 """Largest number of hosts that are remembered as silent; the oldest are dropped first."""
 
@@ -97,8 +97,9 @@ class LaneDialer(Dialer):
 
 
 def _short_attempt(where: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Start a connection to (host, port) every STAGGER_S seconds, and return the first that succeeds. Raises
-    TimeoutError after `timeout_s` seconds, and OSError once all connections have failed."""
+    """Start a connection to each address of (host, port) every STAGGER_S seconds, and return the first that succeeds.
+    If none succeeds within `timeout_s` seconds, or if all have failed, raise the OSError of the last that failed;
+    TimeoutError if none was answered."""
     targets = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
     began, poll = time.monotonic(), select.poll()
     trying: dict[int, socket.socket] = {}

@@ -13,7 +13,7 @@ undelivered batches from the ring, and no batch is computed again.
 Three rules prevent deadlock. A consumer sends its acks before it waits for anything. A producer that waits for a free
 entry reads acks. Neither ever waits to write: messages that do not fit in the socket stay queued until the next call.
 
-The code is in frames.py, producer.py and consumer.py; the rest of Penstock imports it from here.
+The code is in frames.py, producer.py and consumer.py. Code that handles single frames imports frames.py itself.
 """
 
 from __future__ import annotations

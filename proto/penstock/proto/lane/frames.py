@@ -70,7 +70,8 @@ MAX_FRAME = 64 << 10
 """Largest size of a frame in bytes. The default buffer of a Unix socket holds 208 KiB, so three of the largest frames
 fit."""
 HEAD = struct.Struct("<I")
-"""Format of the length that precedes each frame, on local lanes and over TCP."""
+"""Format of the length that precedes each frame on a local lane. (Over TCP the seal of tcp.py precedes each frame.)
+The same format has the length of the counts in a BATCH frame."""
 MAX_PACKET = HEAD.size + MAX_FRAME
 """Largest size in bytes of a packet on a local lane: one frame of any length, or many small ones."""
 PIECE = 32 << 10
@@ -82,17 +83,17 @@ MAX_DIMS = 65_536 * 32
 MAX_STRUCTURE = 4 << 20
 """Largest size of a batch's structure in bytes, as in penstock.proto.batch.structure."""
 MAX_RINGS = 64
-"""Largest number of rings in use at a time. The entries of each new ring are at least twice as large as those of the
-last, so no correct peer reaches this number."""
+"""Largest number of rings in use at a time. A producer starts a ring only for a batch that does not fit into an entry
+of the last ring, and usually makes the entries twice as large, so no correct peer reaches this number."""
 KNOWN_STRUCTURES = 64
-"""Largest number of structures that each end of a lane keeps. Above this number, both ends drop the structure that was
-announced longest ago."""
+"""Largest number of announced structures at a time. Above this number, both ends of a lane count the structure that was
+announced longest ago as not announced."""
 KNOWN_BYTES = 8 << 20
-"""Largest size of all kept structures together in bytes, enough for two of the largest structures. The objects that are
-made for structures take up to sixty times as much memory. An ordinary structure has some hundred bytes."""
+"""Largest size of all announced structures together in bytes, enough for two of the largest structures. The objects
+that are made for structures take up to sixty times as much memory. An ordinary structure has some hundred bytes."""
 MAX_UNUSED = 1 << 16
-"""Largest number of frames in a row without a batch, so that a peer cannot keep its reader busy forever. After a
-reconnect there are 8,192 at most: 64 structures in 128 pieces each."""
+"""Largest number of frames in a row without a batch or an end of an epoch, so that a peer cannot keep its reader busy
+forever. A correct peer stays far below: a structure has at most 128 pieces, and few rings are in use."""
 
 BATCH, RING, STRUCTURE, END, ERROR, CLOSE = range(1, 7)
 """Kinds of frames: a batch, a new ring, the structure of batches, the end of an epoch, an error of the input, the end
@@ -156,7 +157,7 @@ class Frame(NamedTuple):
     digest: int = 0
     wire: int = 0
     rest: bytes = b""
-    """Bytes after the header: packed dims, a piece of a structure, or an ErrorDetail."""
+    """Bytes after the header: packed dims and perhaps counts (COUNTED), a piece of a structure, or an ErrorDetail."""
 
     def encode(self) -> bytes:
         return _pack_frame(*self[:-1]) + self.rest

@@ -4,8 +4,8 @@ The largest cost of a small batch on the local lane is waking the consumer: 5 us
 to a sleeping peer (2-core AMD EPYC, a virtual machine), against 7 us for everything else. So frames are collected here,
 and `flush` sends all of them as one packet: one system call, one wake-up.
 
-A packet contains whole frames, each preceded by its length as over TCP, with at most MAX_PACKET bytes in all. The
-descriptor of a ring is sent in a packet of its own, after the packet that ends with the ring's RING frame.
+A packet contains whole frames, each preceded by its length, with at most MAX_PACKET bytes in all. The descriptor of a
+ring is sent in a packet of its own, after the packet that ends with the ring's RING frame.
 """
 
 from __future__ import annotations

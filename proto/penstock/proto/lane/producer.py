@@ -1,4 +1,4 @@
-"""Producer: the end of a lane that owns the rings. A runner has one, and a receiver has one for the training loop.
+"""Producer: the end of a lane that owns the rings. A runner has one, and a receiver has one for each of its lanes.
 
 A ring entry is in one of four states. Only this module changes the state:
 
@@ -117,11 +117,10 @@ class _Kept:
 
 
 class Producer:
-    """End of a lane that owns the rings. Each generation of a slot (each runner that the slot has had) has one
-    Producer, which serves its consumers one after another. All methods run in the owner's thread.
+    """End of a lane that owns the rings. It serves its consumers one after another, all in the thread of its owner.
 
-    max_batch_bytes: largest size of a batch. ring_bytes: target size of a ring in bytes (see ring.entries_for). budget:
-    limit on all rings of the process together; None: no limit.
+    max_batch_bytes: largest size of a batch. ring_bytes: size in bytes above which a ring gets fewer entries (`limit`
+    of ring.entries_for). budget: limit on all rings of the process together; None: no limit.
     """
 
     def __init__(self, max_batch_bytes: int, ring_bytes: int = BOX_BYTES, budget: RingBudget | None = None) -> None:
@@ -184,7 +183,8 @@ class Producer:
     def attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
         """Attach a new consumer in place of the previous one, and send it the undelivered batches that are in the ring.
 
-        A consumer whose `hello` requests batches that were already delivered gets an ERROR frame and is not attached.
+        A consumer whose `hello` requests delivered batches, or counts fewer abandoned epochs than the producer, gets an
+        ERROR frame and is not attached. Raises ProtocolError if `hello` requests too many snapshots.
         """
         self.detach()
         sock.setblocking(False)
@@ -343,9 +343,9 @@ class Producer:
     def know_structure(self, structure: int, data: bytes) -> None:
         """Register an encoded structure under an id, before a batch that has this structure is published.
 
-        Call this before each `publish`; it takes almost no time. Above KNOWN_STRUCTURES the oldest structures that no
-        batch needs are dropped, so that a loader with a new structure for every batch does not fill the memory. Raises
-        ProtocolError if the id already stands for another structure.
+        Call this before each `publish`; it takes almost no time. At 2 * KNOWN_STRUCTURES, or above 2 * KNOWN_BYTES, the
+        oldest structures that no kept batch and no consumer has are dropped until half is left, so that new structures
+        do not fill the memory. Raises ProtocolError if the id already stands for another structure.
         """
         known = self._structures
         if structure not in known and (
@@ -435,7 +435,7 @@ class Producer:
         self._send(message)
 
     def close(self, timeout: float = 1.0, *, say_so: bool = True) -> None:
-        """Close the lane for good. `say_so`: tell the consumer, and wait up to `timeout` s until it has all frames."""
+        """Close the lane for good. `say_so`: tell the consumer; wait at most `timeout` s until all frames are sent."""
         if self._sock is not None and say_so:
             self.forward_end(Frame(CLOSE))
             deadline = time.monotonic() + timeout

@@ -49,14 +49,15 @@ UNCHECKED_BYTES = 64 << 20
 MOST_OF_FREE = 0.75
 """Largest share of the free memory that a ring, or all rings of a RingBudget, may take."""
 BOX_BYTES = 512 << 20
-"""Target size of all rings of a box together in bytes: enough for 64 worker slots with 8 MiB each."""
+"""Size in bytes that all rings of a box together may have (see `ring_bytes`): enough for 64 worker slots with 8 MiB
+each."""
 
 
 def grown(nbytes: int, previous: int, most: int) -> int:
     """Return the size in bytes of the entries of a new ring, for batches of `nbytes` bytes that do not fit into the old
     entries of `previous` bytes. The size is at least twice `previous`, so that slightly larger batches do not each
-    start another ring, but at most `most` (max_batch_bytes). If `nbytes` is at least GIANT_BYTES, the size is
-    `nbytes`."""
+    start another ring. But doubling stops at `most` (max_batch_bytes), and below GIANT_BYTES. If `nbytes` is at least
+    GIANT_BYTES, the size is `nbytes`."""
     doubled = min(2 * previous, GIANT_BYTES - PAGE)
     return min(max(nbytes, doubled), max(most, nbytes))
 
@@ -83,7 +84,7 @@ class Ring:
     size.
 
     Attributes:
-        fd: descriptor of the ring's memfd; -1 once it is closed.
+        fd: descriptor of the ring's memfd; -1 once it is closed, and after a Consumer has mapped the ring.
         map: the shared, writable mapping, of which batches are views.
         view: memoryview of the whole mapping.
         address: address at which the mapping begins in this process.
@@ -157,8 +158,8 @@ class Ring:
         size = status.st_size
         if entry_bytes <= 0 or entries <= 0 or entry_bytes % PAGE or size != entry_bytes * entries:
             raise malformed(
-                f"a ring (shared buffer) announced with {entries} entries of {entry_bytes} bytes must have as many "
-                f"bytes, got {size}"
+                f"a ring (shared buffer) announced with {entries} entries of {entry_bytes} bytes must have "
+                f"{entries * entry_bytes} bytes, and entries of whole pages of {PAGE} bytes, got {size} bytes"
             )
         if entries > MAX_ENTRIES:
             raise malformed(f"a ring (shared buffer) must have <= {MAX_ENTRIES} entries, got {entries}")
@@ -181,7 +182,7 @@ class Ring:
 
     def forked(self) -> None:
         """Make the ring's memory private in a process that user code has forked; penstock.runtime.process.forks calls
-        this there. Do nothing for a ring that was mapped by `open`, because its descriptor is closed."""
+        this there. Do nothing if the descriptor is closed, as that of a ring which a Consumer has mapped."""
         if self.fd >= 0:
             unshare(self.map, self.fd)
             silence(self.fd)

@@ -3,7 +3,8 @@
 `TlsSocket` differs from Python's SSLSocket in four ways. If nothing can be read or written now, it raises
 BlockingIOError, as sockets do. The class has `sendmsg` and `recvmsg_into`, over several buffers. If OpenSSL cannot
 finish sending some bytes, the socket keeps these bytes and sends them first in the next call, as OpenSSL requires. The
-caller may then pass the same bytes in other pieces. And `shutdown` ends the TCP direction and does not affect reading.
+caller may then pass the same bytes in other pieces. And `shutdown` ends only the TCP directions that it names: TLS
+stays in place, so that data can still be read after SHUT_WR.
 
 One receive returns at most one record of 16 KiB. Bytes of the record that did not fit stay inside OpenSSL, where poll
 does not see them; `pending` returns their number. Small buffers are sent together, because each record costs 22 bytes
@@ -41,7 +42,10 @@ def check_damage(error: OSError, *, heard: bool) -> None:
     end."""
     ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
-        raise BatchCorruptError(f"data of a TLS connection was damaged in transit: {error}") from error
+        raise BatchCorruptError(
+            f"data of a TLS connection was damaged in transit: {error}. Check memory and network of both machines if "
+            "this happens often"
+        ) from error
 
 
 JOINED = 16 << 10
@@ -135,7 +139,7 @@ def looks_like_tls(first: bytes) -> bool:
 async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
     """Start TLS on an accepted non-blocking connection, and return the TLS socket. The caller must set a deadline.
 
-    Raises TlsError if the handshake fails, after closing the socket.
+    Raises TlsError if the handshake fails, OSError if the connection is lost, both after closing the socket.
     """
     wrapped = _wrapped(context, sock, server_side=True)
     try:

@@ -47,9 +47,12 @@ def refuse_strangers(address: str) -> None:
     try:
         folder = path.parent.stat()
         if folder.st_uid not in trusted or stat.S_IMODE(folder.st_mode) & 0o022:
+            # A sticky folder, such as /tmp, is meant for all users.
+            private = folder.st_uid == os.geteuid() and not folder.st_mode & stat.S_ISVTX
             raise UnsafeBindError(
                 f"{path.parent} must be a folder of this user to which no other user can write, because a writer could "
-                f"pose as the coordinator: run chmod 700 {path.parent}, or choose another folder"
+                f"pose as the coordinator: {f'run chmod 700 {path.parent}, or ' if private else ''}choose another "
+                "folder"
             )
         if path.lstat().st_uid not in trusted:
             raise UnsafeBindError(

@@ -36,7 +36,8 @@ __all__ = ["Answer", "AuthenticatedCall", "Call", "Metadata", "Streams"]
 SHOWN = 200
 """Largest number of characters that an error quotes from a server that has not proven that it knows the token."""
 DIAGNOSE_S = 2.0
-"""Longest time in seconds for finding out whether TLS is the reason why calls to a listening coordinator fail."""
+"""Timeout in seconds of each step of finding out whether TLS is the reason why calls to a listening coordinator fail:
+connect, handshake, first bytes."""
 
 Metadata = tuple[tuple[str, str], ...]
 Trailing = Iterable[tuple[str, str | bytes]] | None

@@ -1,11 +1,12 @@
 """Clients of the coordinator: a blocking client for training jobs and commands, and an asyncio client for the worker
 daemon.
 
-Both wrap the generated stub, add the metadata and a deadline, translate errors (penstock.proto.rpc.channel.translating)
-and divide large values into parts. The clients keep no state and do not retry. Only the caller knows whether to wait
-for a coordinator that restarts, and what to send again. Every call is idempotent, so a caller may repeat any of them
-after CoordinatorUnavailableError or DeadlineError. `deadline_s` is a number of seconds in all methods. For long polls
-`hold_s` is added to it, for state queries their own deadline.
+Both wrap the generated stub, add the metadata and a deadline, translate errors (wire_errors.translating) and divide
+large values into parts. The clients keep no state, and repeat a call only to prove their token. Only the caller knows
+whether to wait for a coordinator that restarts, and what to send again. Every call is idempotent, so a caller may
+repeat any of them after CoordinatorUnavailableError or DeadlineError. `deadline_s` is the number of seconds that a call
+may take. For long polls the request's `hold_s` is added to it. For state queries and changes of a mixture the deadline
+is the request's own `deadline_s`, plus time for the transfer.
 
 The size of a value that arrives in parts is compared with the size in its header, and a blob's digest with its name.
 """
@@ -134,12 +135,15 @@ _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
 
 _unusable: ForkedProcessError | None = None
-"""Error that all calls raise in the forked child of a process that had a client; None in other processes."""
+"""Error that all calls raise in the forked child of a process that had an open client; None in other processes."""
 
 
 class CoordinatorClient(AuthenticatedCall):
     """Client with blocking calls, for training jobs and the command line. Several threads may use it. `close`, from any
-    thread, ends calls under way with LaneClosedError."""
+    thread, ends calls under way with LaneClosedError.
+
+    Raises ForkedProcessError in the forked child of a process that had an open client.
+    """
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
         if _unusable is not None:
@@ -315,7 +319,8 @@ class CoordinatorClient(AuthenticatedCall):
         return self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
 
     def change_mixture(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
-        """Change the weights of a run's mixture. Waits up to the request's `deadline_s` seconds for the boxes."""
+        """Change the weights of a run's mixture. Waits up to the request's `deadline_s` seconds for workers to try the
+        change, and for all boxes to answer the fence."""
         return self._ask("ChangeMixture", request.deadline_s + 5.0, lambda: request, pb.ChangeMixtureReply)
 
     def open_dashboard(self) -> str:
@@ -440,7 +445,8 @@ class AsyncCoordinatorClient(AuthenticatedCall):
         return await self._ask("EndRun", self.deadline_s, lambda: pb.EndRunRequest(run=run), pb.EndRunReply)
 
     async def change_mixture(self, request: pb.ChangeMixtureRequest) -> pb.ChangeMixtureReply:
-        """Change the weights of a run's mixture. Waits up to the request's `deadline_s` seconds for the boxes."""
+        """Change the weights of a run's mixture. Waits up to the request's `deadline_s` seconds for workers to try the
+        change, and for all boxes to answer the fence."""
         return await self._ask("ChangeMixture", request.deadline_s + 5.0, lambda: request, pb.ChangeMixtureReply)
 
     async def open_dashboard(self) -> str:

@@ -4,8 +4,8 @@ Four settings must match between the two ends of every connection, and a mismatc
 server disconnects a client that pings more often than it allows), message limits, authentication (token, certificate)
 and the protocol number. So the settings of client and server are together here.
 
-The rest of Penstock imports from here what is in addresses.py, wire_errors.py (errors between processes), tokens.py and
-roles.py (who may call what), auth_interceptor.py (checks before every handler) and tls.py.
+This module also offers what most of its users need of addresses.py, wire_errors.py (errors between processes),
+tokens.py (who may call what), auth_interceptor.py (checks before every handler) and tls.py.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
     call. `below`: interceptors between OpenTelemetry's interceptor and the network.
 
     Raises InvalidArgumentError if the address is invalid, UnsafeBindError if it is a Unix socket that another user
-    controls.
+    controls, TlsError if `tls` has no CA.
     """
     check_address(address)
     refuse_strangers(address)
@@ -192,7 +192,7 @@ class RunningServer:
     """Address at which the server listens, with its real port. Pass it to `connect`."""
     health: health.aio.HealthServicer
     tasks: Sequence[asyncio.Task[None]] = ()
-    """Tasks of the server: one ends connections without a token, one loads new tokens."""
+    """Tasks of the server: one loads new tokens, and for a TCP address one ends connections without a token."""
     files: Renewing | None = None
     """Certificate files of the server; None without TLS."""
 
@@ -227,8 +227,9 @@ async def server_aio(
         inner: second address to listen on, at which this process calls itself to measure how long calls wait:
             "unix:/path" in a private folder. None: no second address.
 
-    Raises InvalidArgumentError if the address is invalid, UnsafeBindError if the address needs TLS, PortTakenError if
-    it is in use, TlsError if the certificate cannot be used.
+    Raises InvalidArgumentError if an address or a token is invalid, AuthenticationError if there is no token,
+    UnsafeBindError if the address needs TLS or is a Unix socket that another user controls, PortTakenError if it is in
+    use, TlsError if the certificate cannot be used.
     """
     check_address(listen)
     connections = Connections()
@@ -247,6 +248,7 @@ async def server_aio(
     health_pb2_grpc.add_HealthServicer_to_server(status, interceptor)
     await status.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     files: Renewing | None = None
+    binding = listen
     try:
         if tls is None:
             port = server.add_insecure_port(listen)
@@ -256,9 +258,10 @@ async def server_aio(
             port = server.add_secure_port(listen, _server_credentials(files))
         if inner is not None:
             refuse_strangers(inner)
+            binding = inner
             server.add_insecure_port(inner)
     except RuntimeError as error:
-        raise _why_not_bound(listen) from error
+        raise _why_not_bound(binding) from error
     await server.start()
     tasks = [asyncio.create_task(_renew(verifier))]
     if socket_path(listen) is not None:  # only this user can connect to it

@@ -200,7 +200,7 @@ class Connections:
         if self._ended and now - self._logged_at >= LOG_EVERY_S:
             busiest = ", ".join(f"{count} of {address}" for address, count in self._ended.most_common(5))
             others = f" and others of {len(self._ended) - 5} addresses" if len(self._ended) > 5 else ""
-            log.warning("closed connections that sent no valid token in time: %s%s", busiest, others)
+            log.warning("closed connections without a valid token, silent or too many: %s%s", busiest, others)
             self._ended.clear()
             self._logged_at = now
 

@@ -10,8 +10,9 @@ A coordinator needs cert and key, and requests certificates from its callers if 
 operator's command needs the ca, and also cert and key if the coordinator requests certificates. A worker, which calls
 the coordinator and accepts lanes, needs all three files.
 
-Files are read at the start, and again at each connection (`Renewing`). Each time, the files are checked by a handshake
-of this process with itself, because OpenSSL reliably detects a wrong key or an expired certificate. Errors that show
+Files are read at the start, and again at each connection of a lane or to a server, and by a client of the coordinator
+after a failed call (`Renewing`). New files are checked by a handshake of this process with itself, because OpenSSL
+reliably detects a wrong key or an expired certificate. Errors that show
 only in a handshake with the other end (an unknown CA, another name, no TLS at all) become a TlsError with the remedy:
 see `explain`.
 
@@ -367,8 +368,8 @@ not among them, because it also occurs if a CA was made anew under its old name.
 
 
 def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
-    """Return the TlsError that explains a connection's error; None if TLS is not the cause. `what`: the other end, for
-    the message.
+    """Return the TlsError that explains a connection's error; None if TLS is not the cause, for example if bytes were
+    damaged in transit. `what`: the other end, for the message.
 
     Call this also for an error of the first read after the handshake: with TLS 1.3 the other end's refusal of this
     end's certificate arrives only then.
@@ -388,6 +389,8 @@ def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
             )
         return TlsError(f"{what} shows an invalid certificate: {_verification(error)}")
     if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return None
+    if is_damage(error):
         return None
     reason = str(error.reason)
     if "ALERT" in reason:
@@ -427,7 +430,8 @@ def host_of(address: str) -> tuple[str, int]:
 
 def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsError | None:
     """Return the TlsError that explains why calls to a listening coordinator fail; None if TLS is not the reason, or if
-    no reason is found within `timeout_s` seconds. `what`: the coordinator, for the message.
+    connecting, the handshake or the first bytes take longer than `timeout_s` seconds each. `what`: the coordinator, for
+    the message.
 
     gRPC reports "Socket closed" in all cases, so this function connects once more to find the reason.
     """

@@ -43,8 +43,8 @@ _provider: TracerProvider | None = None
 
 
 def start(service: str) -> None:
-    """Trace the calls of this process from now on. `service`: the spans' `service.name`, unless OTEL_SERVICE_NAME is
-    set.
+    """Trace the calls of this process, on channels and servers that are made from now on. `service`: the spans'
+    `service.name`, unless OTEL_SERVICE_NAME is set.
 
     Raises InvalidArgumentError if OpenTelemetry is not installed.
     """

@@ -2,7 +2,8 @@
 
 A handler may raise any exception. `abort` converts a PenstockError to its status in the catalogue and an ErrorDetail in
 trailing metadata; it converts any other exception to UNKNOWN with the traceback, so that the other end can show the
-bug. `translating` converts back: it raises no grpc.RpcError, and every error names the address.
+bug. `translating` converts back: it raises no grpc.RpcError. An error without an ErrorDetail, such as gRPC's own,
+becomes one that names the address.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
 
 
 def cut(detail: records_pb2.ErrorDetail, most: int = TRACEBACK_KEEP) -> records_pb2.ErrorDetail:
-    """Return an ErrorDetail from another process with each of its texts shortened to `most` bytes."""
+    """Return an ErrorDetail from another process, shortened: its message and its traceback to about `most` bytes each
+    (the message to MESSAGE_KEEP if that is less), its name to NAME_KEEP characters."""
     return records_pb2.ErrorDetail(
         name=detail.name[:NAME_KEEP],
         message=_middle_out(detail.message, min(most, MESSAGE_KEEP)),

@@ -1,8 +1,8 @@
 """Assignment of the worker that runs in this process (its number, its box, the run's seed), which
 `current_assignment()` returns inside a user's input_fn.
 
-A runner sets the assignment once, before it calls input_fn. The training job sets one while it builds a local instance
-of a loader. Elsewhere the assignment is that of the only worker of the only box, so that an input_fn also works there.
+A runner sets the assignment before it calls input_fn. The training job sets one while it builds a local instance of a
+loader. Elsewhere the assignment is that of the only worker of the only box, so that an input_fn also works there.
 
 The assignment is a module global, not a context variable, because input_fn may start threads, and a new thread begins
 with an empty context. A byte of shared memory records whether the assignment was read, because the process that reads
@@ -44,12 +44,14 @@ class Assignment:
     """Number of the box (data-parallel rank) that this worker feeds, in [0, num_boxes)."""
     num_boxes: int
     slot: int
-    """Number of this worker among the workers of its box, in [0, num_workers_per_box)."""
+    """Number of this worker among the workers of its box, in [0, num_workers_per_box). After a resume it may differ
+    from the number of the runner's slot: see `DataLoaderCheckpoint.local_worker_id`."""
     num_workers_per_box: int
     seed: int
     """Seed of the run, the same on all workers, for example to shuffle a list before each worker takes its share."""
     first_step: int
-    """Number of the box's next step, from 1; above 1 after a resume."""
+    """Number of the box's first step in this launch, from 1; above 1 after a resume. A runner that replaces a lost one
+    in the same launch has the same number."""
 
     @property
     def global_worker_id(self) -> int:

@@ -4,7 +4,7 @@
         step-100/               a complete checkpoint: the folder gets this name once all its files are on the disk
             .metadata           torch.distributed.checkpoint's own index
             __0_0.distcp ...    files of torch.distributed.checkpoint: one for each rank and bucket
-            penstock.json       the manifest: size and checksum of each file, and the order of saves
+            penstock.json       the manifest: size and checksum of each file, and the number of the save
         step-125.tmp-4f2a9c01/  a save in flight, or one that stopped before its end; never read
         step-100.old-77e01b9d/  a checkpoint that another save of the same step is replacing
         latest                  the name of the newest checkpoint, for people and scripts
@@ -241,8 +241,10 @@ class FoundCheckpoint:
     step: int
     path: Path
     manifest: Manifest | None
+    """Manifest of the checkpoint; None if it cannot be read."""
     damage: str
-    """Description of the damage (a file that is missing or has another size); "" if no damage was found."""
+    """Description of the damage: a manifest that cannot be read, or a file that is missing or has another size. "" if
+    no damage was found."""
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -250,7 +252,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         CheckpointNotFoundError: the folder does not exist, or has no manifest of Penstock.
-        CheckpointCorruptError: the manifest is damaged.
+        CheckpointCorruptError: the manifest is damaged, in a newer format, or cannot be read.
     """
     where = path / MANIFEST
     try:
@@ -326,7 +328,7 @@ def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[FoundChe
 
 
 def newest(folder: Path) -> FoundCheckpoint | None:
-    """Return the newest complete checkpoint of a folder; None if the folder has none."""
+    """Return the newest checkpoint in a folder without missing files or files of other sizes; None if there is none."""
     return next((one for one in checkpoints(folder) if not one.damage), None)
 
 
@@ -439,8 +441,9 @@ def locked(
             lost. None: wait until the timeout.
         heartbeats: give signs of life while the lock is held.
 
-    Raises DeadlineError, naming the holder, if the lock is not free in time; CheckpointError if the lock's file cannot
-    be used. On a file system without locks nothing is locked.
+    Raises DeadlineError, naming the holder, if the lock is not free in time; CheckpointError if something else has the
+    name of the lock's file, such as a link; another OSError if the file cannot be opened. On a file system without
+    locks nothing is locked.
     """
     try:
         try:
@@ -470,7 +473,7 @@ def locked(
 
 
 def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) -> None:
-    now = time.monotonic()
+    now = begun = time.monotonic()
     deadline, sign, heard = now + timeout_s, last_sign(folder / LOCK), now
     while True:
         try:
@@ -483,10 +486,15 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
             silent = silence_s is not None and now - heard > silence_s
             if silent or now > deadline:
                 holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
-                why = f", which gave no sign of life for {silence_s:g} s" if silent else ""
+                if silent:
+                    raise DeadlineError(
+                        f"waited {now - begun:.1f} s for {holder}, which holds the lock of {folder} and gave no sign "
+                        f"of life for {silence_s:g} s. If its machine is lost, retry once the file system has freed "
+                        "the lock"
+                    ) from None
                 raise DeadlineError(
-                    f"waited {max(timeout_s, 0):g} s for {holder}, which is writing a checkpoint into {folder}{why}. "
-                    "Give each job a folder of its own"
+                    f"waited {max(timeout_s, 0):g} s for {holder}, which is writing a checkpoint into {folder}. Give "
+                    "each job a folder of its own"
                 ) from None
             time.sleep(POLL_S)
         except OSError:  # the file system has no locks

@@ -105,8 +105,8 @@ class SampleCounts:
     skipped: int
     """Number of samples that were left out: by `skip=`, by Filtered and Mapped, and in quarantined batches."""
     lengths: dict[int, int]
-    """Number of samples by length: {n: samples of n to 2n - 1 tokens}; for n = 0 and n = 1 samples of exactly n
-    tokens."""
+    """Number of samples by length: {n: samples of n to 2n - 1 tokens}; for n = 0 and n = 1 samples of exactly n tokens,
+    for n = 2**30 also all longer samples."""
     wanted: tuple[float, str] | None = None
     """Configured share of the source in the mixture, from 0 to 1, and what it is a share of: "samples" or "tokens".
     None: no share is configured."""

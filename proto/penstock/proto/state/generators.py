@@ -107,8 +107,8 @@ def restore_rng(data: bytes | bytearray | memoryview) -> None:
     view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
     if len(view) < _FIXED or view[:8] != _MAGIC:
         raise StateCorruptError(
-            f"a captured random state must begin with {_MAGIC!r}, got {len(view)} bytes with {bytes(view[:8])!r}. "
-            "Load an older state"
+            f"a captured random state must begin with {_MAGIC!r} and have at least {_FIXED} bytes, got {len(view)} "
+            f"bytes that begin with {bytes(view[:8])!r}. Load an older state"
         )
     end = len(view) - _CHECKSUM_BYTES
     if xxhash.xxh3_64_digest(view[:end]) != view[end:]:

@@ -68,7 +68,8 @@ class Position:
     delivered: list[int]
     """For each slot, the number of its batches taken in this epoch."""
     total: list[int]
-    """For each slot, the number of its batches taken over the whole run (worker_step)."""
+    """For each slot, the number of its batches taken over the run (worker_step), or since the run was last resumed on
+    another topology."""
     chain: int | None = field(default=0, compare=False)
     """Stream digest of the box; None if unknown. After n steps it is chain(n), with chain(0) = 0 and chain(n) =
     xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). With `by_rows` chain(n) = chain(n - 1) +
@@ -80,7 +81,7 @@ class Position:
     """Slot with which this epoch began, if the rotation continues across epochs; None: each epoch begins with slot
     0."""
     ended_before: bool = field(default=False, compare=False)
-    """True if the epoch before this one ended without any batch; see `exhaust`."""
+    """True if the last epoch that ended had no batch, and no abandoned epoch since had one; see `exhaust`."""
 
     @classmethod
     def start(cls, num_slots: int, *, step: int = 0, epoch: int = 0) -> Position:
@@ -134,7 +135,8 @@ class Position:
         """Remove the slot whose turn it is from the live slots, because its input has ended. Return True if this was
         the last live slot: the position is then the start of the next epoch.
 
-        Raises EmptyInputError if two epochs in a row have no batch, because the loop would then run forever.
+        Raises EmptyInputError if two epochs in a row have no batch, because the loop would then run forever. (Epochs
+        that were abandoned before their first batch are not counted.)
         """
         del self.live[self.cursor]
         if self.live:
@@ -151,6 +153,7 @@ class Position:
 
     def abandon_epoch(self) -> None:
         """Begin the next epoch before the end of this one, with the slot with which this epoch began."""
+        self.ended_before = self.ended_before and not any(self.delivered)
         self._next_epoch()
 
     def _next_epoch(self) -> None:
@@ -177,8 +180,8 @@ class Position:
 
     @classmethod
     def received(cls, message: records_pb2.BoxPosition, kind: type[PenstockError] = ProtocolError) -> Position:
-        """Return the position in a message from a peer. Raises an error of class `kind`, with the remedy, for a
-        position that the rule of turns cannot reach."""
+        """Return the position in a message from a peer. Raises an error of class `kind`, with the remedy, for numbers
+        that contradict each other or are too large."""
         try:
             return cls.from_proto(message)
         except InvalidArgumentError as error:
@@ -186,8 +189,8 @@ class Position:
 
     @classmethod
     def from_proto(cls, message: records_pb2.BoxPosition) -> Position:
-        """Return the position in a message. Raises InvalidArgumentError for a position that the rule of turns cannot
-        reach."""
+        """Return the position in a message. Raises InvalidArgumentError for numbers that contradict each other or are
+        too large."""
         if len(message.live) > len(message.slots):
             raise InvalidArgumentError(
                 f"a position of {len(message.slots)} worker slots must have at most as many live ones (with batches "
@@ -218,10 +221,8 @@ class Position:
             raise InvalidArgumentError(
                 f"the first worker slot of a position must be below {count}, got {position.first}"
             )
-        if max(position.step, position.epoch, *position.total) > MOST:
-            raise InvalidArgumentError(
-                f"counts of a position must be <= {MOST}, got step {position.step}, epoch {position.epoch}"
-            )
+        if (most := max(position.step, position.epoch, *position.total)) > MOST:
+            raise InvalidArgumentError(f"step, epoch and totals of a position must be <= {MOST}, got {most}")
         if any(d > t for d, t in zip(position.delivered, position.total, strict=True)):
             raise InvalidArgumentError(
                 "a worker slot must have at most as many batches in this epoch as in all, got "
@@ -247,11 +248,12 @@ def advance(
 
     As in the loop, an epoch ends only when a further step needs a batch after its last one. The cost is one iteration
     for each end of a slot, independent of the number of steps. The stream digest of the result is None if `step` is
-    above `base.step`: see `chain_at`. Raises InvalidArgumentError if `step` is before `base.step`.
+    above `base.step`: see `chain_at`. Raises InvalidArgumentError if `step` is before `base.step`, EmptyInputError if
+    two epochs in a row had no batch.
     """
     if step < base.step:
         raise InvalidArgumentError(
-            f"step must be at least {base.step}, where this launch started, got {step}: request a later step"
+            f"step must be at least {base.step}, the earliest whose position is known, got {step}: request a later step"
         )
     at = base.copy()
     while True:

@@ -95,7 +95,7 @@ class DataLoaderCheckpoint:
     """Number of samples (rows of the first dimension) in the batches that worker_step counts. A loader whose state
     counts samples over all launches must add those of the loaded state."""
     user_state_dict: Any = None
-    """State that the loader's state_dict() returned."""
+    """State that the loader's state_dict() returned; None in the result of `get_worker_state()`."""
     lifetime_appliance_step: int = 0
     """Number of batches delivered to the box's training loop in all launches: the step of `state_dict()`."""
     lifetime_worker_step: int = 0

@@ -1,5 +1,5 @@
-"""Conversion of an encoded state to JSON, for programs that are not written in Python. The conversion keeps all values,
-and needs neither torch nor numpy.
+"""Conversion of an encoded state to JSON, for programs that are not written in Python. The conversion keeps all values
+(but not the attribute `_metadata` of an OrderedDict), and needs neither torch nor numpy.
 
 JSON has no tensors, bytes, NaN or keys that are not text. Such a value becomes an object with the key "$", which names
 its type. Bytes are in base64, and numbers in them little-endian:

@@ -3,8 +3,9 @@
 isort:skip_file
 Control plane: calls of training jobs, workers and commands to the coordinator. Batches are never sent here.
 
-Every call carries metadata "authorization: Bearer TOKEN" and "penstock-protocol: N"; a peer's first call contains
-its version. Errors are sent as a gRPC status plus ErrorDetail in trailing metadata "penstock-error-bin". FetchState,
+Every call carries metadata "authorization" and "penstock-protocol: N". The first is a proof that the caller knows a
+token (penstock.proto.rpc.credentials.token_proof), or "Bearer TOKEN" from programs that cannot make the proof.
+Errors are sent as a gRPC status plus ErrorDetail in trailing metadata "penstock-error-bin". FetchState,
 FetchHistory and Status only read: they are answered for every protocol number and without one, and their messages
 keep their meaning as long as this package is called v1. docs/grpc.md shows how to call them.
 
@@ -148,7 +149,8 @@ class OpenRunRequest(_message.Message):
     """the same on all boxes of one launch; another key supersedes the open attempt. "":"""
     client_id: _builtins.str
     """joins the open attempt if this box has not joined it and all its members are live,
-    else opens the next
+    else opens the next. A box that another live client holds is refused, except with
+    another key, or without a key in a run of one box
     secret of a process and run object, 128 random bits, which identifies the box: a
     """
     box: _builtins.int
@@ -210,7 +212,7 @@ class OpenRunReply(_message.Message):
     lease_s: _builtins.float
     version: _builtins.str
     heartbeat_s: _builtins.float
-    """hold of the first watch, seconds"""
+    """hold of the first WatchRun, seconds"""
     def __init__(
         self,
         *,
@@ -270,7 +272,7 @@ class SlotView(_message.Message):
     ticket: _builtins.str
     """credential for the lane's Hello; a new one is sent before this one expires"""
     restarts: _builtins.int
-    """recoveries so far"""
+    """moves to another runner in this attempt, without migrations"""
     note: _builtins.str
     """reason of the slot's last move, for the training job's warning"""
     doing: _builtins.str
@@ -284,9 +286,11 @@ class SlotView(_message.Message):
     target_worker: _builtins.str
     """worker that prepares to take the slot over; "" = none"""
     migrated: _builtins.bool
-    """the last move was a migration: `note` needs no warning"""
+    """the last move was planned (a migration, a change of the mixture): `note` needs no"""
     start_queue_position: _builtins.int
-    """of its runner in the worker's queue of starts, from 1; 0 = not queued"""
+    """warning
+    of its runner in the worker's queue of starts, from 1; 0 = not queued
+    """
     start_queue_length: _builtins.int
     """with `start_queue_position`: runners in the worker's queue of starts"""
     start_stage: Global___StartStage.ValueType
@@ -383,12 +387,12 @@ class WatchRunRequest(_message.Message):
     number of the slot for which the loop waits now, plus 1; 0 = none
     """
     waited_s: _builtins.float
-    """total time that the loop waited for data"""
+    """total time that the executor's loops waited for data; a new executor begins at 0"""
     epoch_ended: _builtins.bool
     """the executor's only epoch is over: this box takes no further step for now"""
     lease_s: _builtins.float
     """reported yet; 4,096 at most
-    lease in the last reply to the box
+    lease in the last reply to the box, seconds
     """
     commit_mark: _builtins.bytes
     """from the last WatchRunReply: see there"""
@@ -467,8 +471,8 @@ Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
 
 @_typing.final
 class MixtureFence(_message.Message):
-    """Step before which the boxes wait, because a change of the mixture from this step on is being decided. Once a reply has
-    no fence, they continue: with the slots' generations in that reply, if the change was made.
+    """Step before which the boxes wait, because a change of the mixture from this step on is being decided. Once a reply
+    has no fence, they continue: with the slots' generations in that reply, if the change was made.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -621,16 +625,20 @@ class WatchRunReply(_message.Message):
     missing_slots: _builtins.int
     """slots of this box without a worker"""
     wall_s: _builtins.float
-    """collective"""
+    """collective
+    the coordinator's clock, seconds since the epoch
+    """
     heartbeat_s: _builtins.float
-    """hold of the next watch, seconds"""
+    """hold of the next WatchRun, seconds"""
     lease_s: _builtins.float
     wants_epoch_starts: _builtins.bool
-    """the coordinator was restarted: the next watch must have all epoch starts"""
+    """the coordinator was restarted: the next WatchRun must report all epoch starts"""
     commit_mark: _builtins.bytes
     """number of the journal's last commit, signed. If a coordinator receives a higher"""
     @_builtins.property
-    def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]: ...
+    def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]:
+        """all slots of the box; empty if `version` equals seen_version"""
+
     @_builtins.property
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoxEnd]:
         """the other boxes that have ended, for which boxes that continue would wait in a"""
@@ -679,7 +687,7 @@ class CloseRunRequest(_message.Message):
     """the run will not be opened again (embedded)"""
     @_builtins.property
     def progress(self) -> Global___WatchRunRequest:
-        """the last report, with the position at which the box ended"""
+        """the last report, with the position at which the box ended; absent: none"""
 
     def __init__(
         self,
@@ -769,6 +777,8 @@ Global___FetchStateRequest: _TypeAlias = FetchStateRequest  # noqa: Y015
 
 @_typing.final
 class WorkerRecord(_message.Message):
+    """Progress of the worker of one slot at a step; its state follows as data."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LOCAL_WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -785,11 +795,13 @@ class WorkerRecord(_message.Message):
     NEXT_DIGEST_FIELD_NUMBER: _builtins.int
     NEXT_EPOCH_FIELD_NUMBER: _builtins.int
     local_worker_id: _builtins.int
+    """number of the slot in its box"""
     num_workers_per_box: _builtins.int
     num_boxes: _builtins.int
     box: _builtins.int
     step: _builtins.int
     worker_step: _builtins.int
+    """SlotPosition.total of the slot at the step"""
     samples_streamed: _builtins.int
     state_bytes: _builtins.int
     """size of the data parts that follow"""
@@ -879,9 +891,11 @@ class RegisterWorkerRequest(_message.Message):
     COMMIT_MARK_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     worker: _builtins.str
-    """name, unique and stable over restarts: "host:pid" by default"""
+    """name, unique in the cluster; "host:pid" by default. A worker that registers under"""
     session: _builtins.str
-    """one per process start"""
+    """the name of another session replaces it
+    one per process start
+    """
     host_id: _builtins.str
     slots: _builtins.int
     local_address: _builtins.str
@@ -993,7 +1007,7 @@ class SlotReport(_message.Message):
     stack: _builtins.str
     """its Python stack, with `doing`"""
     recycle: _builtins.bool
-    """with `lost`: its memory exceeded the limit; it ended at a snapshot"""
+    """with `lost`: its memory exceeded the limit; it ended at a snapshot, or the kernel"""
     outgrown: _builtins.bool
     """of batches left out before it; absent = none
     with `recycle`: the runner exceeded the limit before its second batch
@@ -1021,7 +1035,9 @@ class SlotReport(_message.Message):
 
     @_builtins.property
     def making(self) -> _records_pb2.Skip:
-        """with `lost`: position of the batch that the runner was making, with the `count`"""
+        """killed it before its second batch
+        with `lost`: position of the batch that the runner was making, with the `count`
+        """
 
     def __init__(
         self,
@@ -1075,7 +1091,7 @@ class HeartbeatRequest(_message.Message):
     seen_version: _builtins.int
     hold_s: _builtins.float
     lease_s: _builtins.float
-    """lease in the last reply to the worker"""
+    """lease in the last reply to the worker, seconds"""
     leaving: _builtins.bool
     """the worker is about to end and asks the coordinator to drain it first"""
     @_builtins.property
@@ -1127,6 +1143,7 @@ class StateRequest(_message.Message):
     step: _builtins.int
     epoch: _builtins.int
     deadline_s: _builtins.float
+    """seconds until the last caller gives up"""
     aggregate_blob: _builtins.str
     """instead of a state: call aggregate_state_dict with the list of states in this blob"""
     digests_after: _builtins.int
@@ -1192,7 +1209,9 @@ class HeartbeatReply(_message.Message):
     TAKEN_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     register_again: _builtins.bool
-    """the coordinator does not know this session"""
+    """answered
+    the coordinator does not know this session
+    """
     wall_s: _builtins.float
     """the coordinator's clock, by which tickets expire"""
     unchanged: _builtins.bool
@@ -1207,20 +1226,22 @@ class HeartbeatReply(_message.Message):
     draining: _builtins.bool
     """this worker is being drained"""
     stuck: _builtins.int
-    """with `draining`: the worker's slots for which no other worker has capacity"""
+    """with `draining`: the worker's slots that cannot leave it: failed ones, and those"""
     commit_mark: _builtins.bytes
-    """see WatchRunReply"""
+    """for which no other worker has capacity
+    see WatchRunReply
+    """
     @_builtins.property
     def assignments(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.WorkerAssignment]:
         """all slots that this worker must run; it stops all others"""
 
     @_builtins.property
     def state_requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateRequest]:
-        """all open state requests"""
+        """open state requests, 1,024 at most; the others follow once these are"""
 
     @_builtins.property
     def taken(self) -> _containers.RepeatedCompositeFieldContainer[Global___TakenSlot]:
-        """slots that the worker reported but that are assigned to others"""
+        """slots that the worker reported and must not run any more"""
 
     def __init__(
         self,
@@ -1250,7 +1271,9 @@ Global___HeartbeatReply: _TypeAlias = HeartbeatReply  # noqa: Y015
 
 @_typing.final
 class TakenSlot(_message.Message):
-    """Slot that the worker has lost, with the reason for its log."""
+    """Slot that the worker must not run any more, because the slot has moved, has a newer generation, or its attempt is
+    over; with the reason for the worker's log.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1443,8 +1466,9 @@ class StateAnswer(_message.Message):
     worker: _builtins.str
     session: _builtins.str
     ended: _builtins.bool
-    """the epoch ended earlier: after ended_total batches in epoch ended_epoch"""
+    """no state, because epoch ended_epoch ended earlier: after batch ended_total of the"""
     ended_epoch: _builtins.int
+    """slot, counted over the run"""
     ended_total: _builtins.int
     samples_streamed: _builtins.int
     state_bytes: _builtins.int
@@ -1579,7 +1603,7 @@ class DrainWorkerRequest(_message.Message):
     LOOK_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     undo: _builtins.bool
-    """the worker takes slots again"""
+    """end the drain: the worker takes slots again"""
     look: _builtins.bool
     """change nothing, only report the progress"""
     def __init__(
@@ -1611,6 +1635,7 @@ class DrainWorkerReply(_message.Message):
     stuck: _builtins.int
     """number of `slots` for which no other worker has capacity now"""
     draining: _builtins.bool
+    """also true until the worker has reported to a restarted coordinator"""
     session: _builtins.str
     """session of the worker's process; another process under the name has another"""
     failed: _builtins.int
@@ -1735,9 +1760,11 @@ class StatusReply(_message.Message):
     version: _builtins.str
     uptime_s: _builtins.float
     recommended_workers: _builtins.int
-    """daemons like the present ones that the open runs need: see demand.py"""
+    """daemons like the present ones that the open runs need: see"""
     wall_s: _builtins.float
-    """the coordinator's clock, by which tickets expire"""
+    """penstock.appliance.core.demand
+    the coordinator's clock, by which tickets expire
+    """
     dashboard: _builtins.str
     """its URL; "" = none is served"""
     protocol: _builtins.int
@@ -1797,25 +1824,33 @@ class RunStatus(_message.Message):
     num_boxes: _builtins.int
     num_workers_per_box: _builtins.int
     open: _builtins.bool
+    """an attempt is open; otherwise only the numbers above, `states`, kept_step and"""
     recommended_workers_per_box: _builtins.int
-    """by measured demand, supply and cores; 0 = not known yet"""
+    """kept_wall_s are set
+    by measured demand, supply and cores; 0 = not known yet
+    """
     recoveries: _builtins.int
-    """slots that moved to another runner in this attempt"""
+    """number of times that slots moved to another runner in this attempt, without"""
     steps_per_s: _builtins.float
-    """of a live box, on average"""
+    """migrations
+    The next four fields are those of the going boxes: live ones whose epoch has not ended.
+    mean of the boxes
+    """
     wait_share: _builtins.float
     """share of the last minute or so in which the box that waited most waited for data"""
     batches_per_s: _builtins.float
-    """of all its slots"""
+    """sum over all slots"""
     kept_step: _builtins.int
     """of a closed run: the step whose state is still available"""
     kept_wall_s: _builtins.float
     """with kept_step: when the run ended, seconds since the epoch"""
     @_builtins.property
-    def boxes(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoxStatus]: ...
+    def boxes(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoxStatus]:
+        """of an open run"""
+
     @_builtins.property
     def bottleneck(self) -> Global___Bottleneck:
-        """absent: no box of the run is live"""
+        """absent: no box is going"""
 
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateFetch]:
@@ -1926,13 +1961,13 @@ class StateFetch(_message.Message):
     wall_s: _builtins.float
     """when it was requested, seconds since the epoch"""
     seconds: _builtins.float
-    """duration"""
+    """duration, the longest of all askers"""
     bytes: _builtins.int
-    """of all states that were sent"""
+    """of all states that were sent to the first asker"""
     error: _builtins.str
     """reason why the query failed; "" = it did not fail"""
     askers: _builtins.int
-    """ranks that requested the same state"""
+    """number of requests for the same state at about the same time, one of each rank"""
     def __init__(
         self,
         *,
@@ -1973,13 +2008,14 @@ class Event(_message.Message):
     wall_s: _builtins.float
     """seconds since the epoch"""
     age_s: _builtins.float
+    """seconds since then"""
     text: _builtins.str
     run: _builtins.str
     """"" = the event concerns no run"""
     worker: _builtins.str
     """"" = the event concerns no worker"""
     count: _builtins.int
-    """equal events that were reported together"""
+    """equal events within 5 s, which are reported as one"""
     def __init__(
         self,
         *,
@@ -2025,9 +2061,11 @@ class BoxStatus(_message.Message):
     """worker and slot for which the loop waits now; "" = none"""
     epoch_ended: _builtins.bool
     waited_share: _builtins.float
-    """share of the time between the last two reports in which the loop waited for data"""
+    """share of the last half second or more between two reports in which the loop waited"""
     wait_share: _builtins.float
-    """the same share of the last minute or so"""
+    """for data; steps_per_s is of the same time
+    the same share of the last minute or so
+    """
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]: ...
     def __init__(
@@ -2074,6 +2112,7 @@ class WorkerStatus(_message.Message):
     slots: _builtins.int
     slots_used: _builtins.int
     live: _builtins.bool
+    """registered, and its lease has not ended"""
     seen_s_ago: _builtins.float
     tcp_address: _builtins.str
     batches_per_s: _builtins.float
@@ -2198,7 +2237,7 @@ class ChangeMixtureRequest(_message.Message):
     dry_run: _builtins.bool
     """change nothing, only return what would change"""
     deadline_s: _builtins.float
-    """seconds for all of it"""
+    """seconds for the trial of the change and for the boxes' answers together"""
     @_builtins.property
     def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___AskedWeight]: ...
     @_builtins.property
@@ -2261,9 +2300,9 @@ class ChangeMixtureReply(_message.Message):
     BATCHES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     slots: _builtins.int
-    """slots whose runners restart"""
+    """slots whose runners restart; with `dry_run`: would restart"""
     batches: _builtins.int
-    """batches that were made ahead and are made again"""
+    """batches that were made ahead at the time, and are made again"""
     @_builtins.property
     def change(self) -> _records_pb2.MixtureChange: ...
     @_builtins.property
@@ -2484,13 +2523,13 @@ class History(_message.Message):
     """complete: the box took no other steps, except those since its last report"""
     @_builtins.property
     def opening(self) -> Global___OpenRunRequest:
-        """with the attempt's seed, without the client's id"""
+        """with the attempt's seed, without client_id, attempt_key and host_id"""
 
     @_builtins.property
     def abandoned(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbandonedEpoch]: ...
     @_builtins.property
     def known(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.BoxPosition]:
-        """positions that the box reported; oldest first"""
+        """positions that the box reported, thinned out; oldest first"""
 
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotHistory]: ...

@@ -138,26 +138,26 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """Long poll: returns at once if the run's version is not `seen_version`, else when the version changes, or, with
-        empty `slots`, when the hold is over. Renews the box's lease and reports its progress.
+        """Long poll: returns at once if the version of the box's view is not `seen_version`, else when the version changes,
+        or, with empty `slots`, when the hold is over. Renews the box's lease and reports its progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """Ends the box's part in the attempt. The last box's close ends the attempt. Until then the box's workers stay for a
-        while, so that other boxes' state queries are answered with this box's final state.
+        """Ends the box's part in the attempt. When no other box is live, this ends the attempt. Until then the box's workers
+        stay for a minute, so that other boxes' state queries are answered with this box's final state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchState(self, request, context):
-        """Returns the DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. A record
-        begins with a part that has `record`; its state is the `data` of this part and of the following ones. Records are
-        sent as boxes become complete, so an error may follow some records. The state of a closed run that was fetched last
-        stays available for a week.
+        """Returns a record of every worker of every box at a step, by global_worker_id. A record begins with a part that has
+        `record`; its state is the `data` of this part and of the following ones. Records are sent as boxes become
+        complete, so an error may follow some records. The state of a closed run that was fetched last stays available for
+        a week, or until newer ones need its space.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,8 +171,9 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Long poll: reports the slots, returns the whole set of assignments and open state requests when `seen_version` is
-        not the worker's version, else when it changes, or `unchanged` when the hold is over. Renews the worker's lease.
+        """Long poll: reports the slots. Returns the whole set of assignments, and open state requests, at once if the version
+        of the worker's view is not `seen_version`, else when the version changes; `unchanged` when the hold is over.
+        Renews the worker's lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,7 +202,8 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeregisterWorker(self, request, context):
-        """Starts draining a worker: it gets no new slots, and its own slots move to other workers.
+        """Removes a worker that ends: its slots move to other workers at once. (To let them migrate before, the worker sends
+        HeartbeatRequest.leaving.)
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,7 +218,7 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutBlob(self, request_iterator, context):
-        """---- both: content-addressed bytes of a run (a state to resume from)
+        """---- both: content-addressed bytes of a run (a state to resume from, or large arguments of input_fn)
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,8 +3,9 @@
 isort:skip_file
 Control plane: calls of training jobs, workers and commands to the coordinator. Batches are never sent here.
 
-Every call carries metadata "authorization: Bearer TOKEN" and "penstock-protocol: N"; a peer's first call contains
-its version. Errors are sent as a gRPC status plus ErrorDetail in trailing metadata "penstock-error-bin". FetchState,
+Every call carries metadata "authorization" and "penstock-protocol: N". The first is a proof that the caller knows a
+token (penstock.proto.rpc.credentials.token_proof), or "Bearer TOKEN" from programs that cannot make the proof.
+Errors are sent as a gRPC status plus ErrorDetail in trailing metadata "penstock-error-bin". FetchState,
 FetchHistory and Status only read: they are answered for every protocol number and without one, and their messages
 keep their meaning as long as this package is called v1. docs/grpc.md shows how to call them.
 
@@ -52,24 +53,25 @@ class CoordinatorStub:
     Joins a box to the run's open attempt, or opens the next attempt (see OpenRunRequest.attempt_key).
     """
     WatchRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunReply]
-    """Long poll: returns at once if the run's version is not `seen_version`, else when the version changes, or, with
-    empty `slots`, when the hold is over. Renews the box's lease and reports its progress.
+    """Long poll: returns at once if the version of the box's view is not `seen_version`, else when the version changes,
+    or, with empty `slots`, when the hold is over. Renews the box's lease and reports its progress.
     """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CloseRunRequest, _coordinator_pb2.CloseRunReply]
-    """Ends the box's part in the attempt. The last box's close ends the attempt. Until then the box's workers stay for a
-    while, so that other boxes' state queries are answered with this box's final state.
+    """Ends the box's part in the attempt. When no other box is live, this ends the attempt. Until then the box's workers
+    stay for a minute, so that other boxes' state queries are answered with this box's final state.
     """
     FetchState: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.FetchStateRequest, _coordinator_pb2.StatePart]
-    """Returns the DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. A record
-    begins with a part that has `record`; its state is the `data` of this part and of the following ones. Records are
-    sent as boxes become complete, so an error may follow some records. The state of a closed run that was fetched last
-    stays available for a week.
+    """Returns a record of every worker of every box at a step, by global_worker_id. A record begins with a part that has
+    `record`; its state is the `data` of this part and of the following ones. Records are sent as boxes become
+    complete, so an error may follow some records. The state of a closed run that was fetched last stays available for
+    a week, or until newer ones need its space.
     """
     RegisterWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterWorkerRequest, _coordinator_pb2.RegisterWorkerReply]
     """---- workers"""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]
-    """Long poll: reports the slots, returns the whole set of assignments and open state requests when `seen_version` is
-    not the worker's version, else when it changes, or `unchanged` when the hold is over. Renews the worker's lease.
+    """Long poll: reports the slots. Returns the whole set of assignments, and open state requests, at once if the version
+    of the worker's view is not `seen_version`, else when the version changes; `unchanged` when the hold is over.
+    Renews the worker's lease.
     """
     PutSnapshot: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.SnapshotPart, _coordinator_pb2.PutSnapshotReply]
     """Makes a snapshot durable: `header` first, with data or before it. HeartbeatReply limits rate and size."""
@@ -80,13 +82,15 @@ class CoordinatorStub:
     PutState: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.AnswerPart, _coordinator_pb2.PutStateReply]
     """Answers a state request: `answer` first, with data or before it."""
     DeregisterWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterWorkerRequest, _coordinator_pb2.DeregisterWorkerReply]
-    """Starts draining a worker: it gets no new slots, and its own slots move to other workers."""
+    """Removes a worker that ends: its slots move to other workers at once. (To let them migrate before, the worker sends
+    HeartbeatRequest.leaving.)
+    """
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainWorkerRequest, _coordinator_pb2.DrainWorkerReply]
     """Drains a worker for an operator: it gets no new slots, and its own slots migrate one by one, each when its target
     worker is ready. A slot for which no worker has capacity stays and keeps running.
     """
     PutBlob: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.BlobPart, _coordinator_pb2.PutBlobReply]
-    """---- both: content-addressed bytes of a run (a state to resume from)"""
+    """---- both: content-addressed bytes of a run (a state to resume from, or large arguments of input_fn)"""
     GetBlob: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.GetBlobRequest, _coordinator_pb2.BlobPart]
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
     """---- operators"""
@@ -113,24 +117,25 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Joins a box to the run's open attempt, or opens the next attempt (see OpenRunRequest.attempt_key).
     """
     WatchRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunReply]  # type: ignore[assignment]
-    """Long poll: returns at once if the run's version is not `seen_version`, else when the version changes, or, with
-    empty `slots`, when the hold is over. Renews the box's lease and reports its progress.
+    """Long poll: returns at once if the version of the box's view is not `seen_version`, else when the version changes,
+    or, with empty `slots`, when the hold is over. Renews the box's lease and reports its progress.
     """
     CloseRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CloseRunRequest, _coordinator_pb2.CloseRunReply]  # type: ignore[assignment]
-    """Ends the box's part in the attempt. The last box's close ends the attempt. Until then the box's workers stay for a
-    while, so that other boxes' state queries are answered with this box's final state.
+    """Ends the box's part in the attempt. When no other box is live, this ends the attempt. Until then the box's workers
+    stay for a minute, so that other boxes' state queries are answered with this box's final state.
     """
     FetchState: _aio.UnaryStreamMultiCallable[_coordinator_pb2.FetchStateRequest, _coordinator_pb2.StatePart]  # type: ignore[assignment]
-    """Returns the DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. A record
-    begins with a part that has `record`; its state is the `data` of this part and of the following ones. Records are
-    sent as boxes become complete, so an error may follow some records. The state of a closed run that was fetched last
-    stays available for a week.
+    """Returns a record of every worker of every box at a step, by global_worker_id. A record begins with a part that has
+    `record`; its state is the `data` of this part and of the following ones. Records are sent as boxes become
+    complete, so an error may follow some records. The state of a closed run that was fetched last stays available for
+    a week, or until newer ones need its space.
     """
     RegisterWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterWorkerRequest, _coordinator_pb2.RegisterWorkerReply]  # type: ignore[assignment]
     """---- workers"""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]  # type: ignore[assignment]
-    """Long poll: reports the slots, returns the whole set of assignments and open state requests when `seen_version` is
-    not the worker's version, else when it changes, or `unchanged` when the hold is over. Renews the worker's lease.
+    """Long poll: reports the slots. Returns the whole set of assignments, and open state requests, at once if the version
+    of the worker's view is not `seen_version`, else when the version changes; `unchanged` when the hold is over.
+    Renews the worker's lease.
     """
     PutSnapshot: _aio.StreamUnaryMultiCallable[_coordinator_pb2.SnapshotPart, _coordinator_pb2.PutSnapshotReply]  # type: ignore[assignment]
     """Makes a snapshot durable: `header` first, with data or before it. HeartbeatReply limits rate and size."""
@@ -141,13 +146,15 @@ class CoordinatorAsyncStub(CoordinatorStub):
     PutState: _aio.StreamUnaryMultiCallable[_coordinator_pb2.AnswerPart, _coordinator_pb2.PutStateReply]  # type: ignore[assignment]
     """Answers a state request: `answer` first, with data or before it."""
     DeregisterWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterWorkerRequest, _coordinator_pb2.DeregisterWorkerReply]  # type: ignore[assignment]
-    """Starts draining a worker: it gets no new slots, and its own slots move to other workers."""
+    """Removes a worker that ends: its slots move to other workers at once. (To let them migrate before, the worker sends
+    HeartbeatRequest.leaving.)
+    """
     DrainWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainWorkerRequest, _coordinator_pb2.DrainWorkerReply]  # type: ignore[assignment]
     """Drains a worker for an operator: it gets no new slots, and its own slots migrate one by one, each when its target
     worker is ready. A slot for which no worker has capacity stays and keeps running.
     """
     PutBlob: _aio.StreamUnaryMultiCallable[_coordinator_pb2.BlobPart, _coordinator_pb2.PutBlobReply]  # type: ignore[assignment]
-    """---- both: content-addressed bytes of a run (a state to resume from)"""
+    """---- both: content-addressed bytes of a run (a state to resume from, or large arguments of input_fn)"""
     GetBlob: _aio.UnaryStreamMultiCallable[_coordinator_pb2.GetBlobRequest, _coordinator_pb2.BlobPart]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
     """---- operators"""
@@ -183,8 +190,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.WatchRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.WatchRunReply, _abc.Awaitable[_coordinator_pb2.WatchRunReply]]:
-        """Long poll: returns at once if the run's version is not `seen_version`, else when the version changes, or, with
-        empty `slots`, when the hold is over. Renews the box's lease and reports its progress.
+        """Long poll: returns at once if the version of the box's view is not `seen_version`, else when the version changes,
+        or, with empty `slots`, when the hold is over. Renews the box's lease and reports its progress.
         """
 
     @_abc_1.abstractmethod
@@ -193,8 +200,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.CloseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.CloseRunReply, _abc.Awaitable[_coordinator_pb2.CloseRunReply]]:
-        """Ends the box's part in the attempt. The last box's close ends the attempt. Until then the box's workers stay for a
-        while, so that other boxes' state queries are answered with this box's final state.
+        """Ends the box's part in the attempt. When no other box is live, this ends the attempt. Until then the box's workers
+        stay for a minute, so that other boxes' state queries are answered with this box's final state.
         """
 
     @_abc_1.abstractmethod
@@ -203,10 +210,10 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.FetchStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.StatePart], _abc.AsyncIterator[_coordinator_pb2.StatePart]]:
-        """Returns the DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. A record
-        begins with a part that has `record`; its state is the `data` of this part and of the following ones. Records are
-        sent as boxes become complete, so an error may follow some records. The state of a closed run that was fetched last
-        stays available for a week.
+        """Returns a record of every worker of every box at a step, by global_worker_id. A record begins with a part that has
+        `record`; its state is the `data` of this part and of the following ones. Records are sent as boxes become
+        complete, so an error may follow some records. The state of a closed run that was fetched last stays available for
+        a week, or until newer ones need its space.
         """
 
     @_abc_1.abstractmethod
@@ -223,8 +230,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.HeartbeatReply, _abc.Awaitable[_coordinator_pb2.HeartbeatReply]]:
-        """Long poll: reports the slots, returns the whole set of assignments and open state requests when `seen_version` is
-        not the worker's version, else when it changes, or `unchanged` when the hold is over. Renews the worker's lease.
+        """Long poll: reports the slots. Returns the whole set of assignments, and open state requests, at once if the version
+        of the worker's view is not `seen_version`, else when the version changes; `unchanged` when the hold is over.
+        Renews the worker's lease.
         """
 
     @_abc_1.abstractmethod
@@ -259,7 +267,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.DeregisterWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DeregisterWorkerReply, _abc.Awaitable[_coordinator_pb2.DeregisterWorkerReply]]:
-        """Starts draining a worker: it gets no new slots, and its own slots move to other workers."""
+        """Removes a worker that ends: its slots move to other workers at once. (To let them migrate before, the worker sends
+        HeartbeatRequest.leaving.)
+        """
 
     @_abc_1.abstractmethod
     def DrainWorker(
@@ -277,7 +287,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_coordinator_pb2.BlobPart],
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PutBlobReply, _abc.Awaitable[_coordinator_pb2.PutBlobReply]]:
-        """---- both: content-addressed bytes of a run (a state to resume from)"""
+        """---- both: content-addressed bytes of a run (a state to resume from, or large arguments of input_fn)"""
 
     @_abc_1.abstractmethod
     def GetBlob(

@@ -47,9 +47,7 @@ Global___ErrorDetail: _TypeAlias = ErrorDetail  # noqa: Y015
 
 @_typing.final
 class SlotPosition(_message.Message):
-    """Position of one worker slot, in batches: `delivered` in this epoch, `total` over the whole life of the run (the
-    worker_step).
-    """
+    """Position of one worker slot, in batches that the training loop got from it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -58,6 +56,7 @@ class SlotPosition(_message.Message):
     delivered: _builtins.int
     """in this epoch"""
     total: _builtins.int
+    """over the life of the run (the worker_step), or since it was last resumed on another"""
     def __init__(
         self,
         *,
@@ -133,7 +132,7 @@ Global___BoxPosition: _TypeAlias = BoxPosition  # noqa: Y015
 
 @_typing.final
 class EpochEnd(_message.Message):
-    """End of an epoch of one slot, because its input ended or the loop abandoned the epoch: after batch `total` of the slot
+    """End of an epoch of one slot: its input ended, or the loop abandoned the epoch, after batch `total` of the slot
     (counted over the run).
     """
 
@@ -159,8 +158,9 @@ Global___EpochEnd: _TypeAlias = EpochEnd  # noqa: Y015
 
 @_typing.final
 class LoaderSpec(_message.Message):
-    """Description of a run's loader. User code is named, never sent: "module:qualname" and arguments in the safe
-    state envelope (penstock.proto.state.codec).
+    """Description of a run's loader. User code is named, "module:qualname", and its arguments are in the safe state
+    envelope (penstock.proto.state.codec). Only in embedded mode may a training job send code, to the workers that it
+    started: a pickle in the envelope, which all other workers refuse.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -173,9 +173,11 @@ class LoaderSpec(_message.Message):
     ALLOW_FIELD_NUMBER: _builtins.int
     ARGUMENTS_BLOB_FIELD_NUMBER: _builtins.int
     input_fn: _builtins.str
-    """"module:qualname"; module "penstock_main" is the main script at main_path"""
+    """"module:qualname"; module "penstock_main" is the main script at main_path, and"""
     arguments: _builtins.bytes
-    """envelope of {"args": tuple, "kwargs": dict}"""
+    """"penstock_by_value" stands for a function in the pickle
+    envelope of {"args": tuple, "kwargs": dict}; embedded only: of {"by_value": pickle}
+    """
     main_path: _builtins.str
     """embedded only: the training script, loaded in runners under the name penstock_main"""
     arguments_blob: _builtins.str
@@ -228,7 +230,7 @@ class Options(_message.Message):
     max_batch_bytes: _builtins.int
     """a larger batch is an error"""
     strict_structure: _builtins.bool
-    """refuse a batch whose tree or dtypes changed"""
+    """refuse a batch whose tree, dtypes or ranks (numbers of dimensions) changed"""
     replay_without_state: _builtins.bool
     """save loaders without state methods as (epoch start, count), by replay"""
     retention_steps: _builtins.int
@@ -243,7 +245,7 @@ class Options(_message.Message):
     """the training loop's deadline: user code that takes half of it for one call is"""
     skip_poison: _builtins.bool
     """reported with its stack; 0 = unknown
-    a batch that kills its runner repeatedly is left out, if the loader allows it
+    leave out a batch that kills its runner repeatedly, if the loader can skip it
     """
     synthetic: _builtins.bool
     """repeat a worker's first batch instead of its loader's stream"""
@@ -271,7 +273,7 @@ Global___Options: _TypeAlias = Options  # noqa: Y015
 
 @_typing.final
 class LoaderCapabilities(_message.Message):
-    """Capabilities of a loader, reported by the first runner of a slot."""
+    """Capabilities of a loader, as the slot's runner found them out."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -378,16 +380,16 @@ class MixtureChange(_message.Message):
     key: _builtins.str
     """identifies the change"""
     position: _builtins.int
-    """samples that the mixture gives before the change"""
+    """samples that the mixture gives in epoch `epoch` before the change, in all shards"""
     step: _builtins.int
     """first step of the boxes with the new weights, when it was ordered"""
     attempt: _builtins.int
     """attempt in which it was ordered"""
     epoch: _builtins.int
-    """first epoch of the loader that has the change; earlier ones do not"""
+    """first epoch of the loader that has the change, from `position` on"""
     @_builtins.property
     def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureWeight]:
-        """of all sources"""
+        """of all sources; a source that is left out has weight 0"""
 
     @_builtins.property
     def added(self) -> _containers.RepeatedCompositeFieldContainer[Global___AddedSource]: ...
@@ -557,9 +559,10 @@ class Resume(_message.Message):
     BLOB_FIELD_NUMBER: _builtins.int
     SAME_TOPOLOGY_FIELD_NUMBER: _builtins.int
     blob: _builtins.str
-    """envelope {"aggregated": user value or None, "strict": bool, "slots": {slot:"""
+    """envelope {"aggregated": user value or None, "strict": bool, "slots": {slot: its"""
     same_topology: _builtins.bool
-    """restart}}; "" = a new stream
+    """user state, restart point and digests}} of the box; "" = a new stream, from the
+    start position
     generators and positions in `blob` are valid; else only the aggregated state
     """
     def __init__(

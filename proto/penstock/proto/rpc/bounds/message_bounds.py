@@ -181,8 +181,8 @@ class LargeRequests:
     @contextmanager
     def answering(self, token: str) -> Iterator[Callable[[int], None]]:
         """Yield a function that counts one request: call it with the request's size in bytes. The request counts until
-        the end of the block, in which it is answered. The function raises OverloadedError if all requests of the
-        caller's token exceed LARGE_REQUESTS. `token`: digest of the token."""
+        the end of the block, in which it is answered. The function raises OverloadedError if all large requests of the
+        caller's token together exceed LARGE_REQUESTS. `token`: digest of the token."""
         counted = 0
 
         def count(size: int) -> None:

@@ -14,8 +14,8 @@ from typing import Protocol
 __all__ = ["HOLD_S", "MOST", "PollPace", "intervals", "within"]
 
 HOLD_S = 1.0
-"""Default hold of a long poll in seconds, for calls before the coordinator's first reply. (Replies state a third of the
-lease.)"""
+"""Default hold of a long poll in seconds, for calls before the coordinator's first reply. (Replies state the hold of
+the next poll, which is at most a third of the lease.)"""
 LONGEST_S = 3600.0
 """Largest hold or lease that is accepted, in seconds. A correct coordinator sends at most 300."""
 

@@ -2,8 +2,8 @@
 
 A token is valid for a role. A training job's token does not allow registering a worker, which would receive other
 jobs' loaders; a worker's token does not allow opening a run, which would run code on other workers; an operator's token
-allows reading, draining workers, and ending runs. Roles do not separate tenants: a caller that may open runs may open,
-read and supersede all of them.
+allows reading, draining workers, ending runs, changing mixtures and opening the dashboard. Roles do not separate
+tenants: a caller that may open runs may open, read and supersede all of them.
 """
 
 from __future__ import annotations

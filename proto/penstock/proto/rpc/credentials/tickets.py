@@ -71,8 +71,8 @@ def check_ticket(ticket: str, key: bytes, wall_s: float, what: str) -> None:
     expires, _, signature = ticket[:MAX_TICKET].partition(".")
     if not key or not hmac.compare_digest(signature.encode(), _signature(key, expires).encode()):
         raise AuthenticationError(
-            f"the ticket to read the batches of {what} is wrong: it is for another worker slot, or another "
-            "coordinator made it. Start the training job again"
+            f"the ticket to read the batches of {what} is wrong: it is for another worker slot or generation, or "
+            "another coordinator made it. Start the training job again"
         )
     if wall_s > int(expires):
         raise SupersededError(

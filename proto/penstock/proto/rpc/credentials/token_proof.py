@@ -4,13 +4,14 @@ A process that listens at the coordinator's address, for example on its port whi
 receive the token of every caller that sends it. So Penstock's own callers prove that they know the token, with TLS or
 without:
 
-1. A caller that has not called the coordinator since its start sends SCHEME alone. The call is refused with a
-   *challenge*, a random number that the coordinator drew when it started.
+1. In its first call a caller sends SCHEME alone. The call is refused with a *challenge*, a random number that the
+   coordinator drew when it started.
 2. The caller makes the call again with this header "authorization": SCHEME, the challenge, a random number of its own,
    and an HMAC of both numbers under the token. The caller sends the same header with all further calls, until a
    restarted coordinator refuses it with a new challenge.
 3. The coordinator sends an HMAC of its own with each answer. If an answer comes in parts, the HMAC is sent before the
-   first part. A caller ignores an answer or an error without this HMAC.
+   first part. Without this HMAC a caller accepts no answer, and no error except one that says that the coordinator
+   could not be reached in time.
 
 After a restart of the coordinator the header is no longer valid. A server that does not know the token cannot compute
 the HMAC with which it must answer the header. The coordinator need not store callers, because the header contains all
@@ -19,7 +20,7 @@ guesses of the token.
 
 Only TLS protects against a man in the middle, who relays the messages of both ends.
 
-This module opens no connection: penstock.proto.rpc.calls and penstock.proto.rpc.auth_interceptor use it.
+This module opens no connection: penstock.proto.rpc.authenticated_calls and penstock.proto.rpc.auth_interceptor use it.
 """
 
 from __future__ import annotations

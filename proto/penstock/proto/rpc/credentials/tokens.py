@@ -148,7 +148,8 @@ def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str
     `token`, `file`, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE, the file that the settings file names (token_file).
 
     Raises AuthenticationError, which names the file, if the file cannot be read, can be read by others, or has no token
-    of the role. The check is made here, because a later error could not name this cause.
+    of the role; InvalidArgumentError for text that is no token. The checks are made here, because a later error could
+    not name these causes.
     """
     text, source = (token, "the token that was given") if token else _text(file)
     tokens = _parsed(text, source)
