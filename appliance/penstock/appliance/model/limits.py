@@ -43,8 +43,8 @@ class Limits:
     (a compile, a large pickle). The process cannot report meanwhile."""
     return_s: float = 25.0
     """Shortest lease of every peer that is in the journal when a coordinator starts on another host. Peers get no
-    signal that the old host is down. Their pings fail after 15 s (channel.py), and after 5 s more the peers give up the
-    connection. Only then do they resolve the coordinator's name again."""
+    signal that the old host is down: they notice it by pings that fail (channel.py), give up the connection, and only
+    then resolve the coordinator's name again."""
     unreachable_s: float = 600.0
     """Time for which a box's slots are not placed on a worker that the box could not reach, as long as other workers
     have capacity."""
