@@ -22,7 +22,7 @@ from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.arrow import arrow_file
 from penstock.data.formats.arrow.arrow_file import ArrowReader, index_arrow
 from penstock.data.formats.decoded_blocks import MEMORY
-from penstock.data.formats.parquet.parquet_values import value_of
+from penstock.data.formats.parquet.parquet_scalars import value_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
 SAVED = Path(__file__).parents[1] / "data" / "saved_datasets"

@@ -24,7 +24,7 @@ DECODED_BYTES = 256 << 20
 class BlockOwner(Protocol):
     """Interface of a reader that keeps decoded blocks in memory: the method that BlockMemory calls."""
 
-    def drop(self, block: int) -> None:
+    def drop(self, block: int, /) -> None:
         """Drop a block from memory, if the reader still has it. Any thread may call this, so it must not wait for a
         lock."""
 

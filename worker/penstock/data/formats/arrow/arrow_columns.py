@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.data.formats.arrow.ipc_messages import BatchLayout
 from penstock.data.formats.parquet.extension_types import conversion_of, storage_of
-from penstock.data.formats.parquet.parquet_values import value_of
+from penstock.data.formats.parquet.parquet_scalars import value_of
 
 __all__ = ["Batch", "Column", "column_plans"]
 

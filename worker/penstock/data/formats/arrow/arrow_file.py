@@ -236,7 +236,7 @@ NamedColumns = list[tuple[str, DecodedColumn]]
 
 class ArrowReader:
     """Reader of an Arrow IPC file, see formats.shards.ShardReader. Lists of integers and floats are numpy arrays of the
-    stored dtype; other values are converted as those of Parquet files (parquet_values.py)."""
+    stored dtype; other values are converted as those of Parquet files (parquet_scalars.py)."""
 
     def __init__(self, shard: Shard, path: Path, part: ArrowPart | None = None) -> None:
         """

@@ -3,8 +3,8 @@
 pyarrow makes an object for each value that is looked up, which takes a microsecond for a number and a millisecond for a
 list of 2,000 numbers. So the frequent types are read from the arrays' buffers: numbers, texts, and lists of numbers. A
 list of numbers becomes a numpy array of the column's type, which is a copy: the array is writable, and a sample that
-the caller keeps does not keep its row group in memory. All other types go through pyarrow's scalars, see
-parquet_values.py.
+the caller keeps does not keep its row group in memory. All other types go through pyarrow's scalars
+(parquet_scalars.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from penstock.data.batch_columns import Values, as_python_numbers, by_number, placed, stacked_slices
 from penstock.data.formats.parquet.extension_types import conversion_of, storage_of
-from penstock.data.formats.parquet.parquet_values import Value, value_of
+from penstock.data.formats.parquet.parquet_scalars import Value, value_of
 from penstock.data.ordering.permutation import Ints
 
 __all__ = ["Column", "column_of"]

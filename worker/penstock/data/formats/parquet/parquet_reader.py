@@ -108,7 +108,7 @@ def _has_no_repeats(chunk: Any) -> bool:
 class ParquetReader:
     """Reader of a Parquet file, see ShardReader, ColumnReader and BlockReader in formats.shards. Values are Python's:
     None, lists, dictionaries, datetimes. Lists of numbers are numpy arrays (see parquet_columns.py), and times with
-    nanoseconds are numpy's (see parquet_values.py)."""
+    nanoseconds are numpy's (see parquet_scalars.py)."""
 
     def __init__(self, shard: Shard, path: Path, place: FileRange | None = None) -> None:
         """
@@ -405,7 +405,7 @@ class ParquetReader:
         if found.st_mtime_ns != self._version:
             raise ShardCorruptError(
                 f"{self.name} must not change while it is read, but it was written to since it was opened. Write new "
-                "data to a new file, and index that"
+                "data to a new file, and index this file again if its new content is wanted"
             )
 
     def _table(self, file: Any, group: int, rows: int) -> Any:

@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from penstock.data.formats.fields import InvalidField, kind_of
+from penstock.data.formats.fields import InvalidField
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.plain_files import read_plain
@@ -194,9 +194,9 @@ def check_tar(settings: dict[str, Any]) -> None:
     """Check the settings of a tar archive's entry in the dataset's index. Raises InvalidField."""
     splits, fields = settings.get("splits", []), settings.get("fields", {})
     if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
-        raise InvalidField("splits", "must be a list of strings")
+        raise InvalidField("splits", f"must be a list of strings, got {splits!r:.100}")
     if not isinstance(fields, dict) or not all(isinstance(text, str) for text in fields.values()):
-        raise InvalidField("fields", f"must be an object of strings, got {kind_of(fields)}")
+        raise InvalidField("fields", f"must be an object of strings, got {fields!r:.100}")
 
 
 def field_of(sample: Mapping[str, Any], text: str) -> Any:
