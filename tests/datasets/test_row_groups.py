@@ -508,6 +508,20 @@ def test_broken_ranges_are_asked_for_again(remote: ShardServer, tmp_path: Path) 
     assert [dataset[at]["number"] for at in (0, 70)] == [0, 70]
 
 
+def test_error_counts_samples_in_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_ranges, "MIN_RANGE_BYTES", 1)
+    root = tmp_path / "root"
+    root.mkdir()
+    late = pyarrow.array([0, 0, 0, 1 << 60], pyarrow.timestamp("us"))  # beyond the years of Python's datetime
+    pyarrow.parquet.write_table(pyarrow.table({"at": late}), root / "a.parquet", row_group_size=2)
+    index_parquet(root)
+    with ShardServer(root) as server:
+        dataset = StreamingDataset(server.url, tmp_path / "cache")
+        assert dataset[2]
+        with pytest.raises(DatasetError, match="sample 3, column 'at': Python cannot hold its value"):
+            dataset[3]
+
+
 def test_ranges_of_an_index_are_checked(folder: Path) -> None:
     shard = read_index((folder / "index.json").read_bytes(), "here")[0]
     cases: list[tuple[dict[str, Any], str]] = [

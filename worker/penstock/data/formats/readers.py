@@ -31,7 +31,7 @@ def open_shard(
         raise ShardCorruptError(f"{source}: {error.message}" if source else error.message) from error
     if source:
         reader.name = source
-    return _with_clips(reader, options)
+    return ClipReader(reader, options.clips) if options.clips else reader
 
 
 def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
@@ -70,11 +70,7 @@ def open_part(
     except ShardCorruptError as error:
         raise ShardCorruptError(f"{source}: {error.message}") from error
     reader.name = source
-    return _with_clips(reader, options)
-
-
-def _with_clips(reader: ShardReader, options: ReadOptions) -> ShardReader:
-    return ClipReader(reader, options.clips) if options.clips else reader
+    return ClipReader(reader, options.clips, sum(shard.parts[:part])) if options.clips else reader
 
 
 def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:

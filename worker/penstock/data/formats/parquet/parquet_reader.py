@@ -148,6 +148,8 @@ class ParquetReader:
             footer = Footer.parse(tail_of(self._opened)) if place is None else place.footer
             self._place, self._first = place, 0 if place is None else place.group
             self._groups = footer.groups if place is None else footer.groups[place.group : place.group + 1]
+            self._rows_before = sum(group.rows for group in footer.groups[: self._first])
+            """Number of the first sample of this reader, counted in the whole file."""
             self._footer, self._schema = footer.metadata, footer.schema
             self._texts = _text_columns(footer.metadata)
             self._idle.append(self._new_file(self._opened))
@@ -312,13 +314,11 @@ class ParquetReader:
         return bisect.bisect_right(self._begins, index) - 1
 
     def _refuse(self, index: int, column: str, error: Exception) -> NoReturn:
+        where = f"{self.name}: sample {self._rows_before + index}, column {column!r}"
         if isinstance(error, UnicodeDecodeError):
-            raise ShardCorruptError(
-                f"{self.name}: sample {index}, column {column!r} cannot be read: {error}. Write the file again"
-            ) from error
+            raise ShardCorruptError(f"{where} cannot be read: {error}. Write the file again") from error
         raise DatasetError(
-            f"{self.name}: sample {index}, column {column!r}: Python cannot hold its value ({error}). Write the column "
-            "in another type, such as int64"
+            f"{where}: Python cannot hold its value ({error}). Write the column in another type, such as int64"
         ) from error
 
     def _columns(self, group: int, index: int) -> Columns:
@@ -346,7 +346,7 @@ class ParquetReader:
 
     def _decoded(self, opened: Descriptor, group: int, index: int) -> Columns:
         """Return row group `group`, decoded. `index`: number of the sample that needs it, for errors."""
-        number = self._first + group
+        number, sample = self._first + group, self._rows_before + index
         try:
             with self._lock:
                 file = self._idle.pop() if self._idle else None
@@ -359,12 +359,12 @@ class ParquetReader:
             ) from error
         except NotImplementedError as error:
             raise DatasetError(
-                f"{self.name}: sample {index}, row group {number} cannot be read by pyarrow: {error}. Upgrade "
+                f"{self.name}: sample {sample}, row group {number} cannot be read by pyarrow: {error}. Upgrade "
                 "pyarrow, or write the column in another type"
             ) from error
         except Exception as error:
             raise ShardCorruptError(
-                f"{self.name}: sample {index}, row group {number} cannot be read: {error}. Write the file again"
+                f"{self.name}: sample {sample}, row group {number} cannot be read: {error}. Write the file again"
             ) from error
         return columns
 

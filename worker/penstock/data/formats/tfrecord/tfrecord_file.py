@@ -71,10 +71,8 @@ class TFRecordReader(RecordFile):
         try:
             return example_of(data)
         except ValueError as error:
-            raise ShardCorruptError(
-                f"{self.name}: sample {index} must be a tf.train.Example: {error}. Index the folder with "
-                'format="tfrecord-bytes" to read any bytes'
-            ) from error
+            remedy = 'Index the folder with format="tfrecord-bytes" to read any bytes'
+            self._corrupt(index, f"must be a tf.train.Example: {error}", remedy)
 
 
 def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> TFRecordReader:
