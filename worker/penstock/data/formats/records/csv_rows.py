@@ -85,7 +85,7 @@ def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
 
 def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
     """Parse all rows of a CSV file, write the file of their offsets, and return the shard. Values of a file whose name
-    ends in .tsv are separated by tabs.
+    ends in .tsv or .TSV are separated by tabs, those of any other file by commas.
 
     Args:
         path: the CSV file.
@@ -96,7 +96,7 @@ def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
     invalid row.
     """
     _allow_long_values()
-    separator = "\t" if path.suffix == ".tsv" else ","
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
     columns, size, offsets = _rows(path, name, separator)
     settings = {"column_names": columns, "separator": separator}
     return record_shard("csv_rows", path, out, name, size, np.array(offsets, np.int64), settings)
