@@ -110,7 +110,8 @@ class _ArrowFile:
         self.dictionaries: list[Message] = []
         self.batches: list[tuple[int, int, int, int]] = []
         """For each record batch: (offset of its message, offset of the message's body, size of the body in bytes,
-        number of dictionaries in the file before the message)."""
+        number of dictionaries that it may need). In the stream format these are the dictionaries before its message; in
+        the file format, where a dictionary may also lie behind, all of them."""
         rows = [0]
         self.compressed = False
         try:
@@ -544,8 +545,7 @@ def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
     record batches: a part's reader has only the file's header and the part, so it would miss a dictionary there."""
     offsets = [begin for begin, _, _, _ in file.batches]
     ends = [body + size for _, body, size, _ in file.batches]
-    needed = {dictionaries for _, _, _, dictionaries in file.batches}
-    if len(offsets) < 2 or offsets[1:] != ends[:-1] or needed != {len(file.dictionaries)}:
+    if len(offsets) < 2 or offsets[1:] != ends[:-1] or any(each.begin > offsets[0] for each in file.dictionaries):
         return shard
     batches = range(len(offsets) + 1) if shard.blocks else spans_of(np.array([*offsets, ends[-1]]))
     if len(batches) <= 2:

@@ -128,8 +128,9 @@ class _Table:
 
 
 def messages(read: Read, size: int) -> Iterator[Message]:
-    """Yield the messages of a file of `size` bytes, in the order of the file. Raises ValueError or struct.error for a
-    damaged file."""
+    """Yield the messages of a file of `size` bytes. In the stream format they come in the order of the file; in the
+    file format the schema, then all dictionaries, then all record batches, as the footer lists them. Raises ValueError
+    or struct.error for a damaged file."""
     if read(0, len(MAGIC)) == MAGIC:
         yield from _file_messages(read, size)
         return
