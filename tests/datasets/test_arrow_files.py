@@ -231,7 +231,7 @@ def test_whole_record_batches_are_blocks(tmp_path: Path) -> None:
 def test_a_record_batch_must_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = opened(write(tmp_path / "a.arrow", numbers(50), compression="zstd"))
     monkeypatch.setattr(arrow_file, "free_memory", lambda: 10)
-    with pytest.raises(DatasetError, match=r"record batch 0 must fit into memory: it takes .* but 10 are free"):
+    with pytest.raises(DatasetError, match=r"samples 0 to 8 \(a record batch\) must fit .* but 10 are free"):
         reader[0]
 
 

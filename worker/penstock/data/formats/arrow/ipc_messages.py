@@ -168,7 +168,7 @@ def _file_messages(read: Read, size: int) -> Iterator[Message]:
         raise ValueError("the file must end with ARROW1, but it is truncated, or its writer was not closed")
     length = _I32.unpack_from(tail)[0]
     if not 0 < length <= size - 18:
-        raise ValueError(f"the footer must be smaller than the file, got {length} bytes")
+        raise ValueError(f"the footer must have 1 to {size - 18} bytes, got {length}")
     footer = _Table.root(read(size - 10 - length, length))
     schema = _message(read, MAGIC_BYTES, size)
     if schema is None:
