@@ -341,7 +341,7 @@ def test_an_array_of_a_sample_is_its_own(tmp_path: Path) -> None:
 
 def test_other_row_groups_than_indexed_are_named(folder: Path, tmp_path: Path) -> None:
     shard = parquet_shards([("a.parquet", folder / "a.parquet")])[0]
-    with pytest.raises(ShardCorruptError, match=r"the row groups must have the numbers of rows .*index_parquet"):
+    with pytest.raises(ShardCorruptError, match=r"the row groups must have the numbers of rows .*index_folder"):
         ParquetReader(replace(shard, blocks=(250, 250)), folder / "a.parquet")
 
 

@@ -19,7 +19,9 @@ def names(settings: dict[str, Any], field: str) -> list[str]:
     """Return the field `field`, which must be a list of strings. Raises InvalidField."""
     value = settings.get(field)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise InvalidField(field, "must be a list of strings" if field in settings else "is missing")
+        raise InvalidField(
+            field, f"must be a list of strings, got {value!r:.100}" if field in settings else "is missing"
+        )
     return value
 
 
@@ -38,7 +40,7 @@ def column_encodings(settings: dict[str, Any]) -> dict[str, str]:
 def check_text(settings: dict[str, Any], field: str) -> None:
     """Raise InvalidField unless the field `field` is a string that is not empty."""
     if not isinstance(settings.get(field), str) or not settings[field]:
-        raise InvalidField(field, "must be a string that is not empty")
+        raise InvalidField(field, f"must be a string that is not empty, got {settings.get(field)!r:.100}")
 
 
 def kind_of(value: object) -> str:

@@ -153,13 +153,14 @@ class ParquetReader:
             self._footer, self._schema = footer.metadata, footer.schema
             self._texts = _text_columns(footer.metadata)
             self._idle.append(self._new_file(self._opened))
-        except ShardCorruptError:
+        except DatasetError:
             raise
-        except Exception as error:
-            raise ShardCorruptError(
-                f"{self.name}: {path} cannot be read: {error}. Check that the file exists and that this user may "
-                "read it"
-            ) from error
+        except Exception as error:  # errors of the system, of pyarrow, and of a damaged footer
+            if isinstance(error, OSError) and error.errno is not None:  # pyarrow's own OSError has no number
+                remedy = "Check that the file exists and that this user may read it"
+            else:
+                remedy = "Fetch or write the file again"
+            raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}. {remedy}") from error
         self._several = len(self._schema) > 1
         """True if several columns are read: pyarrow then decodes in threads of its own."""
         self._owner = MEMORY.add_owner(self)
@@ -169,13 +170,13 @@ class ParquetReader:
             self.close()
             raise ShardCorruptError(
                 f"{self.name} must have {shard.samples} rows, as the dataset's index lists, got {rows}. Index the "
-                "file again with index_parquet"
+                "folder again with index_folder"
             )
         if shard.blocks and shard.blocks != tuple(group.rows for group in self._groups):
             self.close()
             raise ShardCorruptError(
                 f"{self.name}: the row groups must have the numbers of rows that the dataset's index lists. The file "
-                "was changed: index it again with index_parquet"
+                "was changed: index the folder again with index_folder"
             )
 
     def __len__(self) -> int:
@@ -216,7 +217,8 @@ class ParquetReader:
             self._refuse(index, name, error)
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples at these indexes, in this order. Each row group is looked up once."""
+        """Return the samples at these indexes, in this order. Those of one row group are read column by column if they
+        are at least FEW_ROWS, or all of the samples."""
         if not rows:
             return []
         if min(rows) < 0 or max(rows) >= len(self):
@@ -375,8 +377,8 @@ class ParquetReader:
         free = free_memory()
         if needed > free:
             raise DatasetError(
-                f"{self.name}: row group {self._first + group} must fit into memory: it takes {needed} bytes, but "
-                f"{free} are free. Write the file in smaller row groups"
+                f"{self.name}: row group {self._first + group} must fit into memory: it takes at least {needed} "
+                f"bytes, but {free} are free. Write the file in smaller row groups"
             )
         table = self._table(file, self._first + group, rows)
         if table.num_rows != rows:

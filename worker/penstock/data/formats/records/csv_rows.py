@@ -27,7 +27,7 @@ LONGEST_VALUE = 1 << 30
 
 
 LONE_RETURN = "new-line character seen in unquoted field"
-"""Text of the error that Python's module csv raises for a carriage return without a line feed."""
+"""Beginning of the error that Python's module csv raises for a carriage return without a line feed."""
 
 
 class CSVRowsReader(RecordFile):
@@ -92,8 +92,8 @@ def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
         name: path of the file, relative to the dataset's folder.
         out: folder of the index.
 
-    Raises DatasetError if the file of offsets cannot be written; ShardCorruptError, which names the line, for an
-    invalid row.
+    Raises DatasetError if the file of offsets cannot be written; ShardCorruptError for a file that cannot be read, and
+    for an invalid header or row, whose line it names.
     """
     _allow_long_values()
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
@@ -150,7 +150,7 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
         if LONE_RETURN in str(error):
             raise ShardCorruptError(
                 f"{name}: line {line} must end with a line feed, got a carriage return alone, as in files of old Macs. "
-                "Convert the file: tr '\\r' '\\n'"
+                "Convert the file (tr '\\r' '\\n'), or quote the value if the carriage return belongs to it"
             ) from error
         raise ShardCorruptError(f"{name}: line {line} must be CSV in UTF-8: {error}. Correct the file") from error
     finally:
