@@ -31,7 +31,7 @@ class BlockOwner(Protocol):
 
 class BlockMemory:
     """List of the decoded blocks that all readers of a process keep in memory, in the order of their last use. If all
-    blocks together exceed a limit, blocks are dropped. Thread-safe; empty in a forked child."""
+    blocks together exceed a limit, blocks are dropped. Thread-safe. `MEMORY` becomes empty in a forked child."""
 
     def __init__(self, limit: int = DECODED_BYTES) -> None:
         self.limit = limit
@@ -52,8 +52,8 @@ class BlockMemory:
         others."""
         self._owners: dict[int, weakref.ref[BlockOwner]] = {}
         self._ended: deque[int] = deque()
-        """Numbers of readers that were garbage-collected. Their blocks are forgotten at the next call: a finalizer may
-        run at any point, so it only appends here."""
+        """Numbers of readers that were garbage-collected or removed. Their blocks are forgotten the next time that a
+        block is added or room is made: a finalizer may run at any point, so it only appends here."""
         self.nbytes = 0
         """Number of bytes of all counted blocks together."""
 
@@ -105,8 +105,8 @@ class BlockMemory:
         self._drop(self.limit, keep=1)
 
     def release(self, number: int, block: int) -> None:
-        """Mark a block of reader `number` as not needed soon. `make_room` drops it before the next block is decoded,
-        and not earlier, so that the allocator reuses its memory and does not ask the kernel for more."""
+        """Mark a block of reader `number` as not needed soon. It is not dropped now: `make_room` drops it just before
+        another block is decoded, so that the allocator reuses its memory and does not ask the kernel for more."""
         with self._lock:
             if (number, block) in self._blocks:
                 self._released[number, block] = None

@@ -20,8 +20,8 @@ def open_shard(
     """Return a reader of a shard. `paths`: the shard's raw (decompressed) files, in the order of `shard.files`;
     `source`: address of the files, for errors.
 
-    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column of pickles unless the
-    options allow pickles.
+    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column that may not be read
+    (pickles) or does not exist, and for a package that is not installed.
     """
     try:
         reader = _reader(shard, paths, options)
@@ -35,8 +35,8 @@ def open_shard(
 
 
 def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
-    """Raise InvalidArgumentError if the index shows that a column in `columns` does not exist. All shards have the same
-    columns."""
+    """Raise InvalidArgumentError if the index shows that a column in `columns` does not exist. Only the first shard's
+    entry is compared, because the shards of a dataset should have the same columns; an index may list none."""
     known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
     missing = [name for name in columns or () if known is not None and name not in known]
     if missing and known is not None:
@@ -59,7 +59,7 @@ def open_part(
         table: what the readers of all parts need, as the format's `PartReading.read` returned it.
         options, source: as in `open_shard`.
 
-    Raises ShardCorruptError if the part differs from the index, DatasetError for a column that may not be read.
+    Raises ShardCorruptError if the part differs from the index, DatasetError as `open_shard` does.
     """
     try:
         by_part = FORMATS[shard.format].by_part

@@ -1,7 +1,7 @@
 """Description of a dataset's shards: plain data from the index that readers, writers and the cache share.
 
-A dataset is a folder with an index and shards. A shard is a file of consecutive samples, with a second file for formats
-that lack a table of the samples' offsets. Each file is stored raw, packed (compressed), or in both forms. A large file
+A dataset is a folder with an index and shards. A shard is a file of consecutive samples, in some formats with a second
+file that has the samples' offsets. Each file is stored raw, packed (compressed), or in both forms. A large file
 may be fetched in parts. A part is either a block, which is decoded as a whole (a row group of Parquet), or a span: a
 few MiB of consecutive samples, each of which can be decoded alone.
 """
@@ -67,8 +67,8 @@ class Shard:
     compression: str = ""
     """Compression of the packed files: "zstd", "gz", "br", "snappy" or "bz2", optionally with ":level"; "" for none."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields of the shard's entry in the index, which its format's reader needs: column names, encodings,
-    separator."""
+    """All other fields of the shard's entry in the index. Some of them its format's reader needs: column names,
+    encodings, separator."""
     blocks: tuple[int, ...] = ()
     """Number of samples in each block of the file, in the order of the file. A block, such as a row group of Parquet,
     is decoded as a whole. Empty for a format without blocks, or if the index does not list them."""
@@ -116,17 +116,18 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Options for reading values from shards; StreamingDataset has arguments of the same names."""
+    """Options for reading values from shards. StreamingDataset has arguments of the same names, except `encoded`."""
 
     allow_unsafe_types: bool = False
     """True if columns of pickles may be read, which can run any code."""
     images: Literal["pil", "array", "file"] = "pil"
     """Type of the values of image columns: "pil": images of Pillow; "array": numpy arrays; "file": bytes of the stored
-    file, or of a PNG file for raw pixels. With "file", pickles stay bytes, too."""
+    file, or for raw pixels of a PNG file (a TIFF file if PNG lacks the mode). With "file", pickles of MDS columns stay
+    bytes, too."""
     columns: Sequence[str] | None = None
     """Names of the columns that samples have; None: all columns."""
     encoded: bool = False
-    """True if the values of MDS columns are returned as bytes, as they are stored."""
+    """True if the values of MDS columns are returned as bytes, as they are stored. Conversion of datasets uses it."""
     clips: Mapping[str, Any] = field(default_factory=dict)
     """VideoClip or AudioClip to decode, by the name of the column with the videos or sounds."""
 
@@ -168,8 +169,8 @@ def rows_of(reader: ShardReader, rows: Sequence[int]) -> list[dict[str, Any]]:
 
 def columns_of_rows(reader: ShardReader, rows: Ints) -> Columns | None:
     """Return the samples at these indexes (at least one) by column, as the reader's `get_columns` returns them. Return
-    None if the reader has no such method, or if a sample cannot be read: the caller then reads row by row, which raises
-    an error that names the sample."""
+    None if the reader has no such method or returns None, or if a sample cannot be read: the caller then reads row by
+    row, which raises an error that names the sample."""
     columns = getattr(reader, "get_columns", None)
     if columns is None:
         return None

@@ -101,8 +101,8 @@ class _RangeFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return bytes of the row group from the current position. Raises OSError for bytes outside of the row
-        group."""
+        """Return bytes of the row group from the current position. Up to _PAST_END bytes after the row group are
+        zeros. Raises OSError for other bytes outside of the row group."""
         end = min(self._size, self._at + size) if size >= 0 else self._size
         if self._at < self._begin or end > self._end + _PAST_END:
             raise OSError(f"bytes {self._at} to {end} must lie in the row group, {self._begin} to {self._end}")

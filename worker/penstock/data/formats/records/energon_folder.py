@@ -47,7 +47,7 @@ __all__ = [
 
 META = ".nv-meta"
 NOTE = "energon"
-"""Name of this note in an index."""
+"""Name of the note in the index of a prepared folder."""
 SPLITS, DATASET, INFOS = ("split.yaml", "split.json"), "dataset.yaml", (".info.json", ".info.yaml")
 EVERY_SPLIT = "*"
 """Value of the argument `split` that takes the archives of all splits."""

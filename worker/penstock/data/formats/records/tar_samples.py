@@ -2,8 +2,8 @@
 
 As in WebDataset, consecutive members (files in the archive) with the same key are a sample. The key is the member's
 path up to the first dot of the file's name; the rest of the name after the dot, in lower case, names the column. A
-sample also has a column `__key__` with its key. Members that are not files, that have no dot, or whose path has a
-folder like `__this__`, are left out.
+sample also has a column `__key__` with its key. Left out are folders and devices, files whose name has no dot or begins
+with one, and paths with a folder like `__this__`. Links and sparse files are refused.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _DECODERS: dict[str, Decode] = {
     "npy": _array,
 }
 """Function that decodes a member's bytes, by the extension after the last dot of the member's name. Members with other
-extensions stay bytes."""
+extensions stay bytes, apart from those in _IMAGES."""
 _IMAGES: dict[str, tuple[images.Decode, images.Decode]] = {
     "jpg": (images.decode_jpeg, images.decode_jpeg_array),
     "jpeg": (images.decode_jpeg, images.decode_jpeg_array),
