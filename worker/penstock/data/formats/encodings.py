@@ -129,7 +129,8 @@ def _scalar(dtype: type[np.generic]) -> Encoding:
         with np.errstate(over="ignore"):
             made = dtype(value)
         if (whole and made != value) or (not whole and np.any(np.isinf(made) & np.isfinite(value))):
-            raise ValueError(f"the value must fit into {dtype.__name__}, got {value!r}")
+            what = "a whole number" if whole else "a number"
+            raise ValueError(f"the value must be {what} within the range of {dtype.__name__}, got {value!r}")
         return made.tobytes()
 
     return Encoding(size, decode, encode)

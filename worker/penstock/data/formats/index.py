@@ -222,7 +222,7 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
     else:
         raise InvalidField("compression", f"must be a name or null, got {compression!r:.100}")
     pairs = []
-    for part in known_format.parts:
+    for part in known_format.file_kinds:
         raw = _stored(entry, f"raw_{part}", files)
         packed = _stored(entry, f"zip_{part}", files) if entry.get(f"zip_{part}") is not None else None
         if (packed is None) == bool(compression):
@@ -350,7 +350,7 @@ def _entry(shard: Shard) -> dict[str, Any]:
         entry["spans"] = list(shard.spans)
     if shard.ranges:
         entry["ranges"] = list(shard.ranges)
-    for part, file in zip(FORMATS[shard.format].parts, shard.files, strict=True):
+    for part, file in zip(FORMATS[shard.format].file_kinds, shard.files, strict=True):
         entry[f"raw_{part}"] = _info(file.raw)
         entry[f"zip_{part}"] = None if file.packed is None else _info(file.packed)
     return entry

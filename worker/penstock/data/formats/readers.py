@@ -119,7 +119,7 @@ class _Projected:
 
 def _reader(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ShardReader:
     known = FORMATS.get(shard.format)
-    if known is None or len(paths) != len(known.parts):
+    if known is None or len(paths) != len(known.file_kinds):
         raise DatasetError(
             f"{shard.name}: this version of Penstock cannot read a shard of format {shard.format!r} with {len(paths)} "
             "files. Upgrade Penstock, or write the dataset in another format"

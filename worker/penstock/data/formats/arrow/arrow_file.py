@@ -437,7 +437,7 @@ class ArrowReader:
         MEMORY.remove_owner(self._owner)
 
     def load(self, block: int) -> None:
-        """Decode record batch `block`, if it is not in memory."""
+        """Decode record batch `block`, if it is not in memory. Does nothing if the file's rows are read one by one."""
         if self._plans is None:
             self[self._file.begins[block]]
 

@@ -27,7 +27,7 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import names
 from penstock.data.formats.parquet.parquet_columns import Column, column_of
 from penstock.data.formats.parquet.parquet_footer import tail_of
-from penstock.data.formats.parquet.parquet_ranges import FileRange, Footer, footer_of, opened_range
+from penstock.data.formats.parquet.parquet_ranges import Footer, RowGroupPart, footer_of, opened_range
 from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
 from penstock.data.formats.ranges.file_ranges import part_shard
 from penstock.data.formats.shards import ReadOptions, Shard
@@ -73,7 +73,7 @@ def open_row_group(shard: Shard, part: int, path: Path, table: Footer, options: 
     """Return a reader of row group number `part`, which lies in a file of its own at `path`
     (`format_table.PartReading.open`). `table`: footer of the whole file."""
     del options
-    return ParquetReader(part_shard(shard, part), path, FileRange(table, part, shard.ranges[2 * part], shard.size))
+    return ParquetReader(part_shard(shard, part), path, RowGroupPart(table, part, shard.ranges[2 * part], shard.size))
 
 
 def _text_columns(footer: Any) -> list[str]:
@@ -110,7 +110,7 @@ class ParquetReader:
     None, lists, dictionaries, datetimes. Lists of numbers are numpy arrays (see parquet_columns.py), and times with
     nanoseconds are numpy's (see parquet_scalars.py)."""
 
-    def __init__(self, shard: Shard, path: Path, place: FileRange | None = None) -> None:
+    def __init__(self, shard: Shard, path: Path, place: RowGroupPart | None = None) -> None:
         """
         Args:
             shard: entry of the file, or of the row group, in the dataset's index.
