@@ -100,7 +100,8 @@ class Shard:
 
     @property
     def is_verifiable(self) -> bool:
-        """True if the index has a hash of a raw file. The file is then fetched as a whole, to be verified."""
+        """True if the index has a hash of a raw file. The file is then fetched as a whole, to be verified, unless the
+        dataset was opened with validate_hash=False."""
         return any(file.raw.hashes for file in self.files)
 
     @property
