@@ -73,8 +73,8 @@ class Shard:
     """Number of samples in each block of the file, in the order of the file. A block, such as a row group of Parquet,
     is decoded as a whole. Empty for a format without blocks, or if the index does not list them."""
     decoded_bytes: int = 0
-    """Lower bound of the number of bytes that the shard's blocks together take in memory once they are decoded; 0 if it
-    is unknown."""
+    """Estimate, from the file's own description, of the number of bytes that the shard's blocks together take in memory
+    once they are decoded; mostly too low. 0 if it is unknown."""
 
     spans: tuple[int, ...] = ()
     """Number of samples in each span of the file, in the order of the file. A span is a group of consecutive samples

@@ -191,8 +191,8 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         except (ValueError, OSError) as error:
             where = self.uri if self._version is None else f"version {self._version} of {self.uri}"
             raise DatasetError(
-                f"{where} cannot be opened: {error}. Give the folder that Lance wrote, and a version that "
-                "cleanup_old_versions has not removed"
+                f"{where} cannot be opened: {error}. Give the folder that Lance wrote, storage_options that can read "
+                "it, and a version that cleanup_old_versions has not removed"
             ) from error
         self._opened = os.getpid(), dataset
         return dataset

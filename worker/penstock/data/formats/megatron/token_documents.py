@@ -109,7 +109,8 @@ class MegatronDocuments:
         """
         if not isinstance(prefix, str | os.PathLike):
             raise InvalidArgumentError(
-                f"prefix must be a path without .bin and .idx, got {prefix!r:.100}. Leave out the ending"
+                f"prefix must be a path as text or Path, got {prefix!r:.100}. Pass the path of the files without .bin "
+                "and .idx"
             )
         self.prefix = os.fspath(prefix)
         """Path of the files without .bin and .idx."""
@@ -195,7 +196,7 @@ class MegatronDocuments:
             if not os.path.exists(path):
                 raise DatasetError(
                     f"{path} must exist: prefix must be the path of a .bin and an .idx file without that ending, got "
-                    f"{self.prefix!r}. Correct the prefix"
+                    f"{self.prefix!r}. Correct the prefix, or copy the missing file"
                 )
         return _TokenFile(Path(data), Path(index), data, index)
 

@@ -377,8 +377,8 @@ class ParquetReader:
         free = free_memory()
         if needed > free:
             raise DatasetError(
-                f"{self.name}: row group {self._first + group} must fit into memory: it takes at least {needed} "
-                f"bytes, but {free} are free. Write the file in smaller row groups"
+                f"{self.name}: row group {self._first + group} must fit into memory: it takes about {needed} bytes, "
+                f"but {free} are free. Write the file in smaller row groups"
             )
         table = self._table(file, self._first + group, rows)
         if table.num_rows != rows:
@@ -396,7 +396,8 @@ class ParquetReader:
         return columns
 
     def _needed(self, group: int) -> int:
-        """Return a lower bound of the memory, in bytes, that the columns to read of row group `group` take."""
+        """Return the memory, in bytes, that the columns to read of row group `group` take, estimated from the footer
+        (RowGroup.nbytes)."""
         found = self._groups[group]
         return found.nbytes if self._leaves is None else sum(found.column_bytes[leaf] for leaf in self._leaves)
 

@@ -132,8 +132,8 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
         columns = next(rows, [])
         if not columns or len(set(columns)) != len(columns):
             raise ShardCorruptError(
-                f"{name}: the first line must have the columns' names, each once, got {columns}. Add a header to "
-                "the file"
+                f"{name}: the first line must have the columns' names, each once, got {columns}. Correct the "
+                "header, or add one"
             )
         offsets = [consumed]
         for row in rows:

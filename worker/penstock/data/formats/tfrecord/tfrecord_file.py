@@ -112,7 +112,7 @@ def _scanned(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
             packed = " It is compressed with gzip: decompress it." if data[:2] == b"\x1f\x8b" and not at else ""
             raise ShardCorruptError(
                 f"{name}: record {len(offsets) - 1} at byte {at} is truncated or damaged, or this is not a TFRecord "
-                f"file.{packed or ' Write it again'}"
+                f"file.{packed or ' Write it again, or move it out of the folder'}"
             )
         if at + FRAME + length > size:
             raise ShardCorruptError(
