@@ -72,16 +72,16 @@ def footer_of(shard: Shard, tail: bytes) -> Footer:
     return footer
 
 
-def opened_range(opened: Descriptor, place: RowGroupPart) -> Any:
+def opened_range(opened: Descriptor, part: RowGroupPart) -> Any:
     """Return a file object for pyarrow in which the bytes of a row group have the offsets that they have in the whole
     file."""
-    return importlib.import_module("pyarrow").PythonFile(_RangeFile(opened, place), mode="r")
+    return importlib.import_module("pyarrow").PythonFile(_RangeFile(opened, part), mode="r")
 
 
 class _RangeFile(io.RawIOBase):
-    def __init__(self, opened: Descriptor, place: RowGroupPart) -> None:
-        self._opened, self._begin, self._size = opened, place.begin, place.size
-        self._end = place.begin + os.fstat(opened.fileno()).st_size
+    def __init__(self, opened: Descriptor, part: RowGroupPart) -> None:
+        self._opened, self._begin, self._size = opened, part.begin, part.size
+        self._end = part.begin + os.fstat(opened.fileno()).st_size
         self._at = 0
 
     def readable(self) -> bool:

@@ -110,19 +110,20 @@ class ParquetReader:
     None, lists, dictionaries, datetimes. Lists of numbers are numpy arrays (see parquet_columns.py), and times with
     nanoseconds are numpy's (see parquet_scalars.py)."""
 
-    def __init__(self, shard: Shard, path: Path, place: RowGroupPart | None = None) -> None:
+    def __init__(self, shard: Shard, path: Path, part: RowGroupPart | None = None) -> None:
         """
         Args:
             shard: entry of the file, or of the row group, in the dataset's index.
             path: path of the file, or of the file of one row group.
-            place: position of the row group in the whole file; None: `path` is the whole file.
+            part: position of the row group in the whole file; None: `path` is the whole file.
 
         Raises ShardCorruptError if the file cannot be read, or differs from its entry in the index.
         """
         stored = shard.files[0].raw
         self.name = stored.name
         self._lock = threading.Lock()
-        """Lock of the attributes `_loading` and `_idle`, held only for look-ups."""
+        """Lock of the attributes `_opened`, `_loading` and `_idle`, and of additions to `_kept`. No thread holds it while
+        it decodes."""
         self._loading: dict[int, threading.Event] = {}
         """Row groups that a thread is decoding now, by number, with the event that other threads wait for."""
         self._idle: list[Any] = []
@@ -145,9 +146,9 @@ class ParquetReader:
                     f"{found.st_size}. Fetch the file again, or index the folder again"
                 )
             self._version = found.st_mtime_ns
-            footer = Footer.parse(tail_of(self._opened)) if place is None else place.footer
-            self._place, self._first = place, 0 if place is None else place.group
-            self._groups = footer.groups if place is None else footer.groups[place.group : place.group + 1]
+            footer = Footer.parse(tail_of(self._opened)) if part is None else part.footer
+            self._part, self._first = part, 0 if part is None else part.group
+            self._groups = footer.groups if part is None else footer.groups[part.group : part.group + 1]
             self._rows_before = sum(group.rows for group in footer.groups[: self._first])
             """Number of the first sample of this reader, counted in the whole file."""
             self._footer, self._schema = footer.metadata, footer.schema
@@ -165,7 +166,7 @@ class ParquetReader:
         """True if several columns are read: pyarrow then decodes in threads of its own."""
         self._owner = MEMORY.add_owner(self)
         self._begins: list[int] = [0, *itertools.accumulate(group.rows for group in self._groups)]
-        rows = self._footer.num_rows if place is None else self._begins[-1]
+        rows = self._footer.num_rows if part is None else self._begins[-1]
         if not rows == self._begins[-1] == shard.samples:
             self.close()
             raise ShardCorruptError(
@@ -303,7 +304,7 @@ class ParquetReader:
 
     def _new_file(self, opened: Descriptor) -> Any:
         return pyarrow_parquet().ParquetFile(
-            f"/proc/self/fd/{opened.fileno()}" if self._place is None else opened_range(opened, self._place),
+            f"/proc/self/fd/{opened.fileno()}" if self._part is None else opened_range(opened, self._part),
             metadata=self._footer,
             read_dictionary=self._texts,
             page_checksum_verification=True,
