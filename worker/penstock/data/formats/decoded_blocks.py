@@ -1,5 +1,6 @@
-"""Memory limit shared by the decoded blocks of all readers in this process. A block is a row group of Parquet, or a
-record batch of Arrow; a reader keeps it in memory after it was decoded.
+"""Memory limit shared by the decoded blocks of all readers in this process. A block is here what a reader keeps in
+memory and can drop: a row group of Parquet, a record batch of Arrow or buffers of it, or a span of record batches
+(kept_spans.py).
 
 Readers keep their own blocks; this module only counts the blocks' bytes and calls `drop` of a reader. So a reader's
 blocks are freed with the reader. The least recently used block of all readers is dropped first.

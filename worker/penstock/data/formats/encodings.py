@@ -1,4 +1,5 @@
-"""Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back to the same values.
+"""Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back to values. What comes back is
+equal, with these exceptions: JPEG loses detail, numbers are rounded to the float type, JSON has lists for tuples.
 
 A decoder gets the sample's bytes and the value's position in the sample, to avoid copies. A decoder raises an error
 unless it uses all of the value's bytes, and allocates no more memory than the value needs. (Pickles, and files of
@@ -41,8 +42,8 @@ class Encoding:
     """Function (sample, begin, end) that returns the value stored in the bytes from `begin` to `end` of the sample.
     Raises any exception for bytes that are not a value."""
     encode: Callable[[Any], bytes]
-    """Function that returns a value as bytes. Raises TypeError, ValueError or OverflowError for a value that cannot be
-    stored unchanged."""
+    """Function that returns a value as bytes. Raises TypeError, ValueError or OverflowError for a value that the
+    encoding cannot store."""
     decode_array: Callable[[bytes, int, int], Any] | None = None
     """As `decode`, but returns an image as an array (a list of images as a list of arrays); None for other values."""
     decode_file: Callable[[bytes, int, int], Any] | None = None

@@ -8,8 +8,8 @@ __all__ = ["InvalidField", "check_text", "column_encodings", "kind_of", "names"]
 
 
 class InvalidField(Exception):
-    """Error about one field of a shard's entry in the dataset's index. `index.invalid_index` adds the index's address,
-    the shard's number and the remedy to the message."""
+    """Error about one field of a dataset's index, or of a shard's entry in it. `index.invalid_index` adds the index's
+    address, the shard's number and the remedy to the message."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field} {why}")

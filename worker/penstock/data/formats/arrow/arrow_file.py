@@ -319,8 +319,8 @@ class ArrowReader:
             raise ShardCorruptError(f"{self.name}: {where} cannot be read: {error}. Write the file again") from error
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these numbers, in this order. Consecutive rows of a record batch are read
-        together."""
+        """Return the samples with these numbers, in this order. Consecutive rows of a record batch are read together,
+        if there are TOGETHER or more and they are not large."""
         if self._plans is None:
             return [self[row] for row in rows]
         found: list[dict[str, Any]] = []

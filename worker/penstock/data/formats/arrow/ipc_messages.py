@@ -77,7 +77,8 @@ class BatchLayout:
 
 
 class _Table:
-    """Table of a flatbuffer. Methods raise ValueError or struct.error for offsets outside of the buffer."""
+    """Table of a flatbuffer, here of a message's metadata. Methods raise ValueError or struct.error for offsets outside
+    of the metadata."""
 
     __slots__ = ("_data", "_fields", "_fields_size", "_position")
 
@@ -93,7 +94,7 @@ class _Table:
         return cls(data, _U32.unpack_from(data, 0)[0])
 
     def at(self, number: int) -> int:
-        """Return the position in the buffer of field `number`; 0 if the field is absent and so has its default
+        """Return the position in the metadata of field `number`; 0 if the field is absent and so has its default
         value."""
         place = 4 + 2 * number
         if place + 2 > self._fields_size:

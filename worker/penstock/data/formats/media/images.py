@@ -145,8 +145,8 @@ def encode_jpeg(value: Any) -> bytes:
 
 
 def _source_file(value: Any) -> bytes | None:
-    """Return the content of the file that an image was read from; None if the image may have been edited since. (An
-    image edited in place keeps the name and format of its file.)"""
+    """Return the content of the file that an image was read from; None if the image may have been edited since, or the
+    file is gone. (An image edited in place keeps the name and format of its file.)"""
     try:
         with open(value.filename, "rb") as file:
             data = file.read()

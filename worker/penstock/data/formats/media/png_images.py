@@ -112,7 +112,7 @@ def decode_array(file: bytes) -> npt.NDArray[Any]:
 
 
 def decode_pixels(file: bytes, layout: Layout) -> Pixels | None:
-    """Decode a whole PNG file with kornia-rs.
+    """Decode a whole PNG file with kornia-rs, which must be installed.
 
     Returns an array of uint8 or uint16 with shape (height, width, channels), or (height, width) for one channel; None
     if kornia-rs raises an error for the file.

@@ -122,8 +122,8 @@ class ParquetReader:
         stored = shard.files[0].raw
         self.name = stored.name
         self._lock = threading.Lock()
-        """Lock of the attributes `_opened`, `_loading` and `_idle`, and of additions to `_kept`. No thread holds it while
-        it decodes."""
+        """Lock of the attributes `_opened`, `_loading` and `_idle`, and of additions to `_kept`. No thread holds it
+        while it decodes."""
         self._loading: dict[int, threading.Event] = {}
         """Row groups that a thread is decoding now, by number, with the event that other threads wait for."""
         self._idle: list[Any] = []
