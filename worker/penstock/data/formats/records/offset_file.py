@@ -3,8 +3,9 @@
     [b"PENSTOCK OFFSET2"] [size of the data file: 8] [fingerprint of the data file: 8]
     [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
-The fingerprint is a checksum of some pieces of the data file. It changes when the data file is replaced by another one
-of the same size. The offsets would then cut the new file at wrong places, without an error.
+The fingerprint is a checksum of some pieces of the data file. It shows in most cases that the data file was replaced by
+another one of the same size: in all in which one of the pieces differs. The offsets would cut the new file at wrong
+places.
 
 The file has the data file's name and the ending .penstock-index. It lies beside the data file or in the index's folder.
 Record i begins at offset i; the last offset is the end of the last record. The file is read whole and checked when it
