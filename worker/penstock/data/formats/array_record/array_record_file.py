@@ -52,7 +52,7 @@ class _Records:
                 raise ValueError("the index at the file's end cannot be read")
             self.count = int(self._reader.num_records())
         except Exception as error:  # errors of the library, and of the system
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and error.errno is not None:  # of the system, and not of the library
                 raise ShardCorruptError(
                     f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
                 ) from error
