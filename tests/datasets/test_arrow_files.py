@@ -6,6 +6,7 @@ import datetime
 import json
 import random
 import shutil
+import struct
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -21,8 +22,9 @@ from format_folders import plainly, saved_rows
 from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.arrow import arrow_file
 from penstock.data.formats.arrow.arrow_file import ArrowReader, index_arrow
+from penstock.data.formats.arrow.ipc_messages import messages
 from penstock.data.formats.decoded_blocks import MEMORY
-from penstock.data.formats.parquet.parquet_values import value_of
+from penstock.data.formats.parquet.parquet_scalars import value_of
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
 SAVED = Path(__file__).parents[1] / "data" / "saved_datasets"
@@ -160,6 +162,24 @@ def test_dictionaries_are_read(stream: bool, tmp_path: Path) -> None:
     assert [reader[index]["word"] for index in range(len(table))] == table["word"].to_pylist()
 
 
+def test_file_with_a_late_dictionary_has_no_parts(tmp_path: Path) -> None:
+    """The format lets a dictionary follow the record batches that need it; pyarrow writes it before them."""
+    column = pyarrow.array(["a", "b", "a", "c"]).dictionary_encode()
+    path = write(tmp_path / "a.arrow", pyarrow.table({"d": column}), rows=2)
+    assert index_arrow(path, "a.arrow").ranges
+    data = path.read_bytes()
+    _, early, first, last = messages(lambda begin, size: data[begin : begin + size], len(data))
+    size = early.end - early.begin
+    footer = bytearray(data[last.end :])
+    for message, moved in ((early, last.end - size), (first, first.begin - size), (last, last.begin - size)):
+        at = data.index(struct.pack("<qi", message.begin, message.body - message.begin), last.end) - last.end
+        footer[at : at + 8] = struct.pack("<q", moved)
+    path.write_bytes(data[: early.begin] + data[early.end : last.end] + data[early.begin : early.end] + footer)
+    reader = opened(path)
+    assert [reader[row]["d"] for row in range(4)] == ["a", "b", "a", "c"]
+    assert not index_arrow(path, "a.arrow").ranges
+
+
 def test_files_of_old_writers_are_read(tmp_path: Path) -> None:
     """Before Arrow 0.15 messages had no mark before their size."""
     reader = opened(write(tmp_path / "a.arrow", numbers(50), stream=True, use_legacy_format=True))
@@ -211,7 +231,7 @@ def test_whole_record_batches_are_blocks(tmp_path: Path) -> None:
 def test_a_record_batch_must_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = opened(write(tmp_path / "a.arrow", numbers(50), compression="zstd"))
     monkeypatch.setattr(arrow_file, "free_memory", lambda: 10)
-    with pytest.raises(DatasetError, match=r"record batch 0 must fit into memory: it takes .* but 10 are free"):
+    with pytest.raises(DatasetError, match=r"samples 0 to 8 \(a record batch\) must fit .* but 10 are free"):
         reader[0]
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from archives import archive
+from shard_server import ShardServer
 
 from penstock.data import (
     AudioClip,
@@ -25,6 +26,7 @@ from penstock.data import (
     index_parquet,
 )
 from penstock.data.formats.media import clips
+from penstock.data.formats.ranges import file_ranges
 from penstock.data.formats.shards import BlockReader
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
@@ -231,6 +233,16 @@ def test_error_of_a_function_names_the_sample(tmp_path: Path) -> None:
         read(tmp_path, "v", VideoClip(broken), v=video())
     assert "positions of" in caught.value.__notes__[0]
     assert "sample 0, column 'v'" in caught.value.__notes__[0]
+
+
+def test_error_counts_samples_in_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_ranges, "MIN_RANGE_BYTES", 1)
+    root = tmp_path / "root"
+    root.mkdir()
+    pq.write_table(pa.table({"v": [b"a", b"b", b"c", b"d"]}), root / "a.parquet", row_group_size=2)
+    index_parquet(root)
+    with ShardServer(root) as server, pytest.raises(ShardCorruptError, match="sample 3, column 'v': the stored bytes"):
+        StreamingDataset(server.url, tmp_path / "cache", clips={"v": VideoClip([0])})[3]
 
 
 def test_columns_of_clips_are_checked(tmp_path: Path) -> None:

@@ -41,6 +41,12 @@ def test_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
         samples(tmp_path)
 
 
+def test_tsv_in_capitals_has_tabs(tmp_path: Path) -> None:
+    (tmp_path / "A.TSV").write_text("a\tb\n1,5\t2\n")
+    index_folder(tmp_path)
+    assert samples(tmp_path) == [{"a": "1,5", "b": "2"}]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -341,7 +341,7 @@ def test_an_array_of_a_sample_is_its_own(tmp_path: Path) -> None:
 
 def test_other_row_groups_than_indexed_are_named(folder: Path, tmp_path: Path) -> None:
     shard = parquet_shards([("a.parquet", folder / "a.parquet")])[0]
-    with pytest.raises(ShardCorruptError, match=r"the row groups must have the numbers of rows .*index_parquet"):
+    with pytest.raises(ShardCorruptError, match=r"the row groups must have the numbers of rows .*index_folder"):
         ParquetReader(replace(shard, blocks=(250, 250)), folder / "a.parquet")
 
 
@@ -506,6 +506,20 @@ def test_broken_ranges_are_asked_for_again(remote: ShardServer, tmp_path: Path) 
     remote.faults["a.parquet"] = [Fault(cut_after=10), Fault(status=503), Fault(), Fault(cut_after=100)]
     dataset = StreamingDataset(remote.url, tmp_path / "cache")
     assert [dataset[at]["number"] for at in (0, 70)] == [0, 70]
+
+
+def test_error_counts_samples_in_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_ranges, "MIN_RANGE_BYTES", 1)
+    root = tmp_path / "root"
+    root.mkdir()
+    late = pyarrow.array([0, 0, 0, 1 << 60], pyarrow.timestamp("us"))  # beyond the years of Python's datetime
+    pyarrow.parquet.write_table(pyarrow.table({"at": late}), root / "a.parquet", row_group_size=2)
+    index_parquet(root)
+    with ShardServer(root) as server:
+        dataset = StreamingDataset(server.url, tmp_path / "cache")
+        assert dataset[2]
+        with pytest.raises(DatasetError, match="sample 3, column 'at': Python cannot hold its value"):
+            dataset[3]
 
 
 def test_ranges_of_an_index_are_checked(folder: Path) -> None:

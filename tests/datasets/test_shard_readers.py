@@ -102,8 +102,8 @@ def test_another_count_is_found_when_it_is_opened(name: str) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        (0, 10, "the header must say"),
-        (0, 2**32 - 1, "the header must say"),
+        (0, 10, "the table of offsets must say"),
+        (0, 2**32 - 1, "the table of offsets must say"),
         (1, 2**31, "sample 0 must not end before it begins"),
         (1, 0, "got offsets 0 to"),
         (2, 2**32 - 1, "sample 1 must not end before it begins"),

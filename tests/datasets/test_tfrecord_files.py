@@ -14,9 +14,11 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offset_files import forget_fingerprints
+from shard_server import ShardServer
 
 from penstock.data import StreamingDataset, index_folder
 from penstock.data.formats.index import INDEX, read_index
+from penstock.data.formats.ranges import file_ranges
 from penstock.data.formats.readers import open_shard
 from penstock.data.formats.tfrecord import tfrecord_file
 from penstock.data.formats.tfrecord.example_messages import example_of, is_example
@@ -148,6 +150,17 @@ def test_a_file_that_was_replaced_is_found(tmp_path: Path) -> None:
     forget_fingerprints(tmp_path)
     with pytest.raises(ShardCorruptError, match=r"a.tfrecord: sample 0 is damaged: its stored length must be 2 bytes"):
         StreamingDataset(local=tmp_path)[0]
+
+
+def test_error_counts_samples_in_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_ranges, "SPAN_BYTES", 1)
+    monkeypatch.setattr(file_ranges, "MIN_RANGE_BYTES", 1)
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "a.tfrecord").write_bytes(framed(b"ab", b"cd"))
+    index_folder(root, format="tfrecord-example")
+    with ShardServer(root) as server, pytest.raises(ShardCorruptError, match=r"sample 1 must be a tf\.train\.Example"):
+        StreamingDataset(server.url, tmp_path / "cache")[1]
 
 
 def test_an_unknown_kind_of_records_is_refused(folder: Path) -> None:

@@ -198,13 +198,13 @@ def _snappy(data: bytes, limit: int) -> bytes:
         if byte < 128:
             break
     else:
-        raise _broken("snappy", "their length is missing")
+        raise _broken("snappy", "their length is missing or too long")
     if size > limit:
         raise _too_long("snappy", limit)
     try:
         return bytes(snappy.decompress(data))
     except Exception as error:  # the library's own error class is not public in all versions
-        raise _broken("snappy", error) from error
+        raise _broken("snappy", str(error) or "they do not decompress") from error
 
 
 def _zstd(data: bytes, limit: int) -> bytes:

@@ -1,5 +1,6 @@
-"""Memory limit shared by the decoded blocks of all readers in this process. A block is a row group of Parquet, or a
-record batch of Arrow; a reader keeps it in memory after it was decoded.
+"""Memory limit shared by the decoded blocks of all readers in this process. A block is here what a reader keeps in
+memory and can drop: a row group of Parquet, a record batch of Arrow or buffers of it, or a span of record batches
+(kept_spans.py).
 
 Readers keep their own blocks; this module only counts the blocks' bytes and calls `drop` of a reader. So a reader's
 blocks are freed with the reader. The least recently used block of all readers is dropped first.
@@ -24,14 +25,14 @@ DECODED_BYTES = 256 << 20
 class BlockOwner(Protocol):
     """Interface of a reader that keeps decoded blocks in memory: the method that BlockMemory calls."""
 
-    def drop(self, block: int) -> None:
+    def drop(self, block: int, /) -> None:
         """Drop a block from memory, if the reader still has it. Any thread may call this, so it must not wait for a
         lock."""
 
 
 class BlockMemory:
     """List of the decoded blocks that all readers of a process keep in memory, in the order of their last use. If all
-    blocks together exceed a limit, blocks are dropped. Thread-safe; empty in a forked child."""
+    blocks together exceed a limit, blocks are dropped. Thread-safe. `MEMORY` becomes empty in a forked child."""
 
     def __init__(self, limit: int = DECODED_BYTES) -> None:
         self.limit = limit
@@ -52,8 +53,8 @@ class BlockMemory:
         others."""
         self._owners: dict[int, weakref.ref[BlockOwner]] = {}
         self._ended: deque[int] = deque()
-        """Numbers of readers that were garbage-collected. Their blocks are forgotten at the next call: a finalizer may
-        run at any point, so it only appends here."""
+        """Numbers of readers that were garbage-collected or removed. Their blocks are forgotten the next time that a
+        block is added or room is made: a finalizer may run at any point, so it only appends here."""
         self.nbytes = 0
         """Number of bytes of all counted blocks together."""
 
@@ -105,8 +106,8 @@ class BlockMemory:
         self._drop(self.limit, keep=1)
 
     def release(self, number: int, block: int) -> None:
-        """Mark a block of reader `number` as not needed soon. `make_room` drops it before the next block is decoded,
-        and not earlier, so that the allocator reuses its memory and does not ask the kernel for more."""
+        """Mark a block of reader `number` as not needed soon. It is not dropped now: `make_room` drops it just before
+        another block is decoded, so that the allocator reuses its memory and does not ask the kernel for more."""
         with self._lock:
             if (number, block) in self._blocks:
                 self._released[number, block] = None

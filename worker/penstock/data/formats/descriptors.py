@@ -21,8 +21,8 @@ __all__ = ["Descriptor"]
 
 
 class Descriptor:
-    """Open file. Any number of threads and forked children may read it at the same time, because it has no current
-    position.
+    """Open file. Any number of threads and forked children may read it at the same time, because each read names the
+    byte where it begins, and none uses the file's current position.
 
     The file is closed when the last reference to this object is dropped. Call `close` only if nothing else uses the
     object.

@@ -1,11 +1,14 @@
-"""Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back to the same values.
+"""Encodings of MDS columns, by mosaicml-streaming's names: from values to bytes, and back to values. What comes back is
+equal, with these exceptions: JPEG loses detail, numbers are rounded to the float type, JSON has lists for tuples.
 
 A decoder gets the sample's bytes and the value's position in the sample, to avoid copies. A decoder raises an error
-unless it uses all of the value's bytes, and allocates no more memory than the value needs. Decoded arrays are writable
+unless it uses all of the value's bytes, and allocates no more memory than the value needs. (Pickles, and files of
+images, are decoded by other libraries, which ignore bytes after the end.) Decoded arrays are writable
 copies. (mosaicml-streaming returns read-only copies, about which torch.from_numpy warns.)
 
 As in mosaicml-streaming, values of "int" and "str_float" become Python's numbers, and values of "uint8" to "float64"
-become numpy's scalars. Images become PIL's objects, whose pixels are decoded when they are first used.
+become numpy's scalars. Images become PIL's objects; the pixels of JPEG and PNG files are decoded when they are first
+used.
 """
 
 from __future__ import annotations
@@ -39,12 +42,13 @@ class Encoding:
     """Function (sample, begin, end) that returns the value stored in the bytes from `begin` to `end` of the sample.
     Raises any exception for bytes that are not a value."""
     encode: Callable[[Any], bytes]
-    """Function that returns a value as bytes. Raises TypeError, ValueError or OverflowError for a value that cannot be
-    stored unchanged."""
+    """Function that returns a value as bytes. Raises TypeError, ValueError or OverflowError for a value that the
+    encoding cannot store."""
     decode_array: Callable[[bytes, int, int], Any] | None = None
-    """As `decode`, but returns an image as an array; None for values other than images."""
+    """As `decode`, but returns an image as an array (a list of images as a list of arrays); None for other values."""
     decode_file: Callable[[bytes, int, int], Any] | None = None
-    """As `decode`, but returns an image as the bytes of its file, and a pickle as bytes; None for other values."""
+    """As `decode`, but returns an image as the bytes of its file (a list of images as a list of these), and a pickle as
+    bytes; None for other values."""
 
 
 def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
@@ -126,7 +130,8 @@ def _scalar(dtype: type[np.generic]) -> Encoding:
         with np.errstate(over="ignore"):
             made = dtype(value)
         if (whole and made != value) or (not whole and np.any(np.isinf(made) & np.isfinite(value))):
-            raise ValueError(f"the value must fit into {dtype.__name__}, got {value!r}")
+            what = "a whole number" if whole else "a number"
+            raise ValueError(f"the value must be {what} within the range of {dtype.__name__}, got {value!r}")
         return made.tobytes()
 
     return Encoding(size, decode, encode)

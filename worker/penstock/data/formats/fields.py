@@ -8,8 +8,8 @@ __all__ = ["InvalidField", "check_text", "column_encodings", "kind_of", "names"]
 
 
 class InvalidField(Exception):
-    """Error about one field of a shard's entry in the dataset's index. `index.invalid_index` adds the index's address,
-    the shard's number and the remedy to the message."""
+    """Error about one field of a dataset's index, or of a shard's entry in it. `index.invalid_index` adds the index's
+    address, the shard's number and the remedy to the message."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field} {why}")
@@ -19,7 +19,9 @@ def names(settings: dict[str, Any], field: str) -> list[str]:
     """Return the field `field`, which must be a list of strings. Raises InvalidField."""
     value = settings.get(field)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise InvalidField(field, "must be a list of strings" if field in settings else "is missing")
+        raise InvalidField(
+            field, f"must be a list of strings, got {value!r:.100}" if field in settings else "is missing"
+        )
     return value
 
 
@@ -38,7 +40,7 @@ def column_encodings(settings: dict[str, Any]) -> dict[str, str]:
 def check_text(settings: dict[str, Any], field: str) -> None:
     """Raise InvalidField unless the field `field` is a string that is not empty."""
     if not isinstance(settings.get(field), str) or not settings[field]:
-        raise InvalidField(field, "must be a string that is not empty")
+        raise InvalidField(field, f"must be a string that is not empty, got {settings.get(field)!r:.100}")
 
 
 def kind_of(value: object) -> str:

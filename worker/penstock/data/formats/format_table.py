@@ -58,7 +58,7 @@ class Format:
 
     name: str
     """Name of the format in the dataset's index."""
-    parts: tuple[str, ...]
+    file_kinds: tuple[str, ...]
     """Kinds of files that a shard consists of ("data", "meta"), in the order of `Shard.files`."""
     check: Callable[[dict[str, Any]], None]
     """Function that checks the format's settings in a shard's entry in the index. Raises InvalidField."""

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 INDEXABLE_ENDINGS = {".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".tar", ".tfrecord", ".arrow", ".idx"}
-"""Endings of files in a folder that `index_folder` can index."""
+"""Frequent endings of files that `index_folder` can index; it finds files with some other endings, too."""
 INDEX = "index.json"
 VERSION_NOTE = "dataset_version"
 """Name of the note with the number of the dataset's version that the index describes (cache/dataset_versions.py)."""
@@ -72,8 +72,8 @@ _OWN |= {f"{form}_{part}" for form in ("raw", "zip") for part in ("data", "meta"
 _STEP = r"(?!\.{1,2}(?:/|\Z))[^/\\\0]+"
 _PLAIN_PATH = re.compile(f"{_STEP}(?:/{_STEP})*")
 _OURS = re.compile(r"(?:.*/)?(?:index(?:-\d{6,})?\.json|\.penstock(?:/.*)?)", re.DOTALL | re.IGNORECASE)
-"""Pattern of names that no shard may have, because the cache uses them for files of its own in the dataset's folder. A
-shard could overwrite these files, and so decide which files the cache removes."""
+"""Pattern of names that no shard may have, because the cache uses them for files of its own, beside the shards. A shard
+could overwrite these files, and so decide which files the cache removes."""
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]+")
 _NONE: Mapping[str, str] = {}
 
@@ -104,8 +104,8 @@ def invalid_index(where: str, error: Exception) -> DatasetError:
 
 
 def write_index(shards: Iterable[Shard], notes: Mapping[str, Any] | None = None) -> bytes:
-    """Return an index as mosaicml-streaming writes it, byte for byte. `notes`: entries for Penstock alone, which other
-    readers ignore."""
+    """Return the bytes of an index. Without notes, and for the formats of mosaicml-streaming, they are those that
+    mosaicml-streaming writes. `notes`: entries for Penstock alone, which other readers ignore."""
     return index_begin(notes) + b", ".join(map(entry_text, shards)) + INDEX_END
 
 
@@ -126,8 +126,8 @@ def version_index(version: int) -> str:
 
 
 def index_notes(data: bytes) -> dict[str, Any]:
-    """Return the notes (entries for Penstock alone) of an index; an empty dict if the index has none. The list of
-    shards is not parsed."""
+    """Return the notes (entries for Penstock alone) of an index; an empty dict if the index has none, or if `data` ends
+    before the end of the notes. The list of shards is not parsed."""
     if not data.startswith(_NOTES_BEGIN):
         return {}
     try:
@@ -220,14 +220,14 @@ def shard_of(entry: Any, known: dict[str, Mapping[str, Any]], files: dict[str, S
         except InvalidArgumentError as error:
             raise InvalidField("compression", f"is invalid: {error.message}") from None
     else:
-        raise InvalidField("compression", f"must be a name or null, got {kind_of(compression)}")
+        raise InvalidField("compression", f"must be a name or null, got {compression!r:.100}")
     pairs = []
-    for part in known_format.parts:
+    for part in known_format.file_kinds:
         raw = _stored(entry, f"raw_{part}", files)
         packed = _stored(entry, f"zip_{part}", files) if entry.get(f"zip_{part}") is not None else None
         if (packed is None) == bool(compression):
-            what = "is missing, though compression is" if compression else "must be absent, because compression is"
-            raise InvalidField(f"zip_{part}", f"{what} {compression or None!r}")
+            what = f"is missing, though compression is {compression!r}"
+            raise InvalidField(f"zip_{part}", what if compression else "must be null, because compression is null")
         if raw.size > known_format.max_bytes:
             raise InvalidField(
                 f"raw_{part}.bytes",
@@ -257,22 +257,25 @@ def _parts_of(entry: dict[str, Any], kind: str, samples: int) -> tuple[int, ...]
     if parts is None:
         return ()
     if not isinstance(parts, list) or not all(type(rows) is int and rows >= 0 for rows in parts):
-        raise InvalidField(kind, "must be a list of numbers of samples, each at least 0")
+        raise InvalidField(kind, f"must be a list of numbers of samples, each at least 0, got {parts!r:.100}")
     if sum(parts) != samples:
         raise InvalidField(kind, f"must add up to the shard's {samples} samples, got {sum(parts)}")
     return tuple(parts)
 
 
 def _ranges(entry: dict[str, Any], parts: int, size: int) -> tuple[int, ...]:
-    """Return the field "ranges" of a shard's entry in the index, see `Shard.ranges`. `parts`: number of blocks or spans
-    of the shard's file; `size`: size of the file in bytes. Raises InvalidField."""
+    """Return the field "ranges" of a shard's entry in the index, see `Shard.ranges`; empty if the entry has no such
+    field, or `parts` is 0. `parts`: number of blocks or spans of the shard's file; `size`: size of the file in bytes.
+    Raises InvalidField."""
     ranges = entry.get("ranges", []) if parts else []
     if not isinstance(ranges, list) or not all(type(at) is int and 0 <= at <= size for at in ranges):
-        raise InvalidField("ranges", f"must be a list of offsets from 0 to {size}")
+        raise InvalidField("ranges", f"must be a list of offsets from 0 to {size}, got {ranges!r:.100}")
     if ranges and len(ranges) != 2 * parts + 1:
-        raise InvalidField("ranges", f"must have 2 offsets for each of {parts} blocks, and 1 more, got {len(ranges)}")
+        raise InvalidField(
+            "ranges", f"must have 2 offsets for each of {parts} blocks or spans, and 1 more, got {len(ranges)}"
+        )
     if any(begin > end for begin, end in zip(ranges[:-1:2], ranges[1::2], strict=True)):
-        raise InvalidField("ranges", "must give each block an end at or after its beginning")
+        raise InvalidField("ranges", "must give each block or span an end at or after its beginning")
     return tuple(ranges)
 
 
@@ -306,7 +309,7 @@ def _stored(entry: dict[str, Any], field: str, files: dict[str, StoredFile]) -> 
     if files.setdefault(name, stored) != stored:
         raise InvalidField(
             f"{field}.basename",
-            f"must not be {name!r}, because another entry of the index lists this file with another size or hash",
+            f"must not be {name!r}, because the index lists this file a second time, with another size or hash",
         )
     return stored
 
@@ -323,8 +326,8 @@ def _count(entry: dict[str, Any], key: str, field: str) -> int:
 
 
 def remedy_without_index(folder: str) -> str:
-    """Return the remedy for the error about a folder without an index. Looks only one folder down: there may be
-    millions of files."""
+    """Return the remedy for the error about a folder without an index. Looks into the folder and the folders in it, and
+    no deeper: there may be millions of files."""
     for pattern in ("*.*", "*/*.*"):
         if any(path.suffix.lower() in INDEXABLE_ENDINGS for path in Path(folder).glob(pattern)):
             return f"Call index_folder({folder!r}) to index the files in it"
@@ -347,7 +350,7 @@ def _entry(shard: Shard) -> dict[str, Any]:
         entry["spans"] = list(shard.spans)
     if shard.ranges:
         entry["ranges"] = list(shard.ranges)
-    for part, file in zip(FORMATS[shard.format].parts, shard.files, strict=True):
+    for part, file in zip(FORMATS[shard.format].file_kinds, shard.files, strict=True):
         entry[f"raw_{part}"] = _info(file.raw)
         entry[f"zip_{part}"] = None if file.packed is None else _info(file.packed)
     return entry

@@ -31,7 +31,7 @@ Decode = Callable[[bytes, int, int], Any]
 
 def columns_of(shard: Shard, options: ReadOptions = DEFAULT_OPTIONS) -> list[tuple[str, Decode, int]]:
     """Return (name, decoder, size in bytes if it is fixed, else 0) for each column, in the order in which an MDS sample
-    stores them. Raises DatasetError for a column of pickles unless the options allow pickles."""
+    stores them. Raises DatasetError for a column of pickles, unless the options allow pickles or keep them as bytes."""
     settings = shard.settings
     columns = []
     as_stored = options.encoded or options.images == "file"  # the pickle's bytes are returned and not loaded
@@ -56,7 +56,9 @@ def check_mds(settings: dict[str, Any]) -> None:
             raise InvalidField("column_encodings", f"is invalid for column {name!r}: {error.message}") from None
     sizes = settings.get("column_sizes")
     if not isinstance(sizes, list) or len(sizes) != len(columns):
-        raise InvalidField("column_sizes", f"must be a list of {len(columns)} sizes, one for each column")
+        raise InvalidField(
+            "column_sizes", f"must be a list of {len(columns)} sizes, one for each column, got {sizes!r:.100}"
+        )
     for name, size in zip(columns, sizes, strict=True):
         if size is not None and (type(size) is not int or not 0 <= size <= MAX_SIZE):
             raise InvalidField("column_sizes", f"must be a number of bytes or null for column {name!r}, got {size!r}")

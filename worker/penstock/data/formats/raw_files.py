@@ -1,4 +1,5 @@
-"""Bytes of samples in a raw (not compressed) shard file, found by the table of offsets in it.
+"""Bytes of samples in a raw (not compressed) shard file, found by a table of offsets (in it, or in the shard's other
+file).
 
 The file is read with pread and not mapped. A mapped file that is truncated kills its reader without a message (SIGBUS);
 pread returns too few bytes, which becomes a named error. With pread, a sample of 1 KiB takes 0.8 us longer. Values are
@@ -18,7 +19,7 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.shards import StoredFile
 from penstock.proto.errors import ShardCorruptError
 
-__all__ = ["SampleFile", "check_size", "read_checked"]
+__all__ = ["SampleFile", "check_size", "read_checked", "unreadable"]
 
 
 class SampleFile:
@@ -57,16 +58,17 @@ class SampleFile:
 
     def _set_offsets(self, table: bytes, samples: int, begin: int) -> None:
         """Read and check the table of offsets, [count: 4] [offset: 4] * (count + 1), which is at the start of `table`.
-        `samples`: expected count; `begin`: smallest allowed offset."""
+        The table comes from this file or from the shard's other file. `samples`: expected count; `begin`: smallest
+        allowed offset."""
         count = int.from_bytes(table[:4], "little")
         if len(table) < 4 or count != samples:
             self._corrupt(
-                f"the header must say {samples} samples, as the dataset's index lists, got {count}. Write the "
-                "dataset again"
+                f"the table of offsets must say {samples} samples, as the dataset's index lists, got {count}. Write "
+                "the dataset again"
             )
         end = 4 + 4 * (count + 1)
         if len(table) < end:
-            self._corrupt(f"the file ends within the table of offsets of its {count} samples. Write the file again")
+            self._corrupt(f"the table of offsets of the {count} samples is cut off. Write the dataset again")
         offsets = np.frombuffer(table, np.uint32, count + 1, 4)
         wrong = np.flatnonzero(offsets[1:] < offsets[:-1])
         if wrong.size:
@@ -101,9 +103,7 @@ class SampleFile:
         try:
             return file.read(size, begin)
         except OSError as error:
-            raise ShardCorruptError(
-                f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
-            ) from error
+            raise unreadable(self.name, error) from error
 
     def _corrupt(self, why: str) -> NoReturn:
         raise ShardCorruptError(f"{self.name}: {why}")
@@ -112,6 +112,13 @@ class SampleFile:
         where = f"sample {index}, column {column!r}" if column else f"sample {index}"
         why = f"the stored bytes must be a valid value: {type(error).__name__}: {error}. Write the dataset again"
         raise ShardCorruptError(f"{self.name}: {where}: {why}") from error
+
+
+def unreadable(name: str, error: OSError) -> ShardCorruptError:
+    """Return the error for an open file from which bytes cannot be read. `name`: name of the file."""
+    return ShardCorruptError(
+        f"{name} cannot be read: {error}. Check the disk or the network file system that has the file"
+    )
 
 
 def check_size(path: Path, stored: StoredFile) -> None:

@@ -20,8 +20,8 @@ def open_shard(
     """Return a reader of a shard. `paths`: the shard's raw (decompressed) files, in the order of `shard.files`;
     `source`: address of the files, for errors.
 
-    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column of pickles unless the
-    options allow pickles.
+    Raises ShardCorruptError if the files differ from the index, and DatasetError for a column that may not be read
+    (pickles) or does not exist, and for a package that is not installed.
     """
     try:
         reader = _reader(shard, paths, options)
@@ -31,12 +31,12 @@ def open_shard(
         raise ShardCorruptError(f"{source}: {error.message}" if source else error.message) from error
     if source:
         reader.name = source
-    return _with_clips(reader, options)
+    return ClipReader(reader, options.clips) if options.clips else reader
 
 
 def check_columns(shards: Sequence[Shard], columns: Sequence[str] | None, where: str) -> None:
-    """Raise InvalidArgumentError if the index shows that a column in `columns` does not exist. All shards have the same
-    columns."""
+    """Raise InvalidArgumentError if the index shows that a column in `columns` does not exist. Only the first shard's
+    entry is compared, because the shards of a dataset should have the same columns; an index may list none."""
     known = shards[0].settings.get("column_names", shards[0].settings.get("columns")) if shards else None
     missing = [name for name in columns or () if known is not None and name not in known]
     if missing and known is not None:
@@ -59,7 +59,7 @@ def open_part(
         table: what the readers of all parts need, as the format's `PartReading.read` returned it.
         options, source: as in `open_shard`.
 
-    Raises ShardCorruptError if the part differs from the index, DatasetError for a column that may not be read.
+    Raises ShardCorruptError if the part differs from the index, DatasetError as `open_shard` does.
     """
     try:
         by_part = FORMATS[shard.format].by_part
@@ -70,11 +70,7 @@ def open_part(
     except ShardCorruptError as error:
         raise ShardCorruptError(f"{source}: {error.message}") from error
     reader.name = source
-    return _with_clips(reader, options)
-
-
-def _with_clips(reader: ShardReader, options: ReadOptions) -> ShardReader:
-    return ClipReader(reader, options.clips) if options.clips else reader
+    return ClipReader(reader, options.clips, sum(shard.parts[:part])) if options.clips else reader
 
 
 def _projected(reader: ShardReader, columns: Sequence[str]) -> ShardReader:
@@ -123,7 +119,7 @@ class _Projected:
 
 def _reader(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> ShardReader:
     known = FORMATS.get(shard.format)
-    if known is None or len(paths) != len(known.parts):
+    if known is None or len(paths) != len(known.file_kinds):
         raise DatasetError(
             f"{shard.name}: this version of Penstock cannot read a shard of format {shard.format!r} with {len(paths)} "
             "files. Upgrade Penstock, or write the dataset in another format"

@@ -1,7 +1,7 @@
 """Description of a dataset's shards: plain data from the index that readers, writers and the cache share.
 
-A dataset is a folder with an index and shards. A shard is a file of consecutive samples, with a second file for formats
-that lack a table of the samples' offsets. Each file is stored raw, packed (compressed), or in both forms. A large file
+A dataset is a folder with an index and shards. A shard is a file of consecutive samples, in some formats with a second
+file that has the samples' offsets. Each file is stored raw, packed (compressed), or in both forms. A large file
 may be fetched in parts. A part is either a block, which is decoded as a whole (a row group of Parquet), or a span: a
 few MiB of consecutive samples, each of which can be decoded alone.
 """
@@ -67,14 +67,14 @@ class Shard:
     compression: str = ""
     """Compression of the packed files: "zstd", "gz", "br", "snappy" or "bz2", optionally with ":level"; "" for none."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields of the shard's entry in the index, which its format's reader needs: column names, encodings,
-    separator."""
+    """All other fields of the shard's entry in the index. Some of them its format's reader needs: column names,
+    encodings, separator."""
     blocks: tuple[int, ...] = ()
     """Number of samples in each block of the file, in the order of the file. A block, such as a row group of Parquet,
     is decoded as a whole. Empty for a format without blocks, or if the index does not list them."""
     decoded_bytes: int = 0
-    """Lower bound of the number of bytes that the shard's blocks together take in memory once they are decoded; 0 if it
-    is unknown."""
+    """Estimate, from the file's own description, of the number of bytes that the shard's blocks together take in memory
+    once they are decoded; mostly too low. 0 if it is unknown."""
 
     spans: tuple[int, ...] = ()
     """Number of samples in each span of the file, in the order of the file. A span is a group of consecutive samples
@@ -100,7 +100,8 @@ class Shard:
 
     @property
     def is_verifiable(self) -> bool:
-        """True if the index has a hash of a raw file. The file is then fetched as a whole, to be verified."""
+        """True if the index has a hash of a raw file. The file is then fetched as a whole, to be verified, unless the
+        dataset was opened with validate_hash=False."""
         return any(file.raw.hashes for file in self.files)
 
     @property
@@ -116,17 +117,18 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Options for reading values from shards; StreamingDataset has arguments of the same names."""
+    """Options for reading values from shards. StreamingDataset has arguments of the same names, except `encoded`."""
 
     allow_unsafe_types: bool = False
     """True if columns of pickles may be read, which can run any code."""
     images: Literal["pil", "array", "file"] = "pil"
     """Type of the values of image columns: "pil": images of Pillow; "array": numpy arrays; "file": bytes of the stored
-    file, or of a PNG file for raw pixels. With "file", pickles stay bytes, too."""
+    file, or for raw pixels of a PNG file (a TIFF file if PNG lacks the mode). With "file", pickles of MDS columns stay
+    bytes, too."""
     columns: Sequence[str] | None = None
     """Names of the columns that samples have; None: all columns."""
     encoded: bool = False
-    """True if the values of MDS columns are returned as bytes, as they are stored."""
+    """True if the values of MDS columns are returned as bytes, as they are stored. Conversion of datasets uses it."""
     clips: Mapping[str, Any] = field(default_factory=dict)
     """VideoClip or AudioClip to decode, by the name of the column with the videos or sounds."""
 
@@ -168,8 +170,8 @@ def rows_of(reader: ShardReader, rows: Sequence[int]) -> list[dict[str, Any]]:
 
 def columns_of_rows(reader: ShardReader, rows: Ints) -> Columns | None:
     """Return the samples at these indexes (at least one) by column, as the reader's `get_columns` returns them. Return
-    None if the reader has no such method, or if a sample cannot be read: the caller then reads row by row, which raises
-    an error that names the sample."""
+    None if the reader has no such method or returns None, or if a sample cannot be read: the caller then reads row by
+    row, which raises an error that names the sample."""
     columns = getattr(reader, "get_columns", None)
     if columns is None:
         return None

@@ -37,7 +37,10 @@ def check_json(settings: dict[str, Any]) -> None:
     """Check the settings of a JSON shard in the dataset's index. Raises InvalidField."""
     columns = settings.get("columns")
     if not isinstance(columns, dict) or not all(isinstance(encoding, str) for encoding in columns.values()):
-        raise InvalidField("columns", "must be an object of strings" if "columns" in settings else "is missing")
+        raise InvalidField(
+            "columns",
+            f"must be an object of strings, got {columns!r:.100}" if "columns" in settings else "is missing",
+        )
     _check_encodings("columns", columns)
 
 

@@ -315,7 +315,8 @@ class Writer(ABC):
     def _flush(self) -> None:
         offsets = np.cumsum([0, *map(len, self._samples)], dtype=np.uint64).astype(np.uint32)
         files = []
-        for part, data in zip(FORMATS[self.format].parts, self._files(offsets, b"".join(self._samples)), strict=True):
+        kinds = FORMATS[self.format].file_kinds
+        for part, data in zip(kinds, self._files(offsets, b"".join(self._samples)), strict=True):
             name = f"shard.{len(self._shards):05}.{self.format}" + (".meta" if part == "meta" else "")
             raw, packed, content = self._stored(name, data), None, data
             if self.compression:

@@ -52,6 +52,10 @@ class _Records:
                 raise ValueError("the index at the file's end cannot be read")
             self.count = int(self._reader.num_records())
         except Exception as error:  # errors of the library, and of the system
+            if isinstance(error, OSError) and error.errno is not None:  # of the system, and not of the library
+                raise ShardCorruptError(
+                    f"{name}: {path} cannot be read: {error}. Check that the file exists and that this user may read it"
+                ) from error
             raise ShardCorruptError(
                 f"{name} must be an ArrayRecord file: {error}. Write the file again, and close its writer"
             ) from error
@@ -74,8 +78,9 @@ class _Records:
         except RuntimeError as error:
             if self._reader is None:
                 raise ValueError(f"{self.name} is closed: open the dataset again to read from it") from error
+            more = f" or one of {len(rows) - 5} more" if len(rows) > 5 else ""
             raise ShardCorruptError(
-                f"{self.name}: samples {list(rows[:5])} cannot be read: {error}. Write the file again"
+                f"{self.name}: samples {list(rows[:5])}{more} cannot be read: {error}. Write the file again"
             ) from error
         return records
 
@@ -136,7 +141,7 @@ def open_array_record(shard: Shard, paths: Sequence[Path], options: ReadOptions)
 def index_array_record(path: Path, name: str) -> Shard:
     """Index an ArrayRecord file: return the shard that describes it. All records are taken for tf.train.Examples if the
     first record is one. `name`: path of the file, relative to the dataset's folder. Raises ShardCorruptError if the
-    file cannot be read."""
+    file cannot be read, DatasetError if the package array_record is not installed."""
     opened = _Records(path, name)
     kind = "example" if opened.count and is_example(opened.read([0])[0]) else "bytes"
     stored = ShardFile(StoredFile(name, opened.size))

@@ -22,13 +22,13 @@ import numpy as np
 
 from penstock.data.formats.arrow.ipc_messages import BatchLayout
 from penstock.data.formats.parquet.extension_types import conversion_of, storage_of
-from penstock.data.formats.parquet.parquet_values import value_of
+from penstock.data.formats.parquet.parquet_scalars import value_of
 
 __all__ = ["Batch", "Column", "column_plans"]
 
 
 KEPT_ROW_BYTES = 16
-"""Largest size in bytes per row of a buffer that is kept in memory: at most 16,000 bytes in a record batch of 1,000
+"""Largest size in bytes per row of a buffer that is kept in memory: about 16,000 bytes in a record batch of 1,000
 rows."""
 KEPT_BUFFER_BYTES = 1 << 20
 """Largest size in bytes of a buffer that is kept in memory."""
@@ -51,7 +51,9 @@ class Batch:
 
     layout: BatchLayout
     body: int
+    """Offset in the file of the first byte of the record batch's buffers."""
     body_size: int
+    """Size in bytes of all buffers together, with the gaps between them."""
     read: Callable[[int, int], bytes]
     """Function (begin, size) that returns exactly these bytes of the file."""
     fill: Callable[[np.ndarray[Any, Any], int], None]
@@ -241,7 +243,7 @@ class _Varying(Column):
         offsets = np.frombuffer(data, f"<i{self._size}")
         first, last = int(offsets[0]), int(offsets[-1])
         if first < 0 or (offsets[1:] < offsets[:-1]).any():
-            raise ValueError(f"the offsets of rows {begin} to {end} of the record batch must ascend, but are damaged")
+            raise ValueError(f"the offsets of rows {begin} to {end - 1} of the record batch must ascend, but are not")
         return (offsets - offsets[0]).tobytes(), first, last
 
 

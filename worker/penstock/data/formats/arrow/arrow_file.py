@@ -47,7 +47,7 @@ from penstock.data.formats.fields import names
 from penstock.data.formats.parquet.parquet_columns import Column as DecodedColumn
 from penstock.data.formats.parquet.parquet_columns import column_of
 from penstock.data.formats.ranges.file_ranges import file_range, part_shard, spans_of
-from penstock.data.formats.raw_files import check_size
+from penstock.data.formats.raw_files import check_size, unreadable
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.data.ordering.permutation import Ints
 from penstock.proto.errors import DatasetError, ShardCorruptError
@@ -100,6 +100,8 @@ class _ArrowFile:
         arrow = _pyarrow()
         self.name = name
         self._header, self._begin = (part.header, part.begin) if part else (b"", 0)
+        self.first = part.first if part else 0
+        """Number of this object's first row, counted in the whole file."""
         try:
             self.file: Descriptor | None = Descriptor(path)
             self.size = os.fstat(self.file.fileno()).st_size
@@ -110,7 +112,8 @@ class _ArrowFile:
         self.dictionaries: list[Message] = []
         self.batches: list[tuple[int, int, int, int]] = []
         """For each record batch: (offset of its message, offset of the message's body, size of the body in bytes,
-        number of dictionaries in the file before the message)."""
+        number of dictionaries that it may need). In the stream format these are the dictionaries before its message; in
+        the file format, where a dictionary may also lie behind, all of them."""
         rows = [0]
         self.compressed = False
         try:
@@ -134,6 +137,8 @@ class _ArrowFile:
         except DatasetError:
             raise
         except Exception as error:  # errors of pyarrow, of the system, and of damaged metadata
+            if isinstance(error, OSError) and error.errno is not None:  # pyarrow's own OSError has no number
+                raise unreadable(name, error) from error
             raise ShardCorruptError(f"{name} must be an Arrow IPC file: {error}. Write the file again") from error
         self.begins: list[int] = list(itertools.accumulate(rows))
         """Number of the first row of each record batch, then the number of all rows."""
@@ -157,8 +162,8 @@ class _ArrowFile:
         needed, free = body + size - begin, free_memory()
         if needed > free:
             raise DatasetError(
-                f"{self.name}: record batch {first} must fit into memory: it takes {needed} bytes, but {free} are "
-                "free. Write the file in smaller record batches"
+                f"{self.name}: {self._rows_text(first, end)} must fit into memory: they take at least {needed} bytes, "
+                f"but {free} are free. Write the file in smaller record batches"
             )
         # A stream of the schema, the dictionaries, and these record batches alone.
         parts = [self._bytes(message) for message in (self.head, *self.dictionaries[:dictionaries])]
@@ -170,12 +175,20 @@ class _ArrowFile:
         with arrow.ipc.open_stream(arrow.py_buffer(stream)) as reader:
             table = reader.read_all()
         if table.num_rows != self.begins[end] - self.begins[first]:
-            raise ShardCorruptError(
-                f"{self.name} must not change while it is read, but record batch {first} did. Index the folder again, "
-                "and open the dataset again"
-            )
+            raise self.changed(first, end)
         table.validate(full=True)
         return table
+
+    def changed(self, first: int, end: int) -> ShardCorruptError:
+        """Return the error for record batches `first` to `end` - 1 that have another number of rows than before."""
+        return ShardCorruptError(
+            f"{self.name} must not change while it is read, but {self._rows_text(first, end)} did. Index the folder "
+            "again, and open the dataset again"
+        )
+
+    def _rows_text(self, first: int, end: int) -> str:
+        rows = f"samples {self.first + self.begins[first]} to {self.first + self.begins[end] - 1}"
+        return f"{rows} (a record batch)" if end == first + 1 else rows
 
     def read(self, begin: int, size: int) -> bytes:
         """Return `size` bytes from offset `begin` of the whole file. Raises ShardCorruptError if the file has become
@@ -186,9 +199,7 @@ class _ArrowFile:
         try:
             data = file.read(size, begin - self._begin)
         except OSError as error:
-            raise ShardCorruptError(
-                f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
-            ) from error
+            raise unreadable(self.name, error) from error
         if len(data) != size:
             self._truncated(begin, size, len(data))
         return data
@@ -201,9 +212,7 @@ class _ArrowFile:
         try:
             done = file.read_into(array, begin - self._begin)
         except OSError as error:
-            raise ShardCorruptError(
-                f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
-            ) from error
+            raise unreadable(self.name, error) from error
         if done != array.nbytes:
             self._truncated(begin, array.nbytes, done)
 
@@ -221,8 +230,7 @@ class _ArrowFile:
         return self._header[begin : begin + size] if in_header else file.read(size, begin - self._begin)
 
     def _bytes(self, message: Message) -> bytes:
-        """Return the bytes of an Arrow IPC message (the schema or a dictionary) that lies before the first record
-        batch."""
+        """Return the bytes of an Arrow IPC message: the schema, or a dictionary."""
         size = message.end - message.begin
         data = self._read(message.begin, size)
         if len(data) != size:
@@ -235,8 +243,8 @@ NamedColumns = list[tuple[str, DecodedColumn]]
 
 
 class ArrowReader:
-    """Reader of an Arrow IPC file, see formats.shards.ShardReader. Lists of integers and floats are numpy arrays of the
-    stored dtype; other values are converted as those of Parquet files (parquet_values.py)."""
+    """Reader of an Arrow IPC file, see formats.shards.ShardReader. Lists of numbers or bools without nulls are numpy
+    arrays of the stored dtype; other values are converted as those of Parquet files (parquet_scalars.py)."""
 
     def __init__(self, shard: Shard, path: Path, part: ArrowPart | None = None) -> None:
         """
@@ -251,7 +259,6 @@ class ArrowReader:
         self.name = stored.name
         check_size(path, stored)
         self._file = _ArrowFile(path, self.name, part)
-        self._first = part.first if part else 0
         if len(self) != shard.samples:
             raise ShardCorruptError(
                 f"{self.name} must have {shard.samples} rows, as the dataset's index lists, got {len(self)}. Index "
@@ -274,7 +281,7 @@ class ArrowReader:
             self.close()
             raise ShardCorruptError(
                 f"{self.name}: the record batches must have the numbers of rows that the dataset's index lists. The "
-                "file was changed: index it again with index_folder"
+                "file was changed: index the folder again with index_folder"
             )
 
     def __len__(self) -> int:
@@ -302,20 +309,18 @@ class ArrowReader:
             raise
         except MemoryError as error:
             raise DatasetError(
-                f"{self.name}: sample {self._first + index} must fit into memory: {error}. Write the file in smaller "
-                "record batches, or run fewer workers"
+                f"{self.name}: sample {self._file.first + index} must fit into memory: {error}. Write the file in "
+                "smaller record batches, or run fewer workers"
             ) from error
         except Exception as error:  # errors of pyarrow, and of damaged bytes
             if self._file.file is None:
                 raise ValueError(f"{self.name} is closed: open the dataset again to read from it") from error
-            raise ShardCorruptError(
-                f"{self.name}: sample {self._first + index}, column {column!r} cannot be read: {error}. Write the file "
-                "again"
-            ) from error
+            where = f"sample {self._file.first + index}" + (f", column {column!r}" if column else "")
+            raise ShardCorruptError(f"{self.name}: {where} cannot be read: {error}. Write the file again") from error
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these numbers, in this order. Consecutive rows of a record batch are read
-        together."""
+        """Return the samples with these numbers, in this order. Consecutive rows of a record batch are read together,
+        if there are TOGETHER or more and they are not large."""
         if self._plans is None:
             return [self[row] for row in rows]
         found: list[dict[str, Any]] = []
@@ -325,8 +330,8 @@ class ArrowReader:
         return found
 
     def _together(self, begin: int, end: int) -> list[dict[str, Any]]:
-        """Return samples `begin` to `end` - 1, which lie in one record batch. Return an empty list if they are few, or
-        if one of them cannot be read: `__getitem__` then names the sample and the column in its error."""
+        """Return samples `begin` to `end` - 1, which lie in one record batch. Return an empty list if they are few or
+        large, or if one of them cannot be read: `__getitem__` then names the sample and the column in its error."""
         try:
             columns = self._run(begin, end)
             values = [column.many(range(end - begin)) for _, column in columns]
@@ -432,7 +437,7 @@ class ArrowReader:
         MEMORY.remove_owner(self._owner)
 
     def load(self, block: int) -> None:
-        """Decode record batch `block`, if it is not in memory."""
+        """Decode record batch `block`, if it is not in memory. Does nothing if the file's rows are read one by one."""
         if self._plans is None:
             self[self._file.begins[block]]
 
@@ -449,10 +454,7 @@ class ArrowReader:
         _, body, size, _ = self._file.batches[number]
         layout = self._file.layout(number)
         if layout.rows != self._file.begins[number + 1] - self._file.begins[number]:
-            raise ShardCorruptError(
-                f"{self.name} must not change while it is read, but record batch {number} did. Index the folder again, "
-                "and open the dataset again"
-            )
+            raise self._file.changed(number, number + 1)
         batch = Batch(layout, body, size, self._file.read, self._file.fill, partial(MEMORY.add, self._owner, number))
         if len(self._layouts) >= KEPT_LAYOUTS:
             for old in list(self._layouts):
@@ -544,8 +546,7 @@ def _with_parts(shard: Shard, file: _ArrowFile) -> Shard:
     record batches: a part's reader has only the file's header and the part, so it would miss a dictionary there."""
     offsets = [begin for begin, _, _, _ in file.batches]
     ends = [body + size for _, body, size, _ in file.batches]
-    needed = {dictionaries for _, _, _, dictionaries in file.batches}
-    if len(offsets) < 2 or offsets[1:] != ends[:-1] or needed != {len(file.dictionaries)}:
+    if len(offsets) < 2 or offsets[1:] != ends[:-1] or any(each.begin > offsets[0] for each in file.dictionaries):
         return shard
     batches = range(len(offsets) + 1) if shard.blocks else spans_of(np.array([*offsets, ends[-1]]))
     if len(batches) <= 2:

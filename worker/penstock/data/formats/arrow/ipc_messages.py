@@ -77,7 +77,8 @@ class BatchLayout:
 
 
 class _Table:
-    """Table of a flatbuffer. Methods raise ValueError or struct.error for offsets outside of the buffer."""
+    """Table of a flatbuffer, here of a message's metadata. Methods raise ValueError or struct.error for offsets outside
+    of the metadata."""
 
     __slots__ = ("_data", "_fields", "_fields_size", "_position")
 
@@ -93,7 +94,7 @@ class _Table:
         return cls(data, _U32.unpack_from(data, 0)[0])
 
     def at(self, number: int) -> int:
-        """Return the position in the buffer of field `number`; 0 if the field is absent and so has its default
+        """Return the position in the metadata of field `number`; 0 if the field is absent and so has its default
         value."""
         place = 4 + 2 * number
         if place + 2 > self._fields_size:
@@ -128,8 +129,9 @@ class _Table:
 
 
 def messages(read: Read, size: int) -> Iterator[Message]:
-    """Yield the messages of a file of `size` bytes, in the order of the file. Raises ValueError or struct.error for a
-    damaged file."""
+    """Yield the messages of a file of `size` bytes. In the stream format they come in the order of the file; in the
+    file format the schema, then all dictionaries, then all record batches, as the footer lists them. Raises ValueError
+    or struct.error for a damaged file."""
     if read(0, len(MAGIC)) == MAGIC:
         yield from _file_messages(read, size)
         return
@@ -167,7 +169,7 @@ def _file_messages(read: Read, size: int) -> Iterator[Message]:
         raise ValueError("the file must end with ARROW1, but it is truncated, or its writer was not closed")
     length = _I32.unpack_from(tail)[0]
     if not 0 < length <= size - 18:
-        raise ValueError(f"the footer must be smaller than the file, got {length} bytes")
+        raise ValueError(f"the footer must have 1 to {size - 18} bytes, got {length}")
     footer = _Table.root(read(size - 10 - length, length))
     schema = _message(read, MAGIC_BYTES, size)
     if schema is None:

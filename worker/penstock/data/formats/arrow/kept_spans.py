@@ -109,9 +109,9 @@ class KeptSpans:
         MEMORY.add(self._owner, span, table.nbytes)
         return columns
 
-    def drop(self, block: int) -> None:
-        """Drop a span from memory. `block`: number of the span."""
-        self._kept.pop(block, None)
+    def drop(self, span: int, /) -> None:
+        """Drop span number `span` from memory."""
+        self._kept.pop(span, None)
 
     def clear(self) -> None:
         """Drop all spans."""

@@ -45,7 +45,7 @@ def saved_splits(folder: Path) -> list[str] | None:
 
 def saved_files(folder: Path) -> list[Path] | None:
     """Return the files of a Dataset that was saved in a folder, in the order of its rows; None if the folder has no
-    Dataset. Raises DatasetError for a damaged one."""
+    Dataset. Raises DatasetError for a damaged one, and for a folder with the cached files of several splits."""
     path = folder / STATE
     if not path.exists():
         _refuse_cache(folder)

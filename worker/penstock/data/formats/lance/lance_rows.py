@@ -2,7 +2,8 @@
 
 The library finds, fetches and caches the files of a Lance dataset, also from object stores. So LanceRows is a map-style
 dataset, and not a StreamingDataset of shards. LanceRows reads one version of the data: rows that are appended or
-deleted while a job runs, or before it resumes, change no row's number.
+deleted while a job runs change no row's number. With the argument `version` this holds also after the job resumes;
+without it, a resumed job opens the newest version, and refuses a state of an older one.
 
 A call of the library takes about 0.2 ms, for one row or for many, so read rows by batches (`__getitems__`). If calls go
 through the rows in order, the next 2 MiB of rows are read ahead.
@@ -35,10 +36,10 @@ of 1 KiB, this is 7 times as fast as calls for 32 rows each. A larger size was s
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Consecutive rows that one call of the library has read."""
+    """Rows that one call of the library has read."""
 
     first: int
-    """Number in the dataset of the table's first row."""
+    """Number in the dataset of the table's first row. The other rows follow it only if consecutive rows were read."""
     rows: int
     columns: list[tuple[str, Column]]
 
@@ -75,7 +76,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
             storage_options: options for pylance's object store, such as keys.
 
         Raises:
-            InvalidArgumentError: a column does not exist.
+            InvalidArgumentError: a column does not exist, or `columns` is empty.
             DatasetError: the dataset or the version cannot be opened, or pylance is not installed.
         """
         self.uri = os.fspath(uri)
@@ -103,7 +104,8 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
                 "argument `columns`"
             )
         self.fingerprint = self._digest(dataset)
-        """Digest of the files of the dataset's version. It changes with the data."""
+        """Digest of the names of the columns that are read, and of the files of the dataset's version. It changes with
+        the data, and with `columns`."""
 
     def __len__(self) -> int:
         return self._rows
@@ -132,7 +134,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         return {name: column.batch(rows) for name, column in table.columns}
 
     def is_at_hand(self, samples: Ints) -> bool:
-        """Return True for all rows, because the library keeps the dataset's files open."""
+        """Return True for all rows, because Penstock downloads no files of a Lance dataset."""
         return True
 
     def _taken(self, numbers: list[int]) -> list[dict[str, Any]]:
@@ -168,7 +170,7 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
     def _read(self, numbers: list[int]) -> Any:
         """Return the rows with these numbers as a table of pyarrow, read in one call of the library."""
         dataset = self._dataset()
-        table = self._called(lambda: dataset.take(numbers, columns=self.columns), f"rows {numbers[:5]}")
+        table = self._called(lambda: dataset.take(numbers, columns=self.columns), _named(numbers))
         if table.num_rows != len(numbers):
             raise ShardCorruptError(
                 f"{self.uri}: pylance must return {len(numbers)} rows, got {table.num_rows}. Check that the "
@@ -189,8 +191,8 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
         except (ValueError, OSError) as error:
             where = self.uri if self._version is None else f"version {self._version} of {self.uri}"
             raise DatasetError(
-                f"{where} cannot be opened: {error}. Give the folder that Lance wrote, and a version that "
-                "cleanup_old_versions has not removed"
+                f"{where} cannot be opened: {error}. Give the folder that Lance wrote, storage_options that can read "
+                "it, and a version that cleanup_old_versions has not removed"
             ) from error
         self._opened = os.getpid(), dataset
         return dataset
@@ -222,3 +224,8 @@ class LanceRows(torch.utils.data.Dataset[dict[str, Any]], ColumnSource):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None, "_ahead": None}
+
+
+def _named(numbers: list[int]) -> str:
+    """Return the first numbers of rows as text, for errors."""
+    return f"rows {numbers[:5]}" + (f" or one of {len(numbers) - 5} more" if len(numbers) > 5 else "")

@@ -15,14 +15,15 @@ __all__ = ["ClipReader"]
 class ClipReader:
     """Open shard that decodes clips of videos and sounds, after another reader has read the samples from the file."""
 
-    def __init__(self, reader: ShardReader, clips: Mapping[str, Clip]) -> None:
+    def __init__(self, reader: ShardReader, clips: Mapping[str, Clip], first: int = 0) -> None:
         """
         Args:
             reader: reader whose samples have the files of videos and sounds as bytes.
             clips: settings of the clips to decode, by column.
+            first: number in the shard of the reader's first sample, for errors; not 0 if `reader` reads a part.
         """
         self.name = reader.name
-        self._reader, self._clips = reader, clips
+        self._reader, self._clips, self._first = reader, clips, first
         if isinstance(reader, BlockReader):
             self.load, self.forget = reader.load, reader.forget
 
@@ -41,7 +42,7 @@ class ClipReader:
     def _decoded(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
         decoded = {}
         for column, clip in self._clips.items():
-            where = f"{self.name}: sample {index}, column {column!r}"
+            where = f"{self.name}: sample {self._first + index}, column {column!r}"
             data = self._file(sample, column, where)
             try:
                 opened = clip.open(data)

@@ -28,12 +28,13 @@ MARGIN_S = 0.5
 begins after time 0, sample n also comes later than n / sample_rate."""
 
 Positions = Sequence[int] | str | Callable[[Mapping[str, Any], int], Sequence[int]]
-"""Positions of the frames or samples to decode; or the name of the sample's column that has them; or a function
-(sample, number of frames or samples in the file) that returns them."""
+"""What to decode. Of a video: numbers of the frames. Of a sound: two numbers, of the first sample and of the sample
+after the last one. Or the name of the sample's column that has these numbers; or a function (sample, number of frames
+or samples in the file) that returns them."""
 
 
 class InvalidPositions(Exception):
-    """Error: positions are not numbers, or the file does not have them."""
+    """Error: positions are not numbers, their column is missing, or the file does not have these frames or samples."""
 
 
 class Opened(Protocol):
@@ -43,8 +44,8 @@ class Opened(Protocol):
         """Return the number of frames of the video, or of samples of the sound."""
 
     def read(self, positions: list[int]) -> torch.Tensor:
-        """Decode the frames or samples at these positions. Raises InvalidPositions, or any exception for a damaged
-        file."""
+        """Decode the frames with these numbers, or the samples from the first to before the second number. Raises
+        InvalidPositions, or any exception for a damaged file."""
 
 
 class Clip(Protocol):
@@ -52,7 +53,7 @@ class Clip(Protocol):
 
     @property
     def positions(self) -> Positions:
-        """Positions of the frames or samples to decode."""
+        """Frames or samples to decode, see `Positions`."""
 
     @property
     def draws(self) -> bool:

@@ -22,7 +22,8 @@ Pixels = npt.NDArray[Any]
 
 def fits(height: int, width: int) -> bool:
     """Return True if an image of this size, in pixels, may be decoded without asking Pillow. Pillow warns of or refuses
-    an image above its limit of pixels, because a file of a few bytes can claim gigabytes."""
+    an image above its limit of pixels, because a file of a few bytes can claim gigabytes. Return False also if Pillow's
+    limit is off, or Pillow is set to read truncated files."""
     return height * width <= (Image.MAX_IMAGE_PIXELS or 0) and not ImageFile.LOAD_TRUNCATED_IMAGES
 
 

@@ -72,7 +72,9 @@ def decode_raw(sample: bytes, begin: int, end: int) -> Any:
     width, height, length = _HEAD.unpack_from(sample, begin)
     pixels = begin + _HEAD.size + length
     if length > 16 or pixels > end:
-        raise ValueError(f"the mode's name in a raw image must have at most 16 bytes, got {length}")
+        raise ValueError(
+            f"the mode's name in a raw image must have at most {min(16, end - begin - _HEAD.size)} bytes, got {length}"
+        )
     mode = sample[begin + _HEAD.size : pixels].decode()
     if mode not in _PIXEL:
         raise ValueError(f"the mode of a raw image must be one of {', '.join(_PIXEL)}, got {mode!r}")
@@ -132,8 +134,8 @@ def array_decoder(decode: Decode) -> Decode:
 
 
 def encode_jpeg(value: Any) -> bytes:
-    """Return an image as the bytes of a JPEG file. If the image was read from a JPEG file, that file is returned,
-    without loss."""
+    """Return an image as the bytes of a JPEG file. If the image was opened by the name of a JPEG file, and not edited
+    since, that file is returned, without loss."""
     _check(value)
     if value.format == "JPEG" and getattr(value, "filename", None):
         file = _source_file(value)
@@ -143,8 +145,8 @@ def encode_jpeg(value: Any) -> bytes:
 
 
 def _source_file(value: Any) -> bytes | None:
-    """Return the content of the file that an image was read from; None if the image may have been edited since. (An
-    image edited in place keeps the name and format of its file.)"""
+    """Return the content of the file that an image was read from; None if the image may have been edited since, or the
+    file is gone. (An image edited in place keeps the name and format of its file.)"""
     try:
         with open(value.filename, "rb") as file:
             data = file.read()
@@ -192,7 +194,8 @@ def _not_empty(images: list[Any]) -> list[Any]:
 
 def encode_files(value: Any) -> bytes:
     if not isinstance(value, list | tuple) or not value or not all(isinstance(file, _BYTES) for file in value):
-        raise TypeError("the value must be a list of JPEG files as bytes, with at least one")
+        got = f"a list of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
+        raise TypeError(f"the value must be a list of JPEG files, all as bytes and at least one, got {got}")
     return _joined(list(map(bytes, value)))
 
 

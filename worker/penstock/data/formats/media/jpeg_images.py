@@ -36,7 +36,8 @@ def _simplejpeg() -> Any:
 
 def open_image(file: bytes) -> Any:
     """Return the image of a whole JPEG file as an image of Pillow. The file's header is read now, and the pixels are
-    decoded on first use. Raises PIL.UnidentifiedImageError."""
+    decoded on first use. Raises PIL.UnidentifiedImageError, or PIL.Image.DecompressionBombError for more pixels than
+    Pillow opens."""
     # Without `formats`, Pillow would try dozens of formats, and start a program for one of them.
     image = Image.open(BytesIO(file), formats=("JPEG",))
     if type(image) is JpegImageFile and image.mode in _COLORSPACES and _simplejpeg() is not None:

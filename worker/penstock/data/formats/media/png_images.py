@@ -57,8 +57,8 @@ class Layout(NamedTuple):
     kind: str
     """kornia-rs's name of the mode: "mono", "rgb" or "rgba"."""
     plain: bool
-    """True if Pillow certainly opens the file: all chunks but those of pixels have a correct checksum, and are of the
-    kinds in _HARMLESS."""
+    """True if Pillow certainly opens the file: all chunks but those of pixels have a correct checksum, and are the
+    header, a palette, or of the kinds in _HARMLESS."""
 
 
 def layout_of(file: bytes) -> Layout | None:
@@ -89,7 +89,8 @@ def layout_of(file: bytes) -> Layout | None:
 
 def open_image(file: bytes) -> Any:
     """Return the image of a whole PNG file as an image of Pillow. The file's header is read now, and the pixels are
-    decoded on first use. Raises PIL.UnidentifiedImageError."""
+    decoded on first use. Raises PIL.UnidentifiedImageError, or PIL.Image.DecompressionBombError for more pixels than
+    Pillow opens."""
     # Without `formats`, Pillow would try dozens of formats, and start a program for one of them.
     image = Image.open(BytesIO(file), formats=("PNG",))
     if type(image) is PngImageFile and _kornia() is not None and layout_of(file):
@@ -111,7 +112,7 @@ def decode_array(file: bytes) -> npt.NDArray[Any]:
 
 
 def decode_pixels(file: bytes, layout: Layout) -> Pixels | None:
-    """Decode a whole PNG file with kornia-rs.
+    """Decode a whole PNG file with kornia-rs, which must be installed.
 
     Returns an array of uint8 or uint16 with shape (height, width, channels), or (height, width) for one channel; None
     if kornia-rs raises an error for the file.

@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.megatron.token_index import TokenIndex
+from penstock.data.formats.raw_files import unreadable
 from penstock.data.formats.shards import ReadOptions, Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError
 
@@ -66,9 +67,7 @@ class _TokenFile:
             if read != end - begin:
                 read = file.read_into(tokens, begin)
         except OSError as error:
-            raise ShardCorruptError(
-                f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
-            ) from error
+            raise unreadable(self.name, error) from error
         if read != end - begin:
             raise ShardCorruptError(
                 f"{self.name}: document {number} is truncated: {read} of {end - begin} bytes are left. Write the file "
@@ -106,11 +105,12 @@ class MegatronDocuments:
         Args:
             prefix: path of the files without .bin and .idx.
 
-        Raises DatasetError if a file is missing, ShardCorruptError if one is damaged.
+        Raises DatasetError if a file is missing, ShardCorruptError if one is damaged or they do not belong together.
         """
         if not isinstance(prefix, str | os.PathLike):
             raise InvalidArgumentError(
-                f"prefix must be a path without .bin and .idx, got {prefix!r:.100}. Leave out the ending"
+                f"prefix must be a path as text or Path, got {prefix!r:.100}. Pass the path of the files without .bin "
+                "and .idx"
             )
         self.prefix = os.fspath(prefix)
         """Path of the files without .bin and .idx."""
@@ -124,12 +124,13 @@ class MegatronDocuments:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in all documents."""
+        """Number of tokens in the documents of this object, which may be a view of some."""
         return self._file.index.tokens(self._range.start, self._range.stop)
 
     @property
     def fingerprint(self) -> str:
-        """Digest of where each document begins and ends in the .bin file."""
+        """Digest of the .idx file (of some parts of a large one), with the numbers of the first document of this object
+        and of the document after its last one. The tokens do not enter into it."""
         return f"{self._file.index.digest()}:{self._range.start}:{self._range.stop}"
 
     def __len__(self) -> int:
@@ -172,11 +173,14 @@ class MegatronDocuments:
             raise self._no_document(index) from None
 
     def close(self) -> None:
-        """Close the files. Arrays that were read stay valid, and a later read raises ValueError."""
+        """Close the .bin file, also for all views of this object. Arrays that were read stay valid, and a later read
+        raises ValueError."""
         self._file.close()
 
     def _no_document(self, index: SupportsIndex) -> IndexError:
-        return IndexError(f"{self.prefix}: a document's number must be at least 0 and below {len(self)}, got {index}")
+        return IndexError(
+            f"{self.prefix}: a document's number must be at least {-len(self)} and below {len(self)}, got {index}"
+        )
 
     def _part(self, part: slice) -> MegatronDocuments:
         chosen = self._range[part]
@@ -192,7 +196,7 @@ class MegatronDocuments:
             if not os.path.exists(path):
                 raise DatasetError(
                     f"{path} must exist: prefix must be the path of a .bin and an .idx file without that ending, got "
-                    f"{self.prefix!r}. Correct the prefix"
+                    f"{self.prefix!r}. Correct the prefix, or copy the missing file"
                 )
         return _TokenFile(Path(data), Path(index), data, index)
 

@@ -25,6 +25,7 @@ import numpy as np
 import xxhash
 
 from penstock.data.formats.descriptors import Descriptor
+from penstock.data.formats.raw_files import unreadable
 from penstock.proto.errors import ShardCorruptError
 
 __all__ = ["DocumentEntry", "TokenIndex"]
@@ -114,13 +115,13 @@ class TokenIndex:
             return self.extents[number], self.extents[number + 1]
         first, last = TWO.unpack(self._read(self._tables[2] + 8 * number, 16))
         if not 0 <= first <= last <= self.sequences:
-            self._refuse(number, f"sequences {first} to {last}")
+            self._refuse(number, f"sequences 0 to {self.sequences}", f"{first} to {last}")
         begin: int = ONE.unpack(self._read(self._tables[1] + 8 * first, 8))[0] if first < last else 0
         end: int = (
             self.data_bytes if last == self.sequences else ONE.unpack(self._read(self._tables[1] + 8 * last, 8))[0]
         )
         if first < last and not 0 <= begin <= end:
-            self._refuse(number, f"bytes {begin} to {end}")
+            self._refuse(number, f"bytes 0 to {self.data_bytes}", f"{begin} to {end}")
         return begin, end if first < last else begin
 
     def document(self, number: int) -> DocumentEntry:
@@ -128,7 +129,7 @@ class TokenIndex:
         ShardCorruptError."""
         first, end = (int(bound) for bound in self._bounds(number, number + 2))
         if not 0 <= first <= end <= self.sequences:
-            self._refuse(number, f"sequences {first} to {end}")
+            self._refuse(number, f"sequences 0 to {self.sequences}", f"{first} to {end}")
         if first == end:
             return DocumentEntry(0, np.zeros(0, np.int32), np.zeros(0, np.int8) if self.has_modes else None)
         lengths, begin = self._lengths(first, end), int(self._begins(first, first + 1)[0])
@@ -223,9 +224,7 @@ class TokenIndex:
         try:
             data = self._file.read(size, begin)
         except OSError as error:
-            raise ShardCorruptError(
-                f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
-            ) from error
+            raise unreadable(self.name, error) from error
         if len(data) != size:
             self._corrupt(
                 f"the file is truncated: {len(data)} of the bytes {begin} to {begin + size} are left. Write the "
@@ -233,8 +232,11 @@ class TokenIndex:
             )
         return data
 
-    def _refuse(self, document: int, got: str) -> NoReturn:
-        self._corrupt(f"document {document} must not end before it begins, got {got}. Write the file again")
+    def _refuse(self, document: int, inside: str, got: str) -> NoReturn:
+        self._corrupt(
+            f"document {document} must not end before it begins, and must lie in {inside}, got {got}. Write the file "
+            "again"
+        )
 
     def _corrupt(self, why: str) -> NoReturn:
         raise ShardCorruptError(f"{self.name}: {why}")

@@ -1,10 +1,10 @@
-"""Values of a column of a decoded row group, by row.
+"""Values of a decoded column, by row: of a row group of Parquet, a record batch of Arrow, or rows of Lance.
 
 pyarrow makes an object for each value that is looked up, which takes a microsecond for a number and a millisecond for a
 list of 2,000 numbers. So the frequent types are read from the arrays' buffers: numbers, texts, and lists of numbers. A
 list of numbers becomes a numpy array of the column's type, which is a copy: the array is writable, and a sample that
-the caller keeps does not keep its row group in memory. All other types go through pyarrow's scalars, see
-parquet_values.py.
+the caller keeps does not keep its row group in memory. A list in which a number is null becomes a Python list. All
+other types go through pyarrow's scalars (parquet_scalars.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from penstock.data.batch_columns import Values, as_python_numbers, by_number, placed, stacked_slices
 from penstock.data.formats.parquet.extension_types import conversion_of, storage_of
-from penstock.data.formats.parquet.parquet_values import Value, value_of
+from penstock.data.formats.parquet.parquet_scalars import Value, value_of
 from penstock.data.ordering.permutation import Ints
 
 __all__ = ["Column", "column_of"]
@@ -36,7 +36,7 @@ value twice, so larger values are faster one by one."""
 
 
 class Column(Protocol):
-    """Values of one column of a decoded row group, by row."""
+    """Values of one decoded column, by row."""
 
     def at(self, row: int) -> Any:
         """Return the value in a row, as samples have it."""
@@ -53,7 +53,7 @@ class Column(Protocol):
 
 
 def column_of(name: str, chunks: Any, kind: Any = None) -> Column:
-    """Return the column `name` of a row group, from its pyarrow ChunkedArray.
+    """Return the column `name`, from its pyarrow ChunkedArray.
 
     `kind`: pyarrow type of the column in the file's schema, if `chunks` has the type `storage_of(kind)`; None: the type
     of `chunks`. Raises DatasetError for a type that `conversion_of` refuses.
@@ -93,7 +93,7 @@ def _maker(kind: Any) -> Callable[[Any], Column]:
 
 
 def _number(types: Any, kind: Any) -> np.dtype[Any] | None:
-    """Return numpy's type for a pyarrow type of numbers; None for any other type."""
+    """Return numpy's type for a pyarrow type of numbers or bools; None for any other type."""
     return (
         np.dtype(kind.to_pandas_dtype())
         if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)

@@ -25,9 +25,9 @@ TAIL_BYTES = 64 << 10
 """Number of bytes at the end of a remote file that are fetched first. They contain the whole footer of most files."""
 
 _BYTES = (1, 4, 8, 12, 4, 8, 4, 1)
-"""Bytes that a value takes in memory, by the number of its physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE,
-BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. For a text (BYTE_ARRAY) only the 4 bytes of its offset, or of its number in a
-dictionary, count: its length is unknown."""
+"""Bytes that a value takes in memory while it is decoded, by the number of its physical type: BOOLEAN, INT32, INT64,
+INT96, FLOAT, DOUBLE, BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY. For a text (BYTE_ARRAY) only the 4 bytes of its offset, or of
+its number in a dictionary, count: its length is unknown."""
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _DEEPEST = 32
 """Largest number of structs and lists that may lie within each other in a footer; the format needs 8."""
@@ -48,11 +48,12 @@ class RowGroup:
 
     rows: int
     nbytes: int
-    """Lower bound of the row group's size in memory, in bytes. A row group may be far larger in memory than in the
-    file, where a billion equal numbers take a few hundred bytes."""
+    """Estimate of the row group's size in memory, in bytes. It is a lower bound, except for bools and integers below 32
+    bits, which count with their size during decoding, 1 and 4 bytes. A row group may be far larger in memory than in
+    the file, where a billion equal numbers take a few hundred bytes."""
     column_bytes: tuple[int, ...] = ()
-    """Lower bound of each column's size in memory, in bytes, in the order of the file's schema. A nested column counts
-    as several: one for each of the plain columns in which Parquet stores it."""
+    """Size of each column in memory, in bytes, estimated as for `nbytes`, in the order of the file's schema. A nested
+    column counts as several: one for each of the plain columns in which Parquet stores it."""
     begin: int = 0
     """Offset in the file of the row group's first byte."""
     end: int = 0

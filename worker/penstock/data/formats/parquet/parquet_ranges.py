@@ -15,7 +15,7 @@ from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet, ranges
 from penstock.data.formats.ranges.file_ranges import file_range
 from penstock.data.formats.shards import Shard
 
-__all__ = ["FileRange", "Footer", "footer_of", "footer_shard", "opened_range"]
+__all__ = ["Footer", "RowGroupPart", "footer_of", "footer_shard", "opened_range"]
 
 _PAST_END = 128
 """Number of bytes after a column's end that pyarrow may ask for, because old writers understated the column's size."""
@@ -43,7 +43,7 @@ class Footer:
 
 
 @dataclass(frozen=True, slots=True)
-class FileRange:
+class RowGroupPart:
     """Row group of a remote Parquet file, stored in the cache as a separate file."""
 
     footer: Footer
@@ -72,16 +72,16 @@ def footer_of(shard: Shard, tail: bytes) -> Footer:
     return footer
 
 
-def opened_range(opened: Descriptor, place: FileRange) -> Any:
+def opened_range(opened: Descriptor, part: RowGroupPart) -> Any:
     """Return a file object for pyarrow in which the bytes of a row group have the offsets that they have in the whole
     file."""
-    return importlib.import_module("pyarrow").PythonFile(_RangeFile(opened, place), mode="r")
+    return importlib.import_module("pyarrow").PythonFile(_RangeFile(opened, part), mode="r")
 
 
 class _RangeFile(io.RawIOBase):
-    def __init__(self, opened: Descriptor, place: FileRange) -> None:
-        self._opened, self._begin, self._size = opened, place.begin, place.size
-        self._end = place.begin + os.fstat(opened.fileno()).st_size
+    def __init__(self, opened: Descriptor, part: RowGroupPart) -> None:
+        self._opened, self._begin, self._size = opened, part.begin, part.size
+        self._end = part.begin + os.fstat(opened.fileno()).st_size
         self._at = 0
 
     def readable(self) -> bool:
@@ -101,8 +101,8 @@ class _RangeFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return bytes of the row group from the current position. Raises OSError for bytes outside of the row
-        group."""
+        """Return bytes of the row group from the current position. Up to _PAST_END bytes after the row group are
+        zeros. Raises OSError for other bytes outside of the row group."""
         end = min(self._size, self._at + size) if size >= 0 else self._size
         if self._at < self._begin or end > self._end + _PAST_END:
             raise OSError(f"bytes {self._at} to {end} must lie in the row group, {self._begin} to {self._end}")

@@ -27,7 +27,7 @@ from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.fields import names
 from penstock.data.formats.parquet.parquet_columns import Column, column_of
 from penstock.data.formats.parquet.parquet_footer import tail_of
-from penstock.data.formats.parquet.parquet_ranges import FileRange, Footer, footer_of, opened_range
+from penstock.data.formats.parquet.parquet_ranges import Footer, RowGroupPart, footer_of, opened_range
 from penstock.data.formats.parquet.parquet_shards import pyarrow_parquet
 from penstock.data.formats.ranges.file_ranges import part_shard
 from penstock.data.formats.shards import ReadOptions, Shard
@@ -73,7 +73,7 @@ def open_row_group(shard: Shard, part: int, path: Path, table: Footer, options: 
     """Return a reader of row group number `part`, which lies in a file of its own at `path`
     (`format_table.PartReading.open`). `table`: footer of the whole file."""
     del options
-    return ParquetReader(part_shard(shard, part), path, FileRange(table, part, shard.ranges[2 * part], shard.size))
+    return ParquetReader(part_shard(shard, part), path, RowGroupPart(table, part, shard.ranges[2 * part], shard.size))
 
 
 def _text_columns(footer: Any) -> list[str]:
@@ -108,21 +108,22 @@ def _has_no_repeats(chunk: Any) -> bool:
 class ParquetReader:
     """Reader of a Parquet file, see ShardReader, ColumnReader and BlockReader in formats.shards. Values are Python's:
     None, lists, dictionaries, datetimes. Lists of numbers are numpy arrays (see parquet_columns.py), and times with
-    nanoseconds are numpy's (see parquet_values.py)."""
+    nanoseconds are numpy's (see parquet_scalars.py)."""
 
-    def __init__(self, shard: Shard, path: Path, place: FileRange | None = None) -> None:
+    def __init__(self, shard: Shard, path: Path, part: RowGroupPart | None = None) -> None:
         """
         Args:
             shard: entry of the file, or of the row group, in the dataset's index.
             path: path of the file, or of the file of one row group.
-            place: position of the row group in the whole file; None: `path` is the whole file.
+            part: position of the row group in the whole file; None: `path` is the whole file.
 
         Raises ShardCorruptError if the file cannot be read, or differs from its entry in the index.
         """
         stored = shard.files[0].raw
         self.name = stored.name
         self._lock = threading.Lock()
-        """Lock of the attributes `_loading` and `_idle`, held only for look-ups."""
+        """Lock of the attributes `_opened`, `_loading` and `_idle`, and of additions to `_kept`. No thread holds it
+        while it decodes."""
         self._loading: dict[int, threading.Event] = {}
         """Row groups that a thread is decoding now, by number, with the event that other threads wait for."""
         self._idle: list[Any] = []
@@ -145,35 +146,38 @@ class ParquetReader:
                     f"{found.st_size}. Fetch the file again, or index the folder again"
                 )
             self._version = found.st_mtime_ns
-            footer = Footer.parse(tail_of(self._opened)) if place is None else place.footer
-            self._place, self._first = place, 0 if place is None else place.group
-            self._groups = footer.groups if place is None else footer.groups[place.group : place.group + 1]
+            footer = Footer.parse(tail_of(self._opened)) if part is None else part.footer
+            self._part, self._first = part, 0 if part is None else part.group
+            self._groups = footer.groups if part is None else footer.groups[part.group : part.group + 1]
+            self._rows_before = sum(group.rows for group in footer.groups[: self._first])
+            """Number of the first sample of this reader, counted in the whole file."""
             self._footer, self._schema = footer.metadata, footer.schema
             self._texts = _text_columns(footer.metadata)
             self._idle.append(self._new_file(self._opened))
-        except ShardCorruptError:
+        except DatasetError:
             raise
-        except Exception as error:
-            raise ShardCorruptError(
-                f"{self.name}: {path} cannot be read: {error}. Check that the file exists and that this user may "
-                "read it"
-            ) from error
+        except Exception as error:  # errors of the system, of pyarrow, and of a damaged footer
+            if isinstance(error, OSError) and error.errno is not None:  # pyarrow's own OSError has no number
+                remedy = "Check that the file exists and that this user may read it"
+            else:
+                remedy = "Fetch or write the file again"
+            raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}. {remedy}") from error
         self._several = len(self._schema) > 1
         """True if several columns are read: pyarrow then decodes in threads of its own."""
         self._owner = MEMORY.add_owner(self)
         self._begins: list[int] = [0, *itertools.accumulate(group.rows for group in self._groups)]
-        rows = self._footer.num_rows if place is None else self._begins[-1]
+        rows = self._footer.num_rows if part is None else self._begins[-1]
         if not rows == self._begins[-1] == shard.samples:
             self.close()
             raise ShardCorruptError(
                 f"{self.name} must have {shard.samples} rows, as the dataset's index lists, got {rows}. Index the "
-                "file again with index_parquet"
+                "folder again with index_folder"
             )
         if shard.blocks and shard.blocks != tuple(group.rows for group in self._groups):
             self.close()
             raise ShardCorruptError(
                 f"{self.name}: the row groups must have the numbers of rows that the dataset's index lists. The file "
-                "was changed: index it again with index_parquet"
+                "was changed: index the folder again with index_folder"
             )
 
     def __len__(self) -> int:
@@ -214,7 +218,8 @@ class ParquetReader:
             self._refuse(index, name, error)
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples at these indexes, in this order. Each row group is looked up once."""
+        """Return the samples at these indexes, in this order. Those of one row group are read column by column if they
+        are at least FEW_ROWS, or all of the samples."""
         if not rows:
             return []
         if min(rows) < 0 or max(rows) >= len(self):
@@ -299,7 +304,7 @@ class ParquetReader:
 
     def _new_file(self, opened: Descriptor) -> Any:
         return pyarrow_parquet().ParquetFile(
-            f"/proc/self/fd/{opened.fileno()}" if self._place is None else opened_range(opened, self._place),
+            f"/proc/self/fd/{opened.fileno()}" if self._part is None else opened_range(opened, self._part),
             metadata=self._footer,
             read_dictionary=self._texts,
             page_checksum_verification=True,
@@ -312,13 +317,11 @@ class ParquetReader:
         return bisect.bisect_right(self._begins, index) - 1
 
     def _refuse(self, index: int, column: str, error: Exception) -> NoReturn:
+        where = f"{self.name}: sample {self._rows_before + index}, column {column!r}"
         if isinstance(error, UnicodeDecodeError):
-            raise ShardCorruptError(
-                f"{self.name}: sample {index}, column {column!r} cannot be read: {error}. Write the file again"
-            ) from error
+            raise ShardCorruptError(f"{where} cannot be read: {error}. Write the file again") from error
         raise DatasetError(
-            f"{self.name}: sample {index}, column {column!r}: Python cannot hold its value ({error}). Write the column "
-            "in another type, such as int64"
+            f"{where}: Python cannot hold its value ({error}). Write the column in another type, such as int64"
         ) from error
 
     def _columns(self, group: int, index: int) -> Columns:
@@ -346,7 +349,7 @@ class ParquetReader:
 
     def _decoded(self, opened: Descriptor, group: int, index: int) -> Columns:
         """Return row group `group`, decoded. `index`: number of the sample that needs it, for errors."""
-        number = self._first + group
+        number, sample = self._first + group, self._rows_before + index
         try:
             with self._lock:
                 file = self._idle.pop() if self._idle else None
@@ -359,12 +362,12 @@ class ParquetReader:
             ) from error
         except NotImplementedError as error:
             raise DatasetError(
-                f"{self.name}: sample {index}, row group {number} cannot be read by pyarrow: {error}. Upgrade "
+                f"{self.name}: sample {sample}, row group {number} cannot be read by pyarrow: {error}. Upgrade "
                 "pyarrow, or write the column in another type"
             ) from error
         except Exception as error:
             raise ShardCorruptError(
-                f"{self.name}: sample {index}, row group {number} cannot be read: {error}. Write the file again"
+                f"{self.name}: sample {sample}, row group {number} cannot be read: {error}. Write the file again"
             ) from error
         return columns
 
@@ -375,8 +378,8 @@ class ParquetReader:
         free = free_memory()
         if needed > free:
             raise DatasetError(
-                f"{self.name}: row group {self._first + group} must fit into memory: it takes {needed} bytes, but "
-                f"{free} are free. Write the file in smaller row groups"
+                f"{self.name}: row group {self._first + group} must fit into memory: it takes about {needed} bytes, "
+                f"but {free} are free. Write the file in smaller row groups"
             )
         table = self._table(file, self._first + group, rows)
         if table.num_rows != rows:
@@ -394,7 +397,8 @@ class ParquetReader:
         return columns
 
     def _needed(self, group: int) -> int:
-        """Return a lower bound of the memory, in bytes, that the columns to read of row group `group` take."""
+        """Return the memory, in bytes, that the columns to read of row group `group` take, estimated from the footer
+        (RowGroup.nbytes)."""
         found = self._groups[group]
         return found.nbytes if self._leaves is None else sum(found.column_bytes[leaf] for leaf in self._leaves)
 
@@ -405,7 +409,7 @@ class ParquetReader:
         if found.st_mtime_ns != self._version:
             raise ShardCorruptError(
                 f"{self.name} must not change while it is read, but it was written to since it was opened. Write new "
-                "data to a new file, and index that"
+                "data to a new file, and index this file again if its new content is wanted"
             )
 
     def _table(self, file: Any, group: int, rows: int) -> Any:

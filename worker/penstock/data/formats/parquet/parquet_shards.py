@@ -49,7 +49,8 @@ def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]
 
 def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Shard]:
     """Return a shard for each file. `files`: for each file, (name, function that returns the end of the file from its
-    footer on). Raises DatasetError as parquet_shards does, and any error of the functions."""
+    footer on). Raises DatasetError as parquet_shards does. Errors of the functions are raised as ShardCorruptError,
+    those of Penstock as they are."""
     library = pyarrow_parquet()
     shards: list[Shard] = []
     first: tuple[str, list[str]] | None = None
@@ -65,6 +66,10 @@ def shards_of_tails(files: Iterable[tuple[str, Callable[[], Tail]]]) -> list[Sha
         except PenstockError:
             raise
         except Exception as error:  # errors of pyarrow, of the system, and of the file's source
+            if isinstance(error, OSError) and error.errno is not None:  # pyarrow's own OSError has no number
+                raise ShardCorruptError(
+                    f"{name} cannot be read: {error}. Check that the file exists and that this user may read it"
+                ) from error
             raise ShardCorruptError(
                 f"{name} must be a Parquet file: {error}. Write the file again, or move it out of the folder"
             ) from error

@@ -31,7 +31,8 @@ needed."""
 
 
 def has_ranges(shard: Shard) -> bool:
-    """Return True if the parts of a file are large enough to be fetched one by one."""
+    """Return True if the parts of a shard's file are to be fetched one by one: it has several, the index lists their
+    ranges, the file is not compressed, and the parts are large enough (MIN_RANGE_BYTES on average)."""
     count = len(shard.parts)
     packed = any(file.packed for file in shard.files)
     return count > 1 and bool(shard.ranges) and not packed and shard.files[0].raw.size >= count * MIN_RANGE_BYTES

@@ -27,7 +27,7 @@ LONGEST_VALUE = 1 << 30
 
 
 LONE_RETURN = "new-line character seen in unquoted field"
-"""Text of the error that Python's module csv raises for a carriage return without a line feed."""
+"""Beginning of the error that Python's module csv raises for a carriage return without a line feed."""
 
 
 class CSVRowsReader(RecordFile):
@@ -85,18 +85,18 @@ def open_csv_rows(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> 
 
 def index_csv_rows(path: Path, name: str, out: Path) -> Shard:
     """Parse all rows of a CSV file, write the file of their offsets, and return the shard. Values of a file whose name
-    ends in .tsv are separated by tabs.
+    ends in .tsv or .TSV are separated by tabs, those of any other file by commas.
 
     Args:
         path: the CSV file.
         name: path of the file, relative to the dataset's folder.
         out: folder of the index.
 
-    Raises DatasetError if the file of offsets cannot be written; ShardCorruptError, which names the line, for an
-    invalid row.
+    Raises DatasetError if the file of offsets cannot be written; ShardCorruptError for a file that cannot be read, and
+    for an invalid header or row, whose line it names.
     """
     _allow_long_values()
-    separator = "\t" if path.suffix == ".tsv" else ","
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
     columns, size, offsets = _rows(path, name, separator)
     settings = {"column_names": columns, "separator": separator}
     return record_shard("csv_rows", path, out, name, size, np.array(offsets, np.int64), settings)
@@ -132,8 +132,8 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
         columns = next(rows, [])
         if not columns or len(set(columns)) != len(columns):
             raise ShardCorruptError(
-                f"{name}: the first line must have the columns' names, each once, got {columns}. Add a header to "
-                "the file"
+                f"{name}: the first line must have the columns' names, each once, got {columns}. Correct the "
+                "header, or add one"
             )
         offsets = [consumed]
         for row in rows:
@@ -150,7 +150,7 @@ def _rows(path: Path, name: str, separator: str) -> tuple[list[str], int, list[i
         if LONE_RETURN in str(error):
             raise ShardCorruptError(
                 f"{name}: line {line} must end with a line feed, got a carriage return alone, as in files of old Macs. "
-                "Convert the file: tr '\\r' '\\n'"
+                "Convert the file (tr '\\r' '\\n'), or quote the value if the carriage return belongs to it"
             ) from error
         raise ShardCorruptError(f"{name}: line {line} must be CSV in UTF-8: {error}. Correct the file") from error
     finally:

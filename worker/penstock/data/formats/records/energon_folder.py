@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from penstock.data.formats.fields import InvalidField, kind_of
+from penstock.data.formats.fields import InvalidField
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.runtime.files.plain_files import read_plain
@@ -47,7 +47,7 @@ __all__ = [
 
 META = ".nv-meta"
 NOTE = "energon"
-"""Name of this note in an index."""
+"""Name of the note in the index of a prepared folder."""
 SPLITS, DATASET, INFOS = ("split.yaml", "split.json"), "dataset.yaml", (".info.json", ".info.yaml")
 EVERY_SPLIT = "*"
 """Value of the argument `split` that takes the archives of all splits."""
@@ -194,9 +194,9 @@ def check_tar(settings: dict[str, Any]) -> None:
     """Check the settings of a tar archive's entry in the dataset's index. Raises InvalidField."""
     splits, fields = settings.get("splits", []), settings.get("fields", {})
     if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
-        raise InvalidField("splits", "must be a list of strings")
+        raise InvalidField("splits", f"must be a list of strings, got {splits!r:.100}")
     if not isinstance(fields, dict) or not all(isinstance(text, str) for text in fields.values()):
-        raise InvalidField("fields", f"must be an object of strings, got {kind_of(fields)}")
+        raise InvalidField("fields", f"must be an object of strings, got {fields!r:.100}")
 
 
 def field_of(sample: Mapping[str, Any], text: str) -> Any:
@@ -232,8 +232,13 @@ def _splits(folder: Path) -> dict[str, list[str]]:
     path = _split_path(folder)
     content = _read(path)
     parts, exclude = content.get("split_parts"), content.get("exclude") or []
-    if not isinstance(parts, dict) or not parts or not isinstance(exclude, list):
+    if not isinstance(parts, dict) or not parts or not all(isinstance(each, list | None) for each in parts.values()):
         raise DatasetError(f"{path}: split_parts must list the archives of each split. Run `energon prepare` again")
+    if not isinstance(exclude, list):
+        raise DatasetError(
+            f"{path}: exclude must be a list of names, got {exclude!r:.200}. Correct the file, or run `energon "
+            "prepare` again"
+        )
     left_out = {name for pattern in exclude for name in _expanded(path, pattern)}
     inside = sorted(name for name in left_out if not name.endswith(".tar"))
     if inside:
@@ -267,16 +272,27 @@ def _expanded(path: Path, pattern: object) -> list[str]:
         first, last = int(ends[1]), int(ends[2])
         padded = any(len(end) > 1 and end[0] == "0" for end in ends.groups())
         width = max(map(len, ends.groups())) if padded else 0
-        choices: Sequence[str] = [f"{n:0{width}}" for n in range(first, min(last, first + MAX_NAMES) + 1)]
+        if last - first >= MAX_NAMES:
+            raise _too_many(path, pattern)
+        choices: Sequence[str] = [f"{n:0{width}}" for n in range(first, last + 1)]
     else:
         choices = found[1].split(",")
-    if len(choices) < 1 + (ends is None) or len(choices) > MAX_NAMES:
+    if len(choices) < 1 + (ends is None):
         raise DatasetError(
             f"{path}: braces must hold choices (a,b) or an ascending range (0..9), got {pattern!r:.200}. List the "
             "files instead"
         )
     before, after = pattern[: found.start()], _expanded(path, pattern[found.end() :])
+    if len(choices) * len(after) > MAX_NAMES:
+        raise _too_many(path, pattern)
     return [f"{before}{choice}{rest}" for choice in choices for rest in after]
+
+
+def _too_many(path: Path, pattern: str) -> DatasetError:
+    return DatasetError(
+        f"{path}: a name with braces must stand for at most {MAX_NAMES} files, got {pattern!r:.200}. Divide it into "
+        "several names"
+    )
 
 
 def _fields(folder: Path) -> dict[str, Any]:

@@ -3,8 +3,9 @@
     [b"PENSTOCK OFFSET2"] [size of the data file: 8] [fingerprint of the data file: 8]
     [records: 8] [xxh3 of the offsets: 8] [offset: 8] * (records + 1)
 
-The fingerprint is a checksum of some pieces of the data file. It changes when the data file is replaced by another one
-of the same size. The offsets would then cut the new file at wrong places, without an error.
+The fingerprint is a checksum of some pieces of the data file. It shows in most cases that the data file was replaced by
+another one of the same size: in all in which one of the pieces differs. The offsets would cut the new file at wrong
+places.
 
 The file has the data file's name and the ending .penstock-index. It lies beside the data file or in the index's folder.
 Record i begins at offset i; the last offset is the end of the last record. The file is read whole and checked when it
@@ -76,13 +77,18 @@ def read_offsets(path: Path, stored: StoredFile, size: int, records: int) -> tup
     _, expected_size, expected_fingerprint, count, digest = HEAD.unpack_from(data)
     table = memoryview(data)[HEAD.size :]
     if count != records or len(table) != 8 * (records + 1):
-        raise ShardCorruptError(f"{stored.name} must have {records} records, got {count}. {remedy}")
+        raise ShardCorruptError(
+            f"{stored.name} must have the offsets of {records} records, as the dataset's index lists, got {count} "
+            f"records in {len(table)} bytes. {remedy}"
+        )
     if xxhash.xxh3_64_intdigest(table) != digest:
         raise ShardCorruptError(f"{stored.name}: the offsets are damaged. {remedy}")
     offsets = np.frombuffer(table, "<i8")
-    if expected_size != size or offsets[-1] > size or offsets[0] < 0 or (offsets[1:] < offsets[:-1]).any():
+    if expected_size != size:
         raise ShardCorruptError(
             f"{stored.name} must belong to a file of {size} bytes, got the offsets of a file of {expected_size} bytes. "
             f"{remedy}"
         )
+    if offsets[-1] > size or offsets[0] < 0 or (offsets[1:] < offsets[:-1]).any():
+        raise ShardCorruptError(f"{stored.name}: the offsets must ascend within the file's {size} bytes. {remedy}")
     return table.cast("q"), expected_fingerprint

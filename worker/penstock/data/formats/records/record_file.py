@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from penstock.data.formats.descriptors import Descriptor
 from penstock.data.formats.ranges.file_ranges import with_spans
+from penstock.data.formats.raw_files import unreadable
 from penstock.data.formats.records.offset_file import (
     ENDING,
     NO_FINGERPRINT,
@@ -40,6 +41,8 @@ __all__ = [
 
 INDEX_AGAIN = "Index the folder again with index_folder"
 """Remedy in errors about a file that was changed after it was indexed."""
+WRITE_AGAIN = "Write the file again, or fetch it again"
+"""Remedy in errors about a damaged file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +99,16 @@ class RecordFile:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: a sample's number must be at least 0 and below {len(self)}, got {index}")
-        return self._decoded(index, self._bytes(index, self._offsets[index], self._offsets[index + 1]))
+        return self._decoded(index, self._bytes(self._offsets[index], self._offsets[index + 1]))
 
     def get_many(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these numbers. If the numbers are consecutive, all samples are read in one system
-        call."""
+        """Return the samples with these numbers (at least one). If the numbers are consecutive, all samples are read in
+        one system call."""
         first, past = rows[0], rows[-1] + 1
         if not (0 <= first < past <= len(self) and list(rows) == list(range(first, past))):
             return [self[row] for row in rows]
         begin = self._offsets[first]
-        data = self._bytes(first, begin, self._offsets[past])
+        data = self._bytes(begin, self._offsets[past])
         bounds = [offset - begin for offset in self._offsets[first : past + 1]]
         return [
             self._decoded(first + number, data[start:end])
@@ -119,23 +122,23 @@ class RecordFile:
     def _decoded(self, index: int, record: bytes) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _bytes(self, index: int, begin: int, end: int) -> bytes:
-        """Return the bytes from offset `begin` to offset `end` of the whole file. `index`: number of the first record
-        in them, for errors. Raises ShardCorruptError if they cannot be read."""
+    def _bytes(self, begin: int, end: int) -> bytes:
+        """Return the bytes from offset `begin` to offset `end` of the whole file. Raises ShardCorruptError if they
+        cannot be read."""
         file, size = self._file, end - begin
         if file is None:
             raise ValueError(f"{self.name} is closed: open the dataset again to read from it")
         try:
             data = file.read(size, begin - self._begin)
         except OSError as error:
-            raise ShardCorruptError(
-                f"{self.name} cannot be read: {error}. Check that the file exists and that this user may read it"
-            ) from error
+            raise unreadable(self.name, error) from error
         if len(data) != size:
-            self._corrupt(index, f"is truncated: {len(data)} of {size} bytes are left")
+            raise ShardCorruptError(
+                f"{self.name} is truncated: {len(data)} of the {size} bytes from byte {begin} are left. {WRITE_AGAIN}"
+            )
         return data
 
-    def _corrupt(self, index: int, why: str, remedy: str = "Write the file again, or fetch it again") -> NoReturn:
+    def _corrupt(self, index: int, why: str, remedy: str = WRITE_AGAIN) -> NoReturn:
         raise ShardCorruptError(f"{self.name}: sample {self._first + index} {why}. {remedy}")
 
 
@@ -184,7 +187,8 @@ def record_shard(
         written = write_offsets(path, size, stamp, offsets)
     except OSError as error:
         raise DatasetError(
-            f"{path} cannot be written: {error}. Give index_folder an argument `out`, a folder that you may write to"
+            f"{path} cannot be written: {error}. Give index_folder an argument `out`, a folder that you may write to "
+            "and that has space"
         ) from error
     files = ShardFile(StoredFile(name, size)), ShardFile(StoredFile(name + ENDING, written))
     return with_spans(Shard(format, len(offsets) - 1, files, settings=dict(settings or {})), offsets)

@@ -2,8 +2,8 @@
 
 As in WebDataset, consecutive members (files in the archive) with the same key are a sample. The key is the member's
 path up to the first dot of the file's name; the rest of the name after the dot, in lower case, names the column. A
-sample also has a column `__key__` with its key. Members that are not files, that have no dot, or whose path has a
-folder like `__this__`, are left out.
+sample also has a column `__key__` with its key. Left out are folders and devices, files whose name has no dot or begins
+with one, and paths with a folder like `__this__`. Links and sparse files are refused.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _DECODERS: dict[str, Decode] = {
     "npy": _array,
 }
 """Function that decodes a member's bytes, by the extension after the last dot of the member's name. Members with other
-extensions stay bytes."""
+extensions stay bytes, apart from those in _IMAGES."""
 _IMAGES: dict[str, tuple[images.Decode, images.Decode]] = {
     "jpg": (images.decode_jpeg, images.decode_jpeg_array),
     "jpeg": (images.decode_jpeg, images.decode_jpeg_array),
@@ -258,7 +258,7 @@ def _check_end(file: BinaryIO, at: int, name: str) -> None:
             )
 
 
-Found = tuple[str, str, str, int, int]
+IndexedMember = tuple[str, str, str, int, int]
 """Member of a sample, found while an archive is indexed: (name, key, column, offset of the end of its data, offset of
 the end of the member with its padding), in bytes."""
 
@@ -272,7 +272,7 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
     file, size = opened(path, name)
     ended = 0
 
-    def plain() -> Iterator[Found]:
+    def plain() -> Iterator[IndexedMember]:
         nonlocal ended
         ended = yield from _plain_found(file, size)
 
@@ -285,7 +285,7 @@ def _samples(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
     return size, offsets
 
 
-def _plain_found(file: Descriptor, size: int) -> Generator[Found, None, int]:
+def _plain_found(file: Descriptor, size: int) -> Generator[IndexedMember, None, int]:
     """Yield the members of samples in an archive of plain headers (see `_plain_members`), in a fifth of tarfile's time.
     Return the offset at which the archive ends. Raises _NotPlainError for any other header, also for a damaged one."""
     at, extended = 0, False
@@ -330,7 +330,7 @@ def _samples_by_tarfile(path: Path, name: str, size: int) -> np.ndarray[Any, np.
         raise ShardCorruptError(f"{name} must be a plain tar archive: {error}. {remedy}") from error
 
 
-def _tarfile_found(file: BinaryIO, archive: tarfile.TarFile, name: str) -> Iterator[Found]:
+def _tarfile_found(file: BinaryIO, archive: tarfile.TarFile, name: str) -> Iterator[IndexedMember]:
     for member_name, key, column, member in _members(archive):
         head = os.pread(file.fileno(), tarfile.BLOCKSIZE, member.offset_data - tarfile.BLOCKSIZE)
         if head[257:262] == b"ustar" and head[262:263] != b"\0" and head[345:].strip(b"\0"):
@@ -340,7 +340,7 @@ def _tarfile_found(file: BinaryIO, archive: tarfile.TarFile, name: str) -> Itera
         yield member_name, key, column, member.offset_data + member.size, archive.offset
 
 
-def _offsets(members: Iterable[Found], name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _offsets(members: Iterable[IndexedMember], name: str, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the offsets of an archive's samples and of the end of the last one. `members`: members that belong to
     samples, in the order of the archive; `size`: size of the archive in bytes. Raises ShardCorruptError if the archive
     is truncated, or the members of a sample do not fit together."""

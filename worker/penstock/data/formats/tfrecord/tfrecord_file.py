@@ -71,10 +71,8 @@ class TFRecordReader(RecordFile):
         try:
             return example_of(data)
         except ValueError as error:
-            raise ShardCorruptError(
-                f"{self.name}: sample {index} must be a tf.train.Example: {error}. Index the folder with "
-                'format="tfrecord-bytes" to read any bytes'
-            ) from error
+            remedy = 'Index the folder with format="tfrecord-bytes" to read any bytes'
+            self._corrupt(index, f"must be a tf.train.Example: {error}", remedy)
 
 
 def open_tfrecord(shard: Shard, paths: Sequence[Path], options: ReadOptions) -> TFRecordReader:
@@ -114,7 +112,7 @@ def _scanned(path: Path, name: str) -> tuple[int, np.ndarray[Any, np.dtype[np.in
             packed = " It is compressed with gzip: decompress it." if data[:2] == b"\x1f\x8b" and not at else ""
             raise ShardCorruptError(
                 f"{name}: record {len(offsets) - 1} at byte {at} is truncated or damaged, or this is not a TFRecord "
-                f"file.{packed or ' Write it again'}"
+                f"file.{packed or ' Write it again, or move it out of the folder'}"
             )
         if at + FRAME + length > size:
             raise ShardCorruptError(

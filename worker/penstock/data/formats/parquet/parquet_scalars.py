@@ -1,8 +1,11 @@
-"""Conversion of Parquet values to Python objects, or to numpy objects for times finer than Python's.
+"""Conversion of pyarrow's scalars to Python objects, or to numpy objects for times finer than Python's.
 
-Python's datetime, timedelta and time resolve microseconds. Parquet also has times in nanoseconds, which Spark always
-writes. Such times become numpy's datetime64[ns] and timedelta64[ns], even if their last three digits are 0, and whether
-or not pandas is installed: the type of a column's values must depend neither on a value nor on other packages.
+Numbers, texts, and lists of numbers without nulls do not come here: they are read from their buffers
+(parquet_columns.py, arrow_columns.py). Scalars are for all other types, such as times, decimals and structs.
+
+Python's datetime, timedelta and time resolve microseconds. Parquet also has times in nanoseconds, which Spark writes by
+default. Such times become numpy's datetime64[ns] and timedelta64[ns], even if their last three digits are 0, and
+whether or not pandas is installed: the type of a column's values must depend neither on a value nor on other packages.
 """
 
 from __future__ import annotations
