@@ -1,8 +1,8 @@
 """Checks of `penstock doctor cluster`: whether coordinator and workers can be reached from here and can run the job.
 
 The steps of connecting to the coordinator depend on each other: if its name does not resolve, all later checks are
-meaningless. So the first step that fails is the last finding. If all succeed, the coordinator's data about each worker
-are checked, and a lane (the connection for batches) to every worker is tried from here, many at a time.
+meaningless. So the first of these steps that fails is the last finding. If all succeed, the coordinator's data about
+each worker are checked, and a lane (the connection for batches) to every worker is tried from here, many at a time.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ side may take valid certificates for invalid."""
 
 @dataclass(frozen=True)
 class JobRequirements:
-    """Requirements of a job that the cluster must meet. None: no requirement."""
+    """Requirements of a job that the cluster must meet. None: no requirement; but if one of `boxes` and `workers` is
+    given, None for the other counts as 1."""
 
     boxes: int | None = None
+    """Number of boxes."""
     workers: int | None = None
     """Number of workers of each box."""
     input_fn: str | None = None
@@ -295,7 +297,8 @@ def check_lost(found: ClusterView) -> Iterator[Finding]:
 
 
 def check_slots(workers: Sequence[WorkerView], job: JobRequirements) -> Finding:
-    """Check whether the workers that may run the job have enough free slots for it."""
+    """Check whether the workers that may run the job have enough free slots for it. Workers that are lost or draining
+    do not count."""
     ready = [worker for worker in workers if worker.state == "live"]
     module = module_of(job.input_fn) if job.input_fn else ""
     may = [worker for worker in ready if not module or not worker.allow or under(module, worker.allow)]
