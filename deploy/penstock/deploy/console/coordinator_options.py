@@ -69,7 +69,8 @@ class Peer:
 
     @property
     def _is_named(self) -> bool:
-        """True if an option, a variable or the settings file names the coordinator."""
+        """True if an option, a variable or the settings file names the coordinator's address, and --job is not
+        given."""
         return self.job is None and (self.coordinator is not None or bool(source_of(PeerSettings, "coordinator")))
 
     @property

@@ -18,7 +18,7 @@ _OWN = {
     "slurm": ("state_dir", "sbatch"),
     "kubernetes": ("namespace", "image", "storage", "tls_secret"),
 }
-"""Names of the settings that only one engine has, by the engine's name."""
+"""Names of the settings that not every engine has, by the name of each engine that has them."""
 
 
 def plan_of(

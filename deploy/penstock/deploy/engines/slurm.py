@@ -29,8 +29,8 @@ POLL_S = 1.0
 
 
 def render(plan: FleetPlan, folder: Path) -> str:
-    """Return the text of the job script. It sets every variable, to "" if the plan has no value for it, so that
-    variables in sbatch's environment have no effect."""
+    """Return the text of the job script. It sets every variable that the plan decides, to "" if the plan has no value
+    for it, so that the same variables in sbatch's environment have no effect."""
     _, beginning, body = resources.files(__package__).joinpath("service.sbatch").read_text().partition(BEGINNING)
     options = {
         "job-name": f"penstock-{plan.name}",
@@ -69,7 +69,7 @@ class SlurmEngine:
     """Engine that submits a fleet as a Slurm job, and cancels the job."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Submit the job and return when the coordinator listens. If the job is already queued, wait for it.
+        """Submit the job and return when the coordinator listens. If the job is already queued or runs, submit none.
 
         Raises DeadlineError if the coordinator does not listen in time (the job stays queued), PenstockError if the job
         ended, UnsafeBindError if the fleet would have no TLS.
