@@ -302,7 +302,7 @@ def check_slots(workers: Sequence[WorkerView], job: JobRequirements) -> Finding:
     ready = [worker for worker in workers if worker.state == "live"]
     module = module_of(job.input_fn) if job.input_fn else ""
     may = [worker for worker in ready if not module or not worker.allow or under(module, worker.allow)]
-    if module and not may:
+    if module and ready and not may:
         prefixes: Mapping[str, None] = dict.fromkeys(prefix for worker in ready for prefix in worker.allow)
         return problem(
             "slots",
