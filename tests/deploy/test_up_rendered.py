@@ -232,6 +232,19 @@ def test_the_job_script_keeps_what_it_is_given(recorded: Recorded, tmp_path: Pat
     assert recorded.shell.call("down", "--dir", "fleet").returncode == 0
 
 
+def test_slurm_job_is_kept_while_controller_is_down(recorded: Recorded) -> None:
+    recorded.answer(sbatch=("4711\n", 0), squeue=("PENDING\n", 0))
+    assert recorded.shell.call(*SLURM, "--timeout", "1").returncode == 17
+    recorded.calls()
+    recorded.answer(squeue=("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1))
+    for command in (("down", "--dir", "fleet"), SLURM):
+        done = recorded.shell.call(*command)
+        assert done.returncode == 10
+        assert "squeue --noheader --jobs 4711 --format failed with status 1: slurm_load_jobs" in done.error
+    assert (recorded.shell.folder / "fleet" / "fleet.json").exists()
+    assert {call[0] for call in recorded.calls()} == {"squeue"}
+
+
 SRUN = """#!/bin/bash
 trap : TERM # it ends with its tasks
 while [[ $1 == --* ]]; do shift; done

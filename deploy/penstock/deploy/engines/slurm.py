@@ -7,7 +7,6 @@ are written into it. The script keeps the daemons running, and Slurm ends them w
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import time
 from importlib import resources
@@ -137,8 +136,12 @@ class SlurmEngine:
 
 
 def _state(job: str) -> str:
-    """Return Slurm's word for the state of a job, such as PENDING or RUNNING; "" if the job has ended."""
-    with contextlib.suppress(PenstockError):  # squeue no longer lists the job
+    """Return Slurm's word for the state of a job, such as PENDING or RUNNING; "" if the job has ended. Raises
+    PenstockError if squeue cannot tell, for example because Slurm's controller does not answer."""
+    try:
         state = called(["squeue", "--noheader", "--jobs", job, "--format", "%T"]).strip()
-        return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else ""
-    return ""
+    except PenstockError as error:
+        if "Invalid job id" in error.message:  # the job ended some time ago, and squeue no longer lists it
+            return ""
+        raise
+    return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else ""
