@@ -172,6 +172,13 @@ def test_not_repeatable_at_all(examine: Examine) -> None:
     assert "after a new start it yields other batches" in found.verdict
 
 
+def test_loader_that_starts_only_once(examine: Examine, tmp_path: Path) -> None:
+    found = examine("patients:starts_once", str(tmp_path / "lock"), replay=True)
+    assert (found.code, wrong(found)) == (30, {"from the start, by replay": None})
+    assert "started again in a fresh process, the loader fails (" in found.verdict
+    assert "FileExistsError" in found.verdict
+
+
 def test_wrong_aggregation_of_right_states(examine: Examine) -> None:
     found = examine("patients:aggregates_badly", workers=2)
     assert found.code == 30

@@ -415,8 +415,8 @@ def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int
     if unsaved:
         return CANNOT_SAVE, f"cannot be saved: {unsaved}"
     wrong = [check for examined in loaders for check in examined.checks if not check.exact]
-    if any(check.where == _WHERE["start"] for check in wrong):
-        return DIFFERS, _not_deterministic(capabilities, wrong[0])
+    if (again := next((check for check in wrong if check.where == _WHERE["start"]), None)) is not None:
+        return DIFFERS, _not_repeatable(capabilities, again)
     if not capabilities["state_methods"]:
         if request.replay:
             return 0, "can be saved and resumed exactly, by replay from the start of the epoch (Appliance(replay=True))"
@@ -441,7 +441,13 @@ def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int
     return 0, "can be saved at any step and resumed exactly"
 
 
-def _not_deterministic(capabilities: dict[str, Any], check: LoaderCheck) -> str:
+def _not_repeatable(capabilities: dict[str, Any], check: LoaderCheck) -> str:
+    """Return the verdict on a loader that yields other batches, or raises an error, when it is started again."""
+    if check.differs is None:
+        return (
+            f"cannot be resumed: started again in a fresh process, the loader fails ({check.what}). Let input_fn "
+            "succeed each time that it is called, also if files or locks of an earlier call are still there"
+        )
     what = "the loader has no state methods, and after" if not capabilities["state_methods"] else "after"
     return (
         f"cannot be resumed: {what} a new start it yields other batches ({check.what}). Draw random numbers from the "
