@@ -176,7 +176,7 @@ def test_down_names_an_engine_it_does_not_know(recorded: Recorded) -> None:
     record.write_text(record.read_text().replace('"engine": "kubernetes"', '"engine": "later"'))
     done = recorded.shell.call("down", "--dir", "fleet")
     assert done.returncode == 2
-    assert "the engine must be one of ray, slurm, kubernetes, got later" in done.error
+    assert "the engine must be one of local, ray, slurm, kubernetes, got later" in done.error
 
 
 @pytest.mark.parametrize(

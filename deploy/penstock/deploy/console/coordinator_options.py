@@ -111,8 +111,8 @@ class Peer:
         listed = [*map(str, fit), *(self._unannounced(fit) if self.job is None else ())]
         if len(listed) > 1:
             raise InvalidArgumentError(
-                f"{len(listed)} coordinators run here: {printable('; '.join(listed))}. Choose one by --job NAME or "
-                "--coordinator ADDRESS"
+                f"a coordinator must be named, because {len(listed)} are known here: {printable('; '.join(listed))}. "
+                "Choose one by --job NAME or --coordinator ADDRESS"
             )
         if self.job is not None and not fit:
             here = printable("; ".join(map(str, found))) or "none"

@@ -243,7 +243,13 @@ def check_import(input_fn: str, allow: list[str] | None, deadline_s: float) -> F
     check, module = "input_fn", module_of(input_fn)
     try:
         imported = try_import(input_fn, deadline_s)
+    except InvalidArgumentError as error:
+        return problem(check, error.message, "Correct --input-fn.")
     except InputFnNotFoundError as error:
+        if "no module named" not in error.message:  # the module was found, and lacks the name
+            return problem(
+                check, error.message, "Correct the name in --input-fn, or install the module's right version."
+            )
         return problem(
             check,
             error.message,

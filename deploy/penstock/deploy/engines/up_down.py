@@ -132,8 +132,8 @@ def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
     else:
         if fleet.engine not in ENGINES:  # a newer release wrote the record
             raise CommandError(
-                f"the engine must be one of {', '.join(ENGINES)}, got {fleet.engine} for the fleet in {where.path}. "
-                "Run `penstock down` of the release that started it",
+                f"the engine must be one of local, {', '.join(ENGINES)}, got {fleet.engine} for the fleet in "
+                f"{where.path}. Run `penstock down` of the release that started it",
                 USAGE,
             )
         ended = ENGINES[fleet.engine].down(fleet, timeout_s)
