@@ -234,7 +234,7 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
 
 
 def check_worker(
-    worker: WorkerView, error: str, here: bool, coordinator: str, quiet_s: float = LATE_HEARTBEAT_S
+    worker: WorkerView, error: str, here: bool, coordinator_version: str, quiet_s: float = LATE_HEARTBEAT_S
 ) -> Finding:
     """Return the finding about a worker.
 
@@ -242,7 +242,7 @@ def check_worker(
         worker: worker as the coordinator reports it.
         error: reason why the worker's lanes cannot be reached from here; "" if they can be reached.
         here: True if the worker is on this host, where lanes need no network.
-        coordinator: release of the coordinator.
+        coordinator_version: release of the coordinator.
         quiet_s: age of the worker's last heartbeat above which a warning is given, in seconds.
     """
     check = f"worker {worker.worker}"
@@ -274,9 +274,9 @@ def check_worker(
         )
     if worker.draining:
         return warning(check, found, "The worker is draining and takes no new slots (`penstock worker drain --undo`).")
-    if worker.version and worker.version.split(".")[:2] != coordinator.split(".")[:2]:
+    if worker.version and worker.version.split(".")[:2] != coordinator_version.split(".")[:2]:
         return warning(
-            check, f"{found}; it runs Penstock {worker.version}", f"pip install penstock=={coordinator} there."
+            check, f"{found}; it runs Penstock {worker.version}", f"pip install penstock=={coordinator_version} there."
         )
     return ok(check, f"{found}; on this host" if here else found)
 

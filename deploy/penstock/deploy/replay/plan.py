@@ -116,7 +116,7 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
     abandoned = {abandoned_epoch.epoch: abandoned_epoch.step for abandoned_epoch in history.abandoned}
     known = [KnownPosition(point), *(KnownPosition(Position.received(position)) for position in history.known)]
     for saved in checkpoints:
-        position = _place_of(opening, point.step, saved)
+        position = _position_in(opening, point.step, saved)
         if position is not None:
             known.append(KnownPosition(position, saved))
     if history.slots and by_own_methods(history.slots[0].capabilities):
@@ -143,7 +143,7 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
     return ReplayPlan(start, snapshots, abandoned, check, unverified)
 
 
-def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
+def _position_in(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
     """Return the position of the box in a saved state; None if the state has no positions or is of a step before the
     attempt's start. `begun`: step at which the attempt began.
 
