@@ -38,7 +38,7 @@ class FleetPlan:
     insecure: bool = False
     tls: Mapping[str, str] = field(default_factory=dict)
     """TLS settings (tls_ca, tls_cert, tls_key, tls_name) that were given, by name. Files are paths on the daemons'
-    machines. Kubernetes does not use them."""
+    machines. The daemons in Kubernetes do not use them."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings that this plan's engine has and not every engine, by name."""
     timeout_s: float = 120.0

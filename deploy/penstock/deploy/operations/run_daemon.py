@@ -177,8 +177,8 @@ def run_worker(
 
 
 def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
-    """Set up the process of a daemon: its log, its name, a dump of stacks at a crash, and memory that other processes
-    cannot read. `always`: fields that are added to each log line in JSON."""
+    """Set up the process of a daemon: its log, its name, a dump of stacks at a crash, and memory that no other process
+    but root's can read. `always`: fields that are added to each log line in JSON."""
     keep_memory_private()
     name_process("penstock worker" if always["process"] == "worker" else "penstock coord")
     faulthandler.enable()
