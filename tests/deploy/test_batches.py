@@ -134,14 +134,14 @@ def test_files_hold_it_exactly_or_are_not_written(tmp_path: Path) -> None:
         assert found["array"].dtype == np.dtype(">i2")
         assert found["keys"].tolist() == BATCH["keys"]
     for name, batch, says in (
-        ("c.pst", BATCH, "Write it as .npz"),
+        ("c.pst", BATCH, "Pass a file name that ends in .npz"),
         ("c.npz", plain, "'half' cannot be written as .npz"),
         ("c.npz", {"none": []}, "'none', a list, cannot be written as .npz"),
         ("c.npz", {"mixed": ["a", 1]}, "'mixed', a list, cannot be written as .npz"),
         ("c.npz", {"nul": ["a\0", "b"]}, "'nul', a list, cannot be written as .npz"),
         ("c.npz", {"nul": "a\0"}, "'nul', a str, cannot be written as .npz"),
         ("c.npz", {"large": [2**63, -1]}, "'large', a list, cannot be written as .npz"),
-        ("c.npz", {"a": {"b": 1}, "a.b": 2}, "two leaves of the batch have the name 'a.b'"),
+        ("c.npz", {"a": {"b": 1}, "a.b": 2}, "got 'a.b' twice"),
         ("c.pt", plain, r"the batch\['array'\] is a ndarray"),
         ("c.pt", {"p": Pair(1, 2)}, r"the batch\['p'\] is a Pair"),
         ("nowhere/c.pst", plain, "cannot be written"),

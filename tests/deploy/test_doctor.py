@@ -108,7 +108,7 @@ def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, o
         ("streams:stateful", [96, 2, True], "after batch 1, batch"),  # randomness in its own processes
         ("streams:counts_late", [], "after batch 1, batch 2 differs"),
         ("streams:prefetches", [], "after batch 1, batch 2 differs"),
-        ("patients:forgets_its_end", [], "the loader continues after batch 6, the last of epoch 1"),
+        ("patients:forgets_its_end", [], "the loader continues after batch 6, the last of epoch 0"),
         # torchdata counts its fast-forward twice: only what a restored loader saves is wrong
         ("third_party:stream", [], "after batch 9, saved by a loader that was restored, batch 10 differs"),
         (
@@ -170,6 +170,13 @@ def test_not_repeatable_at_all(examine: Examine) -> None:
     found = examine("patients:unrepeatable", replay=True)
     assert (found.code, wrong(found)) == (30, {"from the start, by replay": 1})
     assert "after a new start it yields other batches" in found.verdict
+
+
+def test_loader_that_starts_only_once(examine: Examine, tmp_path: Path) -> None:
+    found = examine("patients:starts_once", str(tmp_path / "lock"), replay=True)
+    assert (found.code, wrong(found)) == (30, {"from the start, by replay": None})
+    assert "started again in a fresh process, the loader fails (" in found.verdict
+    assert "FileExistsError" in found.verdict
 
 
 def test_wrong_aggregation_of_right_states(examine: Examine) -> None:

@@ -176,6 +176,8 @@ def test_draining_workers_have_no_free_slots() -> None:
     assert check_slots(workers, JobRequirements()).found == "3 free on 1 of 1 workers"
     assert check_slots(workers, JobRequirements(boxes=3)).level == "ok"
     assert check_slots(workers, JobRequirements(workers=4)).level == "problem"
+    none_ready = check_slots(workers[1:], JobRequirements(input_fn="mine:fn"))
+    assert (none_ready.level, none_ready.found) == ("warning", "0 free on 0 of 0 workers that may run mine:fn")
 
 
 def of_worker(reached: str = "", here: bool = False, **status: Any) -> Finding:

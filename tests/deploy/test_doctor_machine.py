@@ -234,6 +234,12 @@ def test_user_code_is_imported_in_a_child_process(shell: Any, input_fn: str, all
     done = shell.call("doctor", "machine", "--json", "--input-fn", input_fn, "--allow", allow, "--deadline", deadline)
     found = machine_of(done)["input_fn"]
     assert (found["level"], says in found["found"]) == (level, True), found
+    remedies = {
+        "nowhere.data:fn": "pip install it on",
+        "light:nothing": "Correct the name in --input-fn",
+        "colon": "Correct --input-fn.",
+    }
+    assert remedies.get(input_fn, "") in found["remedy"]
     assert done.returncode == (32 if level == "problem" else 0)
     assert "Traceback" not in done.stderr
 

@@ -124,8 +124,8 @@ def test_several_coordinators_are_listed() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         _ = Peer().address
     assert caught.value.message == (
-        f"2 coordinators run here: embedded a, process {os.getpid()}: unix:/x/a; embedded b, process "
-        f"{os.getpid()}: unix:/x/b. Choose one by --job NAME or --coordinator ADDRESS"
+        f"a coordinator must be named, because 2 are known here: embedded a, process {os.getpid()}: unix:/x/a; "
+        f"embedded b, process {os.getpid()}: unix:/x/b. Choose one by --job NAME or --coordinator ADDRESS"
     )
     assert Peer(job="b").address == "unix:/x/b"
     with pytest.raises(InvalidArgumentError, match="got 'c'; running: embedded a"):
@@ -162,7 +162,7 @@ def test_daemon_at_default_address_is_listed_too(monkeypatch: pytest.MonkeyPatch
     announce(one())
     assert Peer().address == "unix:/x/lm"  # without a token a command could not call the other one
     monkeypatch.setenv("PENSTOCK_TOKEN", "of-the-daemon")
-    with pytest.raises(InvalidArgumentError, match=r"2 coordinators run here: .*; the default address: 127.0.0.1:7070"):
+    with pytest.raises(InvalidArgumentError, match=r"2 are known here: .*; the default address: 127.0.0.1:7070"):
         _ = Peer().address
     assert Peer(job="lm").address == "unix:/x/lm"
     assert Peer(coordinator="127.0.0.1:7070").token() == "of-the-daemon"

@@ -236,11 +236,16 @@ def test_down_means_the_fleet_that_up_would(shell: Any) -> None:
         (("--slots", "1"), 2, "--allow (or the variable PENSTOCK_UP_ALLOW) must be given"),
         (("--allow", "not a module"), 2, "a module prefix must be"),
         (("--allow", "x", "--near", "gpu"), 2, "--near must be given only with --engine ray, got --engine local"),
+        (
+            ("--allow", "x", "--engine", "kubernetes", "--state-dir", "x"),
+            2,
+            "--state-dir must be given only with --engine ray or slurm, got --engine kubernetes",
+        ),
         (("--allow", "x", "--engine", "docker"), 2, "--engine docker: the engine must be one of local, ray"),
         (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet: a fleet's name must have 1 to"),
         (("--allow", "x", "--name", "A_b"), 2, "lowercase letters"),
         (("--allow", "x", "--listen", "10.1.2.3:0"), 16, "--insecure"),
-        (("--allow", "x", "--render"), 2, "with --engine slurm or kubernetes, got --engine local"),
+        (("--allow", "x", "--render"), 2, "--engine must be slurm or kubernetes with --render, got --engine local"),
         (("--allow", "x", "--token-file", "no/such"), 12, "no/such cannot be read"),
     ],
 )

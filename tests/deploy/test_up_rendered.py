@@ -176,7 +176,7 @@ def test_down_names_an_engine_it_does_not_know(recorded: Recorded) -> None:
     record.write_text(record.read_text().replace('"engine": "kubernetes"', '"engine": "later"'))
     done = recorded.shell.call("down", "--dir", "fleet")
     assert done.returncode == 2
-    assert "the engine must be one of ray, slurm, kubernetes, got later" in done.error
+    assert "the engine must be one of local, ray, slurm, kubernetes, got later" in done.error
 
 
 @pytest.mark.parametrize(
@@ -230,6 +230,19 @@ def test_the_job_script_keeps_what_it_is_given(recorded: Recorded, tmp_path: Pat
     assert "sbatch" not in [call[0] for call in recorded.calls()]
     recorded.answer(squeue=("slurm_load_jobs error: Invalid job id specified", 1))
     assert recorded.shell.call("down", "--dir", "fleet").returncode == 0
+
+
+def test_slurm_job_is_kept_while_controller_is_down(recorded: Recorded) -> None:
+    recorded.answer(sbatch=("4711\n", 0), squeue=("PENDING\n", 0))
+    assert recorded.shell.call(*SLURM, "--timeout", "1").returncode == 17
+    recorded.calls()
+    recorded.answer(squeue=("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1))
+    for command in (("down", "--dir", "fleet"), SLURM):
+        done = recorded.shell.call(*command)
+        assert done.returncode == 10
+        assert "squeue --noheader --jobs 4711 --format failed with status 1: slurm_load_jobs" in done.error
+    assert (recorded.shell.folder / "fleet" / "fleet.json").exists()
+    assert {call[0] for call in recorded.calls()} == {"squeue"}
 
 
 SRUN = """#!/bin/bash

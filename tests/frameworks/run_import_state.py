@@ -139,7 +139,7 @@ def test_streaming_errors(tmp_path: Path, shards: Path, streaming_state: tuple[P
     within = refused(tmp_path / "new", state, *streaming_options(shards, 5))
     assert "must be a multiple of 5, the rows of a step, got 52" in within
     other = refused(tmp_path / "new", state, *streaming_options(shards, 4), "--rows", 999)
-    assert f"--rows must be {ROWS}, as in the state, got 999" in other
+    assert f"--rows must be {ROWS}, the rows of the dataset that the state is of, got 999" in other
     newer = tmp_path / "newer"
     newer.write_text(json.dumps({**json.loads(state.read_text()), "more": 1}))
     assert "unknown keys more" in refused(tmp_path / "new", newer, *streaming_options(shards, 4))

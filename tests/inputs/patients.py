@@ -16,6 +16,13 @@ import torch
 from penstock.worker import current_assignment
 
 
+def starts_once(lock: str) -> Iterator[torch.Tensor]:
+    """Create a file that must not exist yet."""
+    with open(lock, "x"):
+        pass
+    yield from (torch.tensor(n) for n in range(40))
+
+
 def unrepeatable(batches: int = 40) -> Iterator[torch.Tensor]:
     """Other batches each time, whatever the seed."""
     current_assignment()

@@ -239,5 +239,10 @@ def test_trainer_with_another_dataset_is_refused(tmp_path: Path) -> None:
     assert import_state(tmp_path / "new", *given, "--rows", ROWS)["rows_seen"] == 20
     (tmp_path / "new").unlink()
     why = refused(tmp_path / "new", *given, "--rows", ROWS + 20)
-    assert "for 81 rows in batches of 4 on 1 ranks, 1 batches a step, got 0.3125" in why
-    assert "Pass the dataset's --rows, and --ranks" in refused(tmp_path / "new", *given, "--rows", ROWS, "--ranks", 2)
+    assert "which was at epoch 0.3125 after step 5" in why
+    assert "by which step 5 is at epoch 0.238095: 81 rows, batches of 4 on 1 ranks, 1 batches a step" in why
+    few = refused(tmp_path / "new", *given, "--rows", ROWS, "--ranks", 20, "--drop-last")
+    assert "--rows must be at least 80, a batch of 4 on each of 20 ranks" in few
+    assert "--rows, --ranks, --accumulation and --drop-last must be those of the saved run" in refused(
+        tmp_path / "new", *given, "--rows", ROWS, "--ranks", 2
+    )

@@ -51,8 +51,8 @@ class Task:
 
 
 class ForkingInterpreter:
-    """Handle by which a command controls the forking interpreter. All calls have deadlines. What user code prints goes
-    to standard error.
+    """Handle by which a command controls the forking interpreter. All calls that wait for an answer have deadlines.
+    What user code prints goes to standard error.
 
     `module`: name of the module that the interpreter runs. The module's `main` must call `serve`.
     """

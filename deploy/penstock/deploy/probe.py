@@ -37,8 +37,9 @@ _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check whether a container's daemon is live or ready. Return the exit status: 0 yes, 1 no or unknown, 2 a mistake
-    in the arguments. `arguments`: ROLE, "live" or "ready", and options; None: those of the command line."""
+    """Check whether a container's daemon is live or ready. Return the exit status: 0 yes, 1 no or unknown. A mistake in
+    the arguments ends the process with status 2. `arguments`: ROLE, "live" or "ready", and options; None: those of the
+    command line."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.deploy.probe", description="Check whether this daemon is live or ready."
     )

@@ -69,7 +69,8 @@ class Peer:
 
     @property
     def _is_named(self) -> bool:
-        """True if an option, a variable or the settings file names the coordinator."""
+        """True if an option, a variable or the settings file names the coordinator's address, and --job is not
+        given."""
         return self.job is None and (self.coordinator is not None or bool(source_of(PeerSettings, "coordinator")))
 
     @property
@@ -110,8 +111,8 @@ class Peer:
         listed = [*map(str, fit), *(self._unannounced(fit) if self.job is None else ())]
         if len(listed) > 1:
             raise InvalidArgumentError(
-                f"{len(listed)} coordinators run here: {printable('; '.join(listed))}. Choose one by --job NAME or "
-                "--coordinator ADDRESS"
+                f"a coordinator must be named, because {len(listed)} are known here: {printable('; '.join(listed))}. "
+                "Choose one by --job NAME or --coordinator ADDRESS"
             )
         if self.job is not None and not fit:
             here = printable("; ".join(map(str, found))) or "none"

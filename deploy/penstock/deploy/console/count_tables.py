@@ -1,5 +1,5 @@
-"""Counts of a run's samples and tokens as tables and JSON, for `penstock state`. They are counted by source (a dataset
-of a mixture) and by key (what the user counts by, such as a language)."""
+"""Counts of a run's samples and tokens as tables and JSON, for `penstock state` and `penstock replay`. They are counted
+by source (a dataset of a mixture) and by key (what the user counts by, such as a language)."""
 
 from __future__ import annotations
 

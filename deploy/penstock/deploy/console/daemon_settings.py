@@ -119,7 +119,7 @@ Modules = Annotated[str, IsList(), Unit("PREFIX")]
 
 
 class PeerSettings(Section):
-    """Settings of the commands that call the coordinator."""
+    """Settings of workers and of the commands that call the coordinator."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER
@@ -128,7 +128,7 @@ class PeerSettings(Section):
 
 
 class TlsSettings(TlsFiles):
-    """TLS settings, which every command has."""
+    """TLS settings of daemons and of the commands that connect to them."""
 
     def load(self) -> Tls | None:
         """Return the TLS files, read and checked; None without TLS. Raises TlsError, which names the file and the
@@ -137,7 +137,7 @@ class TlsSettings(TlsFiles):
 
 
 class TelemetrySettings(Section):
-    """Settings of both daemons for logs, metrics and traces. Training jobs use PENSTOCK_OTEL too."""
+    """Settings of both daemons for logs and traces. Training jobs use PENSTOCK_OTEL too."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
     table: ClassVar[str] = CLUSTER

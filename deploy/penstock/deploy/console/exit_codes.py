@@ -1,13 +1,14 @@
 """Exit codes of commands, in one table, by the kind of failure, so that a script can decide without parsing messages.
 
 Codes below 10 are general (0 success, 1 a bug, 2 usage, 3 TLS). 10 to 19 concern the coordinator, the network and runs;
-20 to 29 states and user code; 30 and above the findings of `penstock doctor`. A number that is in use never changes its
-meaning. `docs/cli.md` has the same table, and a test compares the two.
+20 to 29 states, user code and datasets; 30 to 39 the findings of `penstock doctor` (30 also a replayed batch that
+differs from the delivered one). 130 is an interrupted command. A number that is in use never changes its meaning.
+`docs/cli.md` has the same table, and a test compares the two.
 
 An error of Penstock ends a command with one line on standard error, or with one JSON object if --json is given. Its
-traceback, and the remote traceback that it may carry, are shown only with --debug. Any other exception is a bug, and
-its traceback is always shown. Standard output has either the command's data or nothing.
-"""
+traceback, and the remote traceback that it may carry, are shown only with --debug; `penstock doctor MODULE:NAME` always
+shows the remote traceback of a loader. Any other exception is a bug, and its traceback is always shown. Errors are
+never written to standard output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Settings of `penstock up`: flags take precedence over PENSTOCK_UP_* variables, and those over defaults. The module
-imports little, because every command imports it."""
+"""Settings of `penstock up`: flags take precedence over PENSTOCK_UP_* variables, those over the section [up] of the
+settings file, and the file over defaults. The module imports little, because every command imports it."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ ParentPid = Annotated[
         metavar="PID",
         min=1,
         hidden=True,  # for programs that start this process as their child
-        help="End when the parent process with this id ends; ignore Ctrl-C, which the parent handles.",
+        help="End when the parent process with this id ends. A coordinator then ignores Ctrl-C.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -44,8 +44,9 @@ def flag(field: str) -> str:
 
 
 def has_own_section(section: type[Section]) -> bool:
-    """Return True if the settings belong to one kind of process (coordinator, worker or training job). Then they have a
-    section of their own in the settings file, and their variables a prefix of their own, such as PENSTOCK_WORKER_."""
+    """Return True if the settings belong to one kind of process (coordinator, worker or training job) or to `penstock
+    up`. Then they have a section of their own in the settings file, and their variables a prefix of their own, such as
+    PENSTOCK_WORKER_."""
     return section.table not in ("", CLUSTER)
 
 
@@ -86,7 +87,7 @@ def check_settings_file() -> None:
 
 
 def refuse_unknown(section: type[Section]) -> None:
-    """Raise InvalidArgumentError if an environment variable has the daemon's prefix but is not one of its settings."""
+    """Raise InvalidArgumentError if an environment variable has the prefix of these settings but is none of them."""
     prefix = str(section.model_config.get("env_prefix", ""))
     known = {variable(section, field) for field in section.model_fields}
     for name in sorted(os.environ):

@@ -106,7 +106,8 @@ def show_plan(folder: Path, batch: int, boxes: int, order: Mapping[str, Any], as
 
 
 def show_verification(folder: Path, as_json: bool) -> int:
-    """Read all samples of a dataset, and print which files are damaged or missing. Return the exit code."""
+    """Read all samples of a dataset, and print which shards have a damaged or missing file, with the first error of
+    each. Return the exit code."""
     shards = _shards(folder)
     stored = [file.packed or file.raw for shard in shards for file in shard.files]
     algorithms = sorted(set.intersection(*(set(file.hashes) for file in stored))) if stored else []

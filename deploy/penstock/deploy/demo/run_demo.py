@@ -1,7 +1,7 @@
 """Implementation of `penstock demo`: shows what Penstock guarantees, on this machine, with only the installed package.
 
 The command starts real daemons under the local engine's supervisor, and runs a training loop in its own process. It
-kills one of the daemons by SIGKILL while the loop runs. It saves the state and resumes it with another number of
+kills one of the worker daemons by SIGKILL while the loop runs. It saves the state and resumes it with another number of
 workers. Then it compares the digests of all batches with those of a run without faults.
 """
 
@@ -41,11 +41,12 @@ class _Demo:
         self.killed = ""
         self.recoveries = 0
         self.longest_s = 0.0
-        """Longest time in seconds that the training loop waited for one batch after a daemon was killed."""
+        """Longest time in seconds that the training loop waited for one batch after the worker was killed."""
 
     def stream(self, job: str, workers: int, *, state: dict[str, Any] | None = None, until: int = STEPS) -> Any:
-        """Run a training loop of a job up to step `until`. Return the state there, and the digest of each batch by
-        step. `state`: state from which the loop resumes; None: from the beginning."""
+        """Run a training loop of a job up to step `until`. Return the stream digest after each batch, by step, and the
+        state at the end (None unless `until` is SAVE_AT). `state`: state from which the loop resumes; None: from the
+        beginning."""
         from penstock.client import Appliance, DataExecutor, DataLoader
         from penstock.deploy.demo.demo_input import images
 
@@ -77,7 +78,7 @@ class _Demo:
             return digests, loader.state_dict() if until == SAVE_AT else None
 
     def _kill(self, run: str) -> None:
-        """Kill by SIGKILL a worker daemon that makes batches of the run, with all its descendants."""
+        """Kill by SIGKILL a worker daemon that makes batches of the run. Its child processes notice that and end."""
         with CoordinatorClient(self._fleet.coordinator, self._token) as client:
             reply = client.status()
         slots = [slot for one in reply.runs if one.run == run for box in one.boxes for slot in box.slots]
@@ -93,8 +94,8 @@ class _Demo:
 
 
 def run_demo(as_json: bool) -> int:
-    """Run the demo and print the result. Return 0 if the batches with faults equal those without faults, otherwise
-    1."""
+    """Run the demo and print the result. Return 0 if the batches with faults equal those without faults and the loop
+    had to recover, otherwise 1."""
     began = time.monotonic()
 
     def show(line: str) -> None:

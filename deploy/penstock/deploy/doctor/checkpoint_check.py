@@ -27,12 +27,14 @@ class Verified:
 
 
 def is_path(target: str) -> bool:
-    """Return True if the target of `penstock doctor` is a folder, and not the MODULE:NAME of an input_fn."""
+    """Return True if the target of `penstock doctor` is the path of a checkpoint (an existing folder, or any text with
+    a "/"), and not the MODULE:NAME of an input_fn."""
     return Path(target).is_dir() or "/" in target
 
 
 def show_checkpoints(path: Path, as_json: bool) -> int:
-    """Check the checkpoint at `path`, or all checkpoints in this folder, and print the findings. Return the exit code.
+    """Check the checkpoint at `path`, or all checkpoints in this folder, and print the findings. Return the exit code
+    0.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.

@@ -1,8 +1,8 @@
 """Checks of `penstock doctor cluster`: whether coordinator and workers can be reached from here and can run the job.
 
 The steps of connecting to the coordinator depend on each other: if its name does not resolve, all later checks are
-meaningless. So the first step that fails is the last finding. If all succeed, the coordinator's data about each worker
-are checked, and a lane (the connection for batches) to every worker is tried from here, many at a time.
+meaningless. So the first of these steps that fails is the last finding. If all succeed, the coordinator's data about
+each worker are checked, and a lane (the connection for batches) to every worker is tried from here, many at a time.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ side may take valid certificates for invalid."""
 
 @dataclass(frozen=True)
 class JobRequirements:
-    """Requirements of a job that the cluster must meet. None: no requirement."""
+    """Requirements of a job that the cluster must meet. None: no requirement; but if one of `boxes` and `workers` is
+    given, None for the other counts as 1."""
 
     boxes: int | None = None
+    """Number of boxes."""
     workers: int | None = None
     """Number of workers of each box."""
     input_fn: str | None = None
@@ -232,7 +234,7 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
 
 
 def check_worker(
-    worker: WorkerView, error: str, here: bool, coordinator: str, quiet_s: float = LATE_HEARTBEAT_S
+    worker: WorkerView, error: str, here: bool, coordinator_version: str, quiet_s: float = LATE_HEARTBEAT_S
 ) -> Finding:
     """Return the finding about a worker.
 
@@ -240,7 +242,7 @@ def check_worker(
         worker: worker as the coordinator reports it.
         error: reason why the worker's lanes cannot be reached from here; "" if they can be reached.
         here: True if the worker is on this host, where lanes need no network.
-        coordinator: release of the coordinator.
+        coordinator_version: release of the coordinator.
         quiet_s: age of the worker's last heartbeat above which a warning is given, in seconds.
     """
     check = f"worker {worker.worker}"
@@ -272,9 +274,9 @@ def check_worker(
         )
     if worker.draining:
         return warning(check, found, "The worker is draining and takes no new slots (`penstock worker drain --undo`).")
-    if worker.version and worker.version.split(".")[:2] != coordinator.split(".")[:2]:
+    if worker.version and worker.version.split(".")[:2] != coordinator_version.split(".")[:2]:
         return warning(
-            check, f"{found}; it runs Penstock {worker.version}", f"pip install penstock=={coordinator} there."
+            check, f"{found}; it runs Penstock {worker.version}", f"pip install penstock=={coordinator_version} there."
         )
     return ok(check, f"{found}; on this host" if here else found)
 
@@ -295,11 +297,12 @@ def check_lost(found: ClusterView) -> Iterator[Finding]:
 
 
 def check_slots(workers: Sequence[WorkerView], job: JobRequirements) -> Finding:
-    """Check whether the workers that may run the job have enough free slots for it."""
+    """Check whether the workers that may run the job have enough free slots for it. Workers that are lost or draining
+    do not count."""
     ready = [worker for worker in workers if worker.state == "live"]
     module = module_of(job.input_fn) if job.input_fn else ""
     may = [worker for worker in ready if not module or not worker.allow or under(module, worker.allow)]
-    if module and not may:
+    if module and ready and not may:
         prefixes: Mapping[str, None] = dict.fromkeys(prefix for worker in ready for prefix in worker.allow)
         return problem(
             "slots",

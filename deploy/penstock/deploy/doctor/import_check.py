@@ -20,8 +20,8 @@ from penstock.worker.tools.loader_children import interpreter, load_input_fn
 __all__ = ["ImportedLoader", "main", "try_import"]
 
 TRACEBACK = 8 << 10
-"""Largest number of characters of a traceback that the child sends. Traceback and message must fit into the buffer of a
-pipe, because the command reads the pipe only after the child has ended."""
+"""Largest number of characters of a traceback that the child sends; of a longer one, the end is kept. Traceback and
+message must fit into the buffer of a pipe, because the command reads the pipe only after the child has ended."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class ImportedLoader:
 def try_import(input_fn: str, deadline_s: float) -> ImportedLoader:
     """Import "module:name" in a child process and return where it was found.
 
-    Raises the same errors as a worker: InputFnNotFoundError, InputFnError with the traceback; and DeadlineError.
+    Raises the same errors as a worker: InputFnNotFoundError, InputFnError with the end of its traceback. Also raises
+    InvalidArgumentError for another text than "module:name", DeadlineError, and PenstockError if the child died.
     """
     module, _, name = input_fn.partition(":")
     if not module or not name:

@@ -2,11 +2,14 @@
 
 1. First stream: the loader streams batches without an interruption, with a snapshot after each.
 2. Single restores: it is restored in fresh processes at several positions: early, in the middle, late, at the end of
-   its first epoch and at the start of its epochs. The batches that follow are compared with those of the first stream.
+   its first epoch and at the start of its first two epochs. The batches that follow are compared with those of the
+   first stream.
 3. Chains of restores: a state is taken from the restored loader and restored in the next process, and once more.
 4. Launches, for a loader with all four state methods. A launch is a resume of all workers: their states are aggregated,
    deaggregated in fresh processes, and saved again some batches later. A four-method loader whose load_state_dict
-   accepts only results of deaggregate_state_dict is tested by launches alone, without 2 and 3.
+   accepts only results of deaggregate_state_dict is tested by launches instead of 2 and 3, and by a new start.
+
+A loader without state methods is tested by a new start alone: the first of the single restores.
 
 A run verifies states in the same way (worker/slots/verification.py). If a state leads to other batches than those that
 were delivered, the run rejects it and replays a counted number of batches instead. So even a loader with wrong states
@@ -42,8 +45,8 @@ STATE, METHODS, REPLAY = "state", "methods", "replay"
 """Ways in which a loader can be saved: by its own state; by its methods aggregate_state_dict and
 deaggregate_state_dict; or by replaying a counted number of batches from a verified position."""
 COMPARED = 8
-"""Number of events (batches and ends of epochs) that are compared after a restore, before the state for the next
-restore in the chain is taken."""
+"""Largest number of events (batches and ends of epochs) that are compared after a restore, before the state for the
+next restore in the chain is taken."""
 _WHERE = {
     "start": "from the start, by replay",
     "early": "after batch {total}",
@@ -128,8 +131,10 @@ class LoaderCheck:
     """Number of the restore in its chain of restores, from 1."""
     exact: bool = True
     differs: int | None = None
-    """First batch that differs from the first stream, as the number of the worker's batch from 1; None if none does."""
+    """First batch that differs from the first stream, as the number of the worker's batch from 1; None if none does, or
+    if the restored loader raised an error."""
     what: str = ""
+    """Text that says what differs, or the message of the error; "" if the restore was exact."""
     from_beginning: bool = False
     """True if the loader, restored within an epoch, began the next epoch with wrong batches. The next epoch was then
     reached by streaming a new loader from its first epoch on."""
@@ -210,7 +215,8 @@ def _needs_deaggregation(examined: ExaminedLoader) -> bool:
 
 
 def _restored(examined: ExaminedLoader) -> Iterator[str]:
-    """Yield the names of the restart points at which the loader is restored, each once."""
+    """Yield the names of the restart points at which the loader is restored: always "start", the others only if the
+    worker's own states can be loaded. Of two points after the last batch of the first epoch, only "end" is used."""
     end = examined.points.get("end", (0, False, b""))[0]
     for name, (total, epoch_start, _) in examined.points.items():
         alone = _saves(examined) and not _needs_deaggregation(examined)
@@ -243,7 +249,7 @@ def _ask(
     events (batches and ends of epochs) as the first, uninterrupted stream.
 
     Return the state that the restored loader saved, from which the next check of a chain restores it again; None if it
-    saved none or the restore failed.
+    was asked for none, or raised an error, or yielded a wrong batch before.
     """
     examined.checks.append(check)
     try:
@@ -298,8 +304,8 @@ def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
 
 def _launches(trials: TrialProcesses, request: LoaderRequest, loaders: list[ExaminedLoader]) -> None:
     """Check launches (resumes of all workers). Some start where all workers have made the same number of batches, in
-    their first epoch; further launches follow from the states saved then. One starts from a step at which worker 0 is
-    one batch ahead of the others."""
+    their first epoch; if a worker's own state cannot be loaded, further launches follow from the states saved then. One
+    starts from a step at which worker 0 is one batch ahead of the others."""
     if _within_first_epoch(loaders[0], "uneven"):
         one, others = (
             loaders[0].points["uneven"],
@@ -330,7 +336,8 @@ def _launch(
     generation: int,
 ) -> list[bytes] | None:
     """Resume all workers and compare their next COMPARED batches with the first stream. Return their states after these
-    batches; None if a batch was wrong, or if a worker's epoch ends within them or right after.
+    batches; None if a worker raised an error or a batch was wrong, or if a worker's epoch ends within them or right
+    after.
 
     Args:
         trials: processes that run the loader.
@@ -408,8 +415,8 @@ def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int
     if unsaved:
         return CANNOT_SAVE, f"cannot be saved: {unsaved}"
     wrong = [check for examined in loaders for check in examined.checks if not check.exact]
-    if any(check.where == _WHERE["start"] for check in wrong):
-        return DIFFERS, _not_deterministic(capabilities, wrong[0])
+    if (again := next((check for check in wrong if check.where == _WHERE["start"]), None)) is not None:
+        return DIFFERS, _not_repeatable(capabilities, again)
     if not capabilities["state_methods"]:
         if request.replay:
             return 0, "can be saved and resumed exactly, by replay from the start of the epoch (Appliance(replay=True))"
@@ -434,7 +441,13 @@ def _verdict(request: LoaderRequest, loaders: list[ExaminedLoader]) -> tuple[int
     return 0, "can be saved at any step and resumed exactly"
 
 
-def _not_deterministic(capabilities: dict[str, Any], check: LoaderCheck) -> str:
+def _not_repeatable(capabilities: dict[str, Any], check: LoaderCheck) -> str:
+    """Return the verdict on a loader that yields other batches, or raises an error, when it is started again."""
+    if check.differs is None:
+        return (
+            f"cannot be resumed: started again in a fresh process, the loader fails ({check.what}). Let input_fn "
+            "succeed each time that it is called, also if files or locks of an earlier call are still there"
+        )
     what = "the loader has no state methods, and after" if not capabilities["state_methods"] else "after"
     return (
         f"cannot be resumed: {what} a new start it yields other batches ({check.what}). Draw random numbers from the "

@@ -103,7 +103,8 @@ def _check(check: LoaderCheck) -> dict[str, Any]:
 
 
 def _time(value_ms: float) -> str:
-    """Return a time in milliseconds as a text with three significant digits and its unit."""
+    """Return a time in milliseconds as a text without unit: with three significant digits, or as a whole number from
+    100 ms on."""
     return f"{value_ms:.3g}" if value_ms < 100 else f"{value_ms:.0f}"
 
 

@@ -4,7 +4,8 @@
 A fresh interpreter imports torch and then only forks, like a worker's fork server. So each task gets a process that has
 seen no user code. Tasks:
 
-    stream     build the loader; stream N batches over as many epochs as that takes, with a snapshot after each batch
+    stream     build the loader; stream N batches over as many epochs as that takes; if the loader has state
+               methods, with a snapshot after each batch
     check      restore a snapshot of the stream; compare the next batches with those of the stream; if asked for, take
                a snapshot after one of them, for the next restore
     aggregate  call a four-method loader's aggregate_state_dict with the states of all workers
@@ -268,7 +269,7 @@ def _compare(source: RestorableLoader, channel: ControlChannel, fields: Mapping[
         else:
             _take(source, replay_digest, batch)
             if digest is None:
-                what, total = f"the loader continues after batch {total}, the last of epoch {epoch + 1}", total + 1
+                what, total = f"the loader continues after batch {total}, the last of epoch {epoch}", total + 1
             elif source.digest != digest:
                 what = f"batch {total} differs"
             else:

@@ -53,19 +53,22 @@ __all__ = ["MachineRequest", "check_import", "check_machine"]
 
 @dataclass(frozen=True)
 class MachineRequest:
-    """Values from the command line for the checks of a machine. None: the check uses the effective setting."""
+    """Values from the command line for the checks of a machine. A value that was not given is None; the check then uses
+    the effective setting."""
 
     flags: dict[str, Any]
     """Values of settings that were given as options: listen and state_dir of a coordinator, slots and allow of a
     worker, the TLS files."""
     token_file: Path | None = None
     input_fn: str | None = None
+    """input_fn that must be importable here, as "module:name"; None: no import is tried."""
     deadline_s: float = 60.0
     """Longest time that the import of the input_fn may take, in seconds."""
 
 
 def check_machine(request: MachineRequest) -> Iterator[Finding]:
-    """Yield all findings, in the order in which a person checks them. Raises InvalidArgumentError for a bad option."""
+    """Yield all findings, in the order in which a person checks them. Raises InvalidArgumentError for an invalid
+    --listen."""
     if (listen := request.flags.get("listen")) is not None:
         try:
             listen_address(listen)
@@ -189,8 +192,8 @@ def _port(section: type[Section], request: MachineRequest, state_dir: Path | Non
 
 
 def _holder(state_dir: Path) -> str:
-    """Return the process id of the coordinator that runs on the state directory, as a text; "" if no coordinator
-    does."""
+    """Return the process id of the coordinator that runs on the state directory, as a text ("unknown" if it has not
+    written one); "" if no coordinator does, or if the directory has no lock file that this user can read."""
     try:
         fd = os.open(state_dir / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -240,7 +243,13 @@ def check_import(input_fn: str, allow: list[str] | None, deadline_s: float) -> F
     check, module = "input_fn", module_of(input_fn)
     try:
         imported = try_import(input_fn, deadline_s)
+    except InvalidArgumentError as error:
+        return problem(check, error.message, "Correct --input-fn.")
     except InputFnNotFoundError as error:
+        if "no module named" not in error.message:  # the module was found, and lacks the name
+            return problem(
+                check, error.message, "Correct the name in --input-fn, or install the module's right version."
+            )
         return problem(
             check,
             error.message,

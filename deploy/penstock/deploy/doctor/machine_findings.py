@@ -71,7 +71,8 @@ def check_packages(requires: Iterable[str], installed: Mapping[str, str]) -> lis
     """Check the versions of the installed packages.
 
     Args:
-        requires: requirements as in a package's metadata. Requirements of optional parts (extras) are ignored.
+        requires: requirements as in a package's metadata, "NAME" or "NAME>=VERSION". Others, such as those of optional
+            parts (extras), are ignored.
         installed: version of each installed package, by name.
     """
     found = []
@@ -227,8 +228,10 @@ def check_processes(limit: int, cgroup: tuple[int, int] | None, slots: int) -> F
         slots: number of runners.
     """
     left = limit if cgroup is None else cgroup[1] if limit < 0 else min(limit, cgroup[1])
+    in_cgroup = cgroup is not None and left == cgroup[1]
+    most = f"{left} more processes and threads in this cgroup" if in_cgroup else f"{_limit(left)} for this user in all"
     need = SPARE_TASKS + RUNNER_TASKS * slots
-    found = f"{_limit(left)} more processes and threads; {slots} slots may need {need}"
+    found = f"{most}; {slots} slots may need {need}"
     if 0 <= left < need:
         return problem("processes", found, "ulimit -u unlimited; docker run --pids-limit -1; Kubernetes: podPidsLimit")
     return ok("processes", found)

@@ -1,8 +1,8 @@
 """Properties of this machine that `penstock doctor` checks, read from the kernel, the disk and the network.
 machine_findings.py judges them.
 
-Each probe tries what Penstock does, and undoes it. No probe needs privileges or raises an error. An unknown value is
-None, or is returned with the reason.
+A probe that tries what Penstock does undoes it. No probe needs privileges. Errors of the system are not raised: they
+are the result, or the result is the value for "unknown" (None, "" or 0).
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def nvidia_devices() -> int:
 
 
 def kernel_gaps() -> dict[str, str]:
-    """Return the names of the kernel features that Penstock needs and cannot use here, each with the reason."""
+    """Return the names of the kernel features that Penstock uses and cannot use here, each with the reason. It needs
+    all of them but O_DIRECT, which is optional."""
     tries: dict[str, Callable[[], object]] = {
         "memfd_create with seals": _sealed_memfd,
         "pidfd_open": lambda: Process(os.getpid()).close(),
@@ -149,7 +150,8 @@ def _direct() -> None:
 
 
 def memory_available(meminfo: str) -> int:
-    """Return the number of bytes of free memory. `meminfo`: text of /proc/meminfo."""
+    """Return the number of bytes of memory that can be used without swapping; 0 if it is unknown. `meminfo`: text of
+    /proc/meminfo."""
     for line in meminfo.splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -161,7 +163,7 @@ def cgroup_left(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
     process's group and all groups above it, take the one with the least unused. Return None if none has a limit.
     `what`: "memory" or "pids" (processes).
 
-    Memory that only caches files counts as free, because the kernel reclaims it.
+    Memory that caches files which were not used lately counts as free, because the kernel reclaims it.
     """
     rooms = []
     for folder in _cgroups(root):

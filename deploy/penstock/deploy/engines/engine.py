@@ -29,22 +29,23 @@ class FleetPlan:
     allow: str
     """Prefixes of the modules that workers may run, separated by commas."""
     listen: str
-    """Address on which the coordinator listens, HOST:PORT. Engines for several machines use only the port."""
+    """Address on which the coordinator listens, HOST:PORT. Ray and Slurm use only the port. Kubernetes does not use
+    it."""
     token_file: str
-    """Path of the token file on this machine. Engines for several machines use the same path on all of them, unless
-    they send the token."""
+    """Path of the token file on this machine. Ray (unless it sends the token) and Slurm use the same path on all nodes.
+    Kubernetes gets the tokens as Secrets."""
     runner_memory: str = ""
     insecure: bool = False
     tls: Mapping[str, str] = field(default_factory=dict)
-    """TLS settings (tls_ca, tls_cert, tls_key, tls_name) that were given, by name. They are paths on the daemons'
-    machines."""
+    """TLS settings (tls_ca, tls_cert, tls_key, tls_name) that were given, by name. Files are paths on the daemons'
+    machines. The daemons in Kubernetes do not use them."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that only this plan's engine has, by name."""
+    """Settings that this plan's engine has and not every engine, by name."""
     timeout_s: float = 120.0
-    """Longest time until all daemons must be ready, in seconds."""
+    """Longest time in seconds until all daemons must be ready; Slurm: until the coordinator must listen."""
 
     def differences(self, other: FleetPlan) -> list[str]:
-        """Return the command-line flags of the settings in which the two plans differ."""
+        """Return the command-line flags of the settings in which the two plans differ. --timeout does not count."""
 
         def flat(plan: FleetPlan) -> dict[str, Any]:
             own = {part.name: getattr(plan, part.name) for part in fields(plan)}
@@ -128,7 +129,8 @@ class Engine(Protocol):
     """Interface of the engines that start a fleet elsewhere and end it."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Start the daemons of the plan. Return when they are ready, or when the scheduler has accepted them."""
+        """Start the daemons of the plan. Return when they are ready. Slurm's engine returns when the coordinator
+        listens; Ray's may return without workers that are late."""
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
         """End the fleet. Return a text for each thing that was ended."""

@@ -18,9 +18,8 @@ def called(command: Sequence[str], *, stdin: str = "", deadline_s: float = DEADL
     """Run a command and return its output. `stdin`: text for its standard input; secrets are passed there and never as
     an argument.
 
-    Raises CommandError if the command is not installed, PenstockError with its last output if it fails, DeadlineError
-    if it takes longer than `deadline_s` seconds.
-    """
+    Raises CommandError if the command is not installed, PenstockError with its error output if it fails, DeadlineError
+    if it takes longer than `deadline_s` seconds."""
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=deadline_s)
     except FileNotFoundError:

@@ -51,8 +51,8 @@ class FleetFolder:
         self._address = self.path / "address"
 
     def make(self) -> None:
-        """Create the folder, readable by its owner alone. Raises CommandError if it cannot be created, or if other
-        users could change it, because processes are started from its content."""
+        """Create the folder, if it does not exist, readable by its owner alone. Raises CommandError if it cannot be
+        created, or if other users could change it, because processes are started from its content."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._refuse_others()
@@ -132,8 +132,9 @@ class FleetFolder:
         return self._read(self._plan, lambda found: FleetPlan(**found))
 
     def save(self, fleet: Fleet) -> None:
-        """Write the record of the running fleet, and announce its coordinator to this user's commands. Raises
-        CommandError if the record cannot be written."""
+        """Write the record of the running fleet, and announce its coordinator to this user's commands, unless its
+        address is not known yet or valid only within Kubernetes. Raises CommandError if the record cannot be
+        written."""
         _write(self._record, _encoded(asdict(fleet)))
         # an address in Kubernetes is valid only within its cluster
         if fleet.coordinator and fleet.engine != "kubernetes":
@@ -190,8 +191,8 @@ class FleetFolder:
         _write(self._address, value.encode() + b"\n")
 
     def token_file(self, given: Path | None, *, make: bool) -> Path:
-        """Return the path of the file with the fleet's token: `given`, or the file that PENSTOCK_TOKEN_FILE or the
-        settings name, or otherwise the folder's own file.
+        """Return the path of the file with the fleet's token: `given`; else the file that PENSTOCK_TOKEN_FILE names, if
+        PENSTOCK_TOKEN is not set; else the folder's own file.
 
         `make`: True: write the folder's own file, with PENSTOCK_TOKEN or with a new token; False: only return its path.
         """

@@ -18,7 +18,7 @@ _OWN = {
     "slurm": ("state_dir", "sbatch"),
     "kubernetes": ("namespace", "image", "storage", "tls_secret"),
 }
-"""Names of the settings that only one engine has, by the engine's name."""
+"""Names of the settings that not every engine has, by the name of each engine that has them."""
 
 
 def plan_of(
@@ -32,12 +32,12 @@ def plan_of(
             "input_fn workers may run. Give a prefix such as mypackage, or '*' for any"
         )
     mine = _OWN.get(settings.engine, ())
-    for engine, names in _OWN.items():
-        for name in names:
-            if name in settings.model_fields_set and name not in mine and engine != settings.engine:
-                raise InvalidArgumentError(
-                    f"{flag(name)} must be given only with --engine {engine}, got --engine {settings.engine}. Omit it"
-                )
+    for name in dict.fromkeys(name for names in _OWN.values() for name in names):
+        if name in settings.model_fields_set and name not in mine:
+            engines = " or ".join(engine for engine, names in _OWN.items() if name in names)
+            raise InvalidArgumentError(
+                f"{flag(name)} must be given only with --engine {engines}, got --engine {settings.engine}. Omit it"
+            )
     cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
     slots = settings.slots or (cores if settings.engine == "local" else 8)
     checked = resolve(WorkerSettings, slots=slots, allow=settings.allow, name=settings.name)

@@ -78,7 +78,7 @@ class KubernetesEngine:
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
         """Apply the manifests with kubectl and return when all pods are ready. Objects that exist already are changed
-        to the plan.
+        to the plan, except the Secrets with tokens, which are kept.
 
         Raises PenstockError with kubectl's message; CommandError if no image or token is given, UnsafeBindError if
         there are no certificates.
@@ -109,8 +109,8 @@ class KubernetesEngine:
         )
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """Delete the daemons. The volume with the cluster state and the Secrets with the tokens stay, for the next
-        `penstock up`."""
+        """Delete the daemons and the other objects of the fleet. Only the volume with the cluster state and the Secrets
+        with the tokens stay, for the next `penstock up`."""
         kubectl = ["kubectl", "--namespace", fleet.about["namespace"]]
         selected = labels(FleetSettings(name=fleet.name))
         label = ",".join(f"{name}={value}" for name, value in selected.items())

@@ -39,9 +39,9 @@ class LocalEngine:
     does not use this class, but calls supervisor.py directly."""
 
     def up(self, plan: FleetPlan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
-        """Start the fleet, or change the number of workers of a running one. `ends_with_us`: True if the supervisor
-        must end when this process ends. Raises CommandError if the fleet cannot be started or changed, DeadlineError if
-        it is not ready in time."""
+        """Start the fleet, or change the number of workers of a running one and start its workers again that have
+        ended. `ends_with_us`: True if the supervisor must end when this process ends. Raises CommandError if the fleet
+        cannot be started or changed, DeadlineError if it is not ready in time."""
         where = FleetFolder(folder)
         lock = where.lock()
         if lock is None:
@@ -124,9 +124,7 @@ def _begin(where: FleetFolder, log: Path, ready: BinaryIO, lock: int, ends_with_
 def _adjust(plan: FleetPlan, where: FleetFolder) -> Fleet:
     current, fleet = where.plan(), where.fleet()
     if current is None or fleet is None or not fleet.about["ready"]:
-        raise CommandError(
-            f"another `penstock up` is starting a fleet in {where.path}. Try again when it is ready", USAGE
-        )
+        raise CommandError(f"a fleet is just being started or ended in {where.path}. Try again in a moment", USAGE)
     others = [name for name in current.differences(plan) if name != "--workers"]
     if others or (current.workers == plan.workers and not set(_states(fleet)) & GONE):
         what = f", with another {', '.join(others)}" if others else ""

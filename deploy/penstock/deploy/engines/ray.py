@@ -74,10 +74,11 @@ class RayEngine:
     """Engine that starts and ends a fleet (a coordinator and workers) on a Ray cluster."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Start the fleet and return when all daemons are ready. If the fleet runs already, start or end workers until
-        their number is the plan's.
+        """Start the fleet and return when all daemons are ready, or, after the plan's `timeout_s`, when the coordinator
+        and at least one worker are: Ray keeps trying to place the others. If the fleet runs already, start or end
+        workers until their number is the plan's.
 
-        Raises DeadlineError if Ray has no free capacity for the daemons, CommandError with a daemon's error,
+        Raises DeadlineError if the coordinator or all workers are late, CommandError with a daemon's error,
         PenstockError if Ray cannot be reached or lost an actor.
         """
         with _connected(str(plan.options["ray_address"])) as ray:

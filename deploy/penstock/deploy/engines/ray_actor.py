@@ -1,9 +1,9 @@
 """Actor on a Ray node: the parent of one real daemon, which it keeps running.
 
-Ray places the actors, and restarts them elsewhere when their node is lost. Each start of an actor starts a new daemon
-under the same name. As soon as the new daemon registers, the coordinator takes the slots from the old daemon and places
-them again. A daemon watches the actor's process by a pidfd, and ends when this process ends. So no daemon is left
-behind by a killed actor or a lost raylet. Batches and control calls have connections of their own and never pass
+Ray places the actors, and restarts those of workers elsewhere when their node is lost. Each start of an actor starts a
+new daemon under the same name. As soon as the new daemon registers, the coordinator takes the slots from the old daemon
+and places them again. A daemon watches the actor's process by a pidfd, and ends when this process ends. So no daemon is
+left behind by a killed actor or a lost raylet. Batches and control calls have connections of their own and never pass
 through Ray's object store. Ray carries only the plan and the results of the methods below.
 """
 

@@ -7,7 +7,6 @@ are written into it. The script keeps the daemons running, and Slurm ends them w
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import time
 from importlib import resources
@@ -29,8 +28,8 @@ POLL_S = 1.0
 
 
 def render(plan: FleetPlan, folder: Path) -> str:
-    """Return the text of the job script. It sets every variable, to "" if the plan has no value for it, so that
-    variables in sbatch's environment have no effect."""
+    """Return the text of the job script. It sets every variable that the plan decides, to "" if the plan has no value
+    for it, so that the same variables in sbatch's environment have no effect."""
     _, beginning, body = resources.files(__package__).joinpath("service.sbatch").read_text().partition(BEGINNING)
     options = {
         "job-name": f"penstock-{plan.name}",
@@ -69,7 +68,7 @@ class SlurmEngine:
     """Engine that submits a fleet as a Slurm job, and cancels the job."""
 
     def up(self, plan: FleetPlan, folder: Path) -> Fleet:
-        """Submit the job and return when the coordinator listens. If the job is already queued, wait for it.
+        """Submit the job and return when the coordinator listens. If the job is already queued or runs, submit none.
 
         Raises DeadlineError if the coordinator does not listen in time (the job stays queued), PenstockError if the job
         ended, UnsafeBindError if the fleet would have no TLS.
@@ -137,8 +136,12 @@ class SlurmEngine:
 
 
 def _state(job: str) -> str:
-    """Return Slurm's word for the state of a job, such as PENDING or RUNNING; "" if the job has ended."""
-    with contextlib.suppress(PenstockError):  # squeue no longer lists the job
+    """Return Slurm's word for the state of a job, such as PENDING or RUNNING; "" if the job has ended. Raises
+    PenstockError if squeue cannot tell, for example because Slurm's controller does not answer."""
+    try:
         state = called(["squeue", "--noheader", "--jobs", job, "--format", "%T"]).strip()
-        return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else ""
-    return ""
+    except PenstockError as error:
+        if "Invalid job id" in error.message:  # the job ended some time ago, and squeue no longer lists it
+            return ""
+        raise
+    return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else ""

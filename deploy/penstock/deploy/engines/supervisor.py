@@ -51,8 +51,8 @@ def supervise(
     lock: int | None = None,
     parent_pid: int | None = None,
 ) -> None:
-    """Run the fleet until a signal ends it, until the process `parent_pid` ends, or until all workers have been stopped
-    on request.
+    """Run the fleet until a signal ends it, until the process `parent_pid` ends, or until no worker is left because the
+    last one was stopped on request.
 
     Args:
         plan: plan of the fleet.
@@ -61,8 +61,8 @@ def supervise(
         lock: descriptor of the folder's lock, if the caller holds it.
         parent_pid: process with which the fleet ends; None: no such process.
 
-    Raises CommandError if the fleet does not become ready, if the coordinator is given up after failed starts, or if no
-    worker is left.
+    Raises DeadlineError if the fleet is not ready in time, CommandError if a daemon fails before that, if the
+    coordinator is given up after failed starts, or if the last worker is.
     """
     if lock is None:
         lock = folder.lock()
@@ -82,7 +82,7 @@ def supervise(
 
 def _end_leftovers(folder: FleetFolder) -> None:
     """Wait until the daemons of a killed supervisor have ended. They detect the supervisor's end, but that may take a
-    moment."""
+    moment. Kill those that have not ended after LEFTOVERS_S seconds."""
     fleet = folder.fleet()
     deadline = time.monotonic() + LEFTOVERS_S
     for daemon in fleet.about.get("daemons", ()) if fleet is not None else ():
@@ -153,7 +153,7 @@ class _Supervisor:
             await asyncio.gather(stopped, living, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Start all daemons, call `ready`, and watch them. Return when every worker has been stopped on request; raise
+        """Start all daemons, call `ready`, and watch them. Return when the last worker was stopped on request; raise
         an error when a failure cannot be repaired."""
         try:
             async with asyncio.timeout(self._plan.timeout_s):

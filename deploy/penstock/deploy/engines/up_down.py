@@ -45,14 +45,15 @@ def run_up(
     as_json: bool,
     debug: bool,
 ) -> None:
-    """Start a fleet (a coordinator and workers). `flags`, `tls_flags`: values from the command line; None for those not
-    given."""
+    """Start a fleet (a coordinator and workers). A local fleet without `detach` runs in this process, and the function
+    returns when the fleet has ended. With `render`, only print what would be submitted. `flags`, `tls_flags`: values
+    from the command line; None for those not given."""
     settings = resolve(UpSettings, **flags)
     tls = resolve(TlsSettings, **tls_flags)
     folder = _folder(settings)
     if render and settings.engine not in RENDERERS:
         raise CommandError(
-            f"--render must be given with --engine {' or '.join(RENDERERS)}, got --engine {settings.engine}. Leave out "
+            f"--engine must be {' or '.join(RENDERERS)} with --render, got --engine {settings.engine}. Leave out "
             "--render, or name one of these engines",
             USAGE,
         )
@@ -131,8 +132,8 @@ def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
     else:
         if fleet.engine not in ENGINES:  # a newer release wrote the record
             raise CommandError(
-                f"the engine must be one of {', '.join(ENGINES)}, got {fleet.engine} for the fleet in {where.path}. "
-                "Run `penstock down` of the release that started it",
+                f"the engine must be one of local, {', '.join(ENGINES)}, got {fleet.engine} for the fleet in "
+                f"{where.path}. Run `penstock down` of the release that started it",
                 USAGE,
             )
         ended = ENGINES[fleet.engine].down(fleet, timeout_s)

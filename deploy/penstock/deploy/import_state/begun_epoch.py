@@ -47,10 +47,10 @@ class ImportedEpoch:
 
 
 def imported(begun: BegunEpoch, rows: int) -> ImportedEpoch:
-    """Return the rest of another library's epoch as an epoch with each of the dataset's `rows` rows once: a second
-    delivery of a row is left out, and rows that the other library leaves out come at the end.
+    """Return another library's epoch as an epoch with each of the dataset's `rows` rows once, the delivered rows first:
+    a second delivery of a row is left out, and rows that the other library leaves out come at the end.
 
-    Raises StateMismatchError if the epoch has rows that the dataset lacks.
+    Raises StateMismatchError if the epoch has rows that the dataset lacks, InvalidArgumentError if `rows` is below 1.
     """
     order = begun.order
     if rows < 1:

@@ -22,7 +22,8 @@ SEVERAL = (
 
 
 def main() -> None:
-    """Write the numbers of the samples that the loader still delivers in this epoch, in the order of their delivery."""
+    """Write integers to OUT.npy: the epoch, the number of samples of the dataset, and then the numbers of the samples
+    that the loader still delivers in this epoch, in the order of their delivery."""
     request = json.load(sys.stdin)
     sys.path[:0] = request["path"]
     module, _, name = request["loader"].partition(":")
@@ -31,6 +32,11 @@ def main() -> None:
     found = list(datasets(made))
     repeats = [dataset for dataset in found if type(dataset).__name__ == "RepeatDataset"]
     sources = [dataset for dataset in found if type(dataset).__name__ == "WebdatasetSampleLoaderDataset"]
+    if not sources:
+        raise SystemExit(
+            "the loader must read a dataset of tar files, got none. Return the savable loader of such a dataset from "
+            "the function in --loader"
+        )
     if len(sources) != 1:
         raise SystemExit(f"the loader must read one dataset of tar files, got {len(sources)}: {SEVERAL}")
     state = loader.save_state_rank()
@@ -67,7 +73,7 @@ def epoch_of(state: Any, source: Any, buffered: int) -> int:
     Args:
         state: state of the rank, with one state for each of its workers.
         source: Energon's dataset that reads the tar files.
-        buffered: number of samples that the shuffle buffer holds.
+        buffered: largest number of samples that the shuffle buffer holds.
     """
     epochs: set[int] = set()
     for number, worker in enumerate(state.worker_states):

@@ -27,11 +27,12 @@ OTHER_PYTHON = "Pass --python, the interpreter of the environment in which the s
 
 
 def order_by(python: str, script: str, request: Mapping[str, Any]) -> Ints:
-    """Run a script of this folder in another interpreter, and return the row numbers that it writes; int64, shape (n,).
+    """Run a script of this folder in another interpreter, and return the integers that it writes (row numbers; the
+    script of Energon writes two other numbers first); int64, shape (n,).
 
     Args:
         python: path of the interpreter, which has the other library.
-        script: file name of the script.
+        script: file name of the script, without ".py".
         request: what the script reads as JSON from its standard input.
 
     Raises InvalidArgumentError if the interpreter is missing, PenstockError with the script's last output if it fails,

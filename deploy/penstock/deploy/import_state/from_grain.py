@@ -83,7 +83,7 @@ def grain_epoch(paths: Sequence[Path], batch: int, python: str) -> tuple[BegunEp
     """Return the epoch that the states of all processes are in, and the number of records of the data.
 
     Args:
-        paths: file with the state of each process.
+        paths: file with the state of each process, in any order.
         batch: records of a step, of all processes together.
         python: interpreter that has Grain.
     """
@@ -177,7 +177,10 @@ def _sampler(path: Path, text: Any) -> tuple[_Sampler, int]:
     kind, shard, shards, drop = sharding.groups()
     records, shuffle, _, seed = found.groups()
     if not int(shard) < int(shards) <= int(records):
-        raise StateCorruptError(f"{path}: sampler has impossible numbers: {text!r:.300}. Pass an older state")
+        raise StateCorruptError(
+            f"{path}: shard_index must be below shard_count, and shard_count at most num_records, got {shard}, "
+            f"{shards} and {records}. Pass the state as Grain saved it, or start the epoch without a state"
+        )
     sampler = _Sampler(
         text.startswith("Seq"),
         int(records),

@@ -48,11 +48,12 @@ def torchdata_epoch(
     Args:
         paths: file with the state of each rank, in order of rank.
         rows: number of rows of the dataset.
-        batch: rows of a step, over all ranks; None: computed from the state, if a batch was delivered.
+        batch: rows of a step, over all ranks; None: computed from the snapshot in the state, if that was made after a
+            batch.
         epoch, shuffle, seed: arguments of a DistributedSampler, which the state does not have.
 
-    Raises StateMismatchError for a state that has no row numbers, or states of different steps; StateVersionError for
-    an unknown version.
+    Raises StateMismatchError for a state that has no row numbers, states of different steps, and ranks that each
+    shuffled all rows; InvalidArgumentError if `batch` is needed and None; StateVersionError for an unknown version.
     """
     ranks = [_rank(path) for path in paths]
     first = ranks[0]

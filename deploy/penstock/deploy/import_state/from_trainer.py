@@ -62,11 +62,18 @@ def trainer_epoch(path: Path, rows: int, *, seed: int, ranks: int, accumulation:
     updates = max(1, -(-batches // accumulation))
     number, within = divmod(steps, updates)
     within *= accumulation
-    if batches < 1 or abs(number + within / batches - epoch) > TOLERANCE:
+    if batches < 1:
         raise StateMismatchError(
-            f"{file}: epoch at step {steps} must be {number + within / max(1, batches):g}, for {rows} rows in batches "
-            f"of {own} on {ranks} ranks, {accumulation} batches a step, got {epoch:g}. Pass the dataset's --rows, and "
-            "--ranks, --accumulation and --drop-last of that run"
+            f"--rows must be at least {batch}, a batch of {own} on each of {ranks} ranks, because --drop-last leaves "
+            f"out an incomplete batch, got {rows}. Pass the dataset's --rows and the --ranks of that run, or omit "
+            "--drop-last"
+        )
+    if abs(number + within / batches - epoch) > TOLERANCE:
+        raise StateMismatchError(
+            "--rows, --ranks, --accumulation and --drop-last must be those of the saved run, which was at epoch "
+            f"{epoch:g} after step {steps} ({file}), got values by which step {steps} is at epoch "
+            f"{number + within / batches:g}: {rows} rows, batches of {own} on {ranks} ranks, {accumulation} batches a "
+            "step. Correct these options"
         )
     generator = torch.Generator()
     generator.manual_seed(seed + number)

@@ -65,8 +65,8 @@ class Request:
         """Return `value`, the value of option `flag`. Raises InvalidArgumentError if the option was not given."""
         if value is None or value == []:
             raise InvalidArgumentError(
-                f"{flag} must be given with --from {self.library}, because the states do not contain this value. Pass "
-                "the value of the saved run"
+                f"{flag} must be given with --from {self.library}, because the states do not contain this value. "
+                "`penstock import-state --help` says what to pass"
             )
         return value
 
@@ -142,7 +142,8 @@ def import_state(request: Request, as_json: bool) -> None:
     begun, rows = SOURCES[request.library](request)
     if request.rows not in (None, rows):
         raise StateMismatchError(
-            f"--rows must be {rows}, as in the state, got {request.rows}. Omit --rows, or pass a state of this dataset"
+            f"--rows must be {rows}, the rows of the dataset that the state is of, got {request.rows}. Omit --rows, or "
+            "pass a state of this dataset"
         )
     epoch = imported(begun, rows)
     _write(request, epoch)

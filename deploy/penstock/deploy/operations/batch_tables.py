@@ -1,5 +1,6 @@
 """Views of a batch for people, for JSON and as a file: the names and values of its leaves, and one row. A leaf is a
-value in the batch that is not a container, such as a tensor.
+value in the batch that is not a container, such as a tensor. A list or tuple of plain values, and an empty container,
+is one leaf too.
 
 The views are made in the child process that made the batch, because only this process has the user's classes. A
 namedtuple or a dataclass is taken apart there, and the result consists of plain values.
@@ -70,7 +71,7 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def rows_in(batch: Any) -> int | None:
     """Return the number of rows of a batch: the length of its first tensor or array that has a dimension, or otherwise
-    of its first list with a value for each row. Return None if the batch has no rows.
+    of its first list or tuple of plain values. Return None if the batch has no rows.
 
     A batch that is a list of samples, because there is no collate function, has one row for each sample.
     """
@@ -83,11 +84,11 @@ def rows_in(batch: Any) -> int | None:
 
 
 def _is_samples(value: Any) -> bool:
-    """Return True if the value is a list of samples: dicts and the like, tuples with values of several types, or lists
-    without tensors.
+    """Return True if the value is a list of samples: of dicts and the like, of lists without tensors, or of tuples that
+    are not all plain values of one type.
 
-    Other lists, and all tuples, are fields of one batch, as torch's collate function makes them, for example a tuple of
-    texts.
+    Other lists, and all tuples, are fields of one batch, as torch's collate function makes them, for example a list of
+    tuples of texts.
     """
     if type(value) is not list or not value:
         return False
@@ -106,7 +107,8 @@ def _is_record(value: Any) -> bool:
 
 
 def _length_in(value: Any) -> int | None:
-    """Return the length of the first list that has a value for each row."""
+    """Return the length of the first list or tuple of plain values, or of the first list of samples; None if there is
+    none."""
     if _is_column(value) or _is_samples(value):
         return len(value)
     items = (item for _, item in _fields(value, ""))
@@ -120,9 +122,8 @@ def describe(batch: Any, row: int | None) -> dict[str, Any]:
     rows = rows_in(batch)
     if row is not None and (rows is None or row >= rows):
         have = "no rows, because it has no tensor with a dimension and no list" if rows is None else _range(rows)
-        raise InvalidArgumentError(
-            f"--row must be a row of the batch, which has {have}, got {row}. Pass the number of one of these rows"
-        )
+        remedy = "Pass the number of one of these rows" if rows else "Omit --row"
+        raise InvalidArgumentError(f"--row must be a row of the batch, which has {have}, got {row}. {remedy}")
     found: dict[str, Any] = {"rows": rows, "leaves": [_leaf(name, value) for name, value in leaves(batch)]}
     if row is not None:
         found["row"] = {"row": row, "leaves": [_of_row(name, value) for name, value in _row(batch, "", row, rows)]}
@@ -174,8 +175,8 @@ def _leaf(name: str, value: Any) -> dict[str, Any]:
 
 
 def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Return minimum, maximum and mean of a leaf's numbers, and the number of NaNs; an empty dict for values without an
-    order."""
+    """Return minimum, maximum and mean of a leaf's numbers, and the number of NaNs; an empty dict if they are not real
+    numbers, or numpy cannot compute with their dtype."""
     try:
         if isinstance(value, torch.Tensor):
             value = _resolved(value)
@@ -207,7 +208,8 @@ def write(batch: Any, path: Path) -> None:
     """Write the batch to a new file in one of FORMATS and sync the file to disk. The command then renames it to its
     final name.
 
-    Raises InvalidArgumentError if the format cannot hold the batch as it is, or if the file exists.
+    Raises InvalidArgumentError if the format cannot hold the batch as it is, or if the file exists or cannot be
+    written.
     """
     data = {".pst": _envelope, ".npz": _arrays, ".pt": _torch}[path.suffix](batch)
     try:
@@ -227,7 +229,7 @@ def _envelope(batch: Any) -> bytes:
         return encode_state(batch)
     except UnsupportedStateError as error:
         raise InvalidArgumentError(
-            f"--out: the batch cannot be written as .pst: {error.message}. Write it as .npz"
+            f"--out: the batch cannot be written as .pst: {error.message}. Pass a file name that ends in .npz"
         ) from error
 
 
@@ -236,7 +238,10 @@ def _arrays(batch: Any) -> bytes:
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for name, value in leaves(batch):
             if name in names:
-                raise InvalidArgumentError(f"--out: two leaves of the batch have the name {name!r}. Write it as .pst")
+                raise InvalidArgumentError(
+                    f"--out: the leaves of the batch must have different names in a .npz file, got {name!r} twice. "
+                    "Pass a file name that ends in .pst"
+                )
             names.add(name)
             with archive.open(f"{name or 'batch'}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, _array(name, value), allow_pickle=False)
@@ -251,11 +256,14 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
     try:
         array = _resolved(value).numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgumentError(f"--out: {name!r} cannot be written as .npz ({error}). Write it as .pst") from error
+        raise InvalidArgumentError(
+            f"--out: {name!r} cannot be written as .npz ({error}). Pass a file name that ends in .pst"
+        ) from error
     empty = _is_container(value) and not value
     if array.dtype.hasobject or empty or array.dtype.kind == "S" or not _is_kept(value, array):
         raise InvalidArgumentError(
-            f"--out: {name!r}, a {type(value).__qualname__}, cannot be written as .npz. Write it as .pst"
+            f"--out: {name!r}, a {type(value).__qualname__}, cannot be written as .npz. Pass a file name that "
+            "ends in .pst"
         )
     return array
 
@@ -290,7 +298,7 @@ def _plain(value: Any, name: str) -> Any:
             value = value.clone()
     if type(value) not in _PLAIN:
         raise InvalidArgumentError(
-            f"--out: {name} is a {type(value).__qualname__}, which torch.load(weights_only=True) does not read. Write "
-            "the batch as .pst"
+            f"--out: {name} is a {type(value).__qualname__}, which torch.load(weights_only=True) does not read. Pass "
+            "a file name that ends in .pst"
         )
     return value

@@ -59,7 +59,7 @@ class Order:
         cls, run: str, from_step: int, weights: str | None, added: Sequence[str], retired: Sequence[str]
     ) -> Self:
         """Return the order for the command's arguments. Raises InvalidArgumentError for texts that are not
-        NAME=VALUE."""
+        NAME=VALUE, and if there are neither weights nor retired sources."""
         given = [] if weights is None else listed("--weights", weights)
         if not given and not retired:
             raise InvalidArgumentError("--weights or --retire must be given, got neither. Give the new weights")

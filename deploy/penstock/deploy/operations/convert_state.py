@@ -73,10 +73,8 @@ def _converted(saved: SavedState, boxes: int, workers: int) -> SavedState:
     try:
         return saved.new_topology(boxes, workers)
     except StateMismatchError as error:
-        held = "each worker's own state, which only that worker can load" if saved.methods else "where each worker was"
         raise StateMismatchError(
-            f"{error.message}. The state has {held}: resume with {saved.num_boxes} x {saved.num_workers_per_box} "
-            "workers, or start the next epoch on another topology without a state"
+            f"{error.message}. Without a state, the next epoch can start on any topology"
         ) from error
 
 

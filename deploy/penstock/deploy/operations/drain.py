@@ -30,9 +30,11 @@ heartbeats of its workers within about a second."""
 
 
 def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) -> None:
-    """Order a worker to give up its slots, and wait until it has none left.
+    """Order a worker to give up its slots, and wait until it has none left. `undo`: True: let the worker take slots
+    again. `timeout_s`: longest wait in seconds; 0: do not wait.
 
-    Raises DeadlineError if it still has slots after `timeout_s` seconds, SupersededError if the order was withdrawn.
+    Raises DeadlineError if it still has slots after `timeout_s` seconds, SupersededError if the order was withdrawn or
+    the worker was restarted.
     """
     with peer.client() as client:
         left = client.drain(worker, undo=undo)
@@ -55,8 +57,8 @@ def _wait(
     client: CoordinatorClient, worker: str, left: pb.DrainWorkerReply, until: float, *, quiet: bool
 ) -> pb.DrainWorkerReply:
     """Wait until the worker has no slots left, or until the time `until` (monotonic clock, in seconds). Return the
-    coordinator's last report on the worker. `left`: its first report; `quiet`: True: do not print the number of slots
-    when it changes.
+    coordinator's last report on the worker; a worker that the coordinator has not known for GONE_S seconds has no slots
+    left. `left`: its first report; `quiet`: True: do not print the number of slots when it changes.
 
     Raises SupersededError if the worker was restarted or another command ended the drain."""
     session, printed, seen = left.session, -1, time.monotonic()

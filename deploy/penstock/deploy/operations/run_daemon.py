@@ -51,8 +51,8 @@ def run_coordinator(
     debug: bool,
     parent_pid: int | None = None,
 ) -> None:
-    """Run a coordinator until SIGTERM or SIGINT, or until the process `parent_pid` ends. The dicts have the values of
-    the command's flags by name; a flag that was not given is None."""
+    """Run a coordinator until SIGTERM or SIGINT. With `parent_pid`, SIGINT is ignored, and the coordinator ends with
+    this process. The dicts have the values of the command's flags by name; a flag that was not given is None."""
     from penstock.appliance.edge.server import serve
     from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
 
@@ -177,7 +177,8 @@ def run_worker(
 
 
 def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
-    """Set up logs and traces of a daemon. `always`: fields that are added to each log line in JSON."""
+    """Set up the process of a daemon: its log, its name, a dump of stacks at a crash, and memory that no other process
+    but root's can read. `always`: fields that are added to each log line in JSON."""
     keep_memory_private()
     name_process("penstock worker" if always["process"] == "worker" else "penstock coord")
     faulthandler.enable()

@@ -1,8 +1,8 @@
 """Files with saved states, as training jobs write them: the result of `DataLoader.state_dict()`, alone or within a
 larger checkpoint, written by Penstock's `encode_state` or by `torch.save`.
 
-A file of torch is read with weights_only=True, which accepts tensors and plain values and runs no code. Only this
-module calls `torch.load`, and only for files that the user named on the command line.
+A file of torch is read with weights_only=True, which accepts tensors and plain values and runs no code. Of the
+commands, only this module calls `torch.load`, and only for files that the user named on the command line.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _print_json(watch: _Watch) -> None:
 
 
 class _Printer:
-    """Printer of the state as lines or JSON objects. It prints each event once."""
+    """Printer of the state as lines. It prints each event once."""
 
     def __init__(self) -> None:
         self._since = 0.0

@@ -1,7 +1,7 @@
 """View of a user's state for people and for JSON. A state cannot be loaded from its view.
 
-JSON has no tensors, bytes, tuples as keys or NaN. Such a value becomes an object with the one key "$", whose value
-names its type: {"$": "tensor", "dtype": "int64", "shape": [3]} (with a "value" if it has no dimension), {"$": "bytes",
+JSON has no tensors, bytes, tuples as keys or NaN. Such a value becomes an object with the key "$", whose value names
+its type: {"$": "tensor", "dtype": "int64", "shape": [3]} (with a "value" if it has no dimension), {"$": "bytes",
 "size": 5, "base64": "aGVsbG8="}, {"$": "dict", "items": [[key, value], ...]}, {"$": "float", "value": "nan"}. Lists and
 tuples become lists.
 """

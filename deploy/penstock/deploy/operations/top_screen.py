@@ -143,8 +143,8 @@ def _figures(run: RunView) -> str:
 
 
 def plain(found: ClusterView, since: float) -> Iterable[str]:
-    """Yield lines for a file or a pipe: one for each run, and one for each event after the time `since` (seconds since
-    the Unix epoch)."""
+    """Yield lines for a file or a pipe: one for each event after the time `since` (seconds since the Unix epoch), and
+    one for each open run, or one that says that none is open."""
     for event in found.events:
         if event.at > since:
             kind = "fault" if event.fault else "event"

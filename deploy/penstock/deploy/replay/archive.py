@@ -20,7 +20,8 @@ class Archive(Protocol):
         """Return what the coordinator recorded of a box in each attempt of the run (start, epochs, positions, skipped
         batches), oldest attempt first. Raises UnknownRunError if it has no record of the box."""
 
-    def snapshot(self, header: pb.SnapshotHeader) -> bytes: ...
+    def snapshot(self, header: pb.SnapshotHeader) -> bytes:
+        """Return the bytes of a snapshot that a history lists. Raises StateUnavailableError if it is no longer kept."""
 
     def blob(self, name: str) -> bytes | None:
         """Return the content of the blob (a large value stored by itself) with this name; None if it is no longer
@@ -33,10 +34,10 @@ class Archive(Protocol):
     ) -> None: ...
 
 
-def _unknown(run: str, box: int, where: str) -> UnknownRunError:
+def _unknown(run: str, box: int, where: str, remedy: str) -> UnknownRunError:
     return UnknownRunError(
-        f"{where} has no record of box {box} of run {run}. `penstock status` lists the known runs and boxes. A run "
-        "that ended long ago can be replayed only from a checkpoint (--checkpoint)"
+        f"{where} has no record of box {box} of run {run}. {remedy}. A run that ended long ago can be replayed only "
+        "from a checkpoint (--checkpoint)"
     )
 
 
@@ -55,7 +56,12 @@ class RunningArchive:
     def histories(self, run: str, box: int) -> list[pb.History]:
         found = self._client.fetch_histories(run, box)
         if not found:
-            raise _unknown(run, box, f"the coordinator at {self._client.address}")
+            raise _unknown(
+                run,
+                box,
+                f"the coordinator at {self._client.address}",
+                "`penstock status --all` lists the known runs and the boxes of each",
+            )
         return found
 
     def snapshot(self, header: pb.SnapshotHeader) -> bytes:
@@ -81,14 +87,16 @@ class StoppedArchive(StoppedCoordinator):
     def histories(self, run: str, box: int) -> list[pb.History]:
         found = super().histories(run, box)
         if not found:
-            raise _unknown(run, box, f"the journal in {self._name}")
+            raise _unknown(
+                run, box, f"the journal in {self._name}", "Correct RUN, --box or --state-dir, if one of them is wrong"
+            )
         return found
 
     def snapshot(self, header: pb.SnapshotHeader) -> bytes:
         data = self.find_snapshot(header)
         if data is None:
             raise StateUnavailableError(
-                f"the state directory {self._name} no longer has the snapshot after batch {header.total}. Start from a "
-                "checkpoint (--checkpoint)"
+                f"the state directory {self._name} no longer has the snapshot of worker slot {header.slot} after its "
+                f"batch {header.total}. Start from a checkpoint (--checkpoint)"
             )
         return data

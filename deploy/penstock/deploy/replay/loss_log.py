@@ -6,8 +6,8 @@ The height of a loss is its distance from the running median, in robust standard
 
 Median and MAD (median absolute deviation from the median) are computed from the finite losses among the last BEFORE
 losses before this one. 1.4826 * MAD is the standard deviation of normally distributed losses, and a single spike hardly
-changes median or MAD. A loss that is NaN or infinite has infinite height. Losses with fewer than FEWEST finite losses
-before them get no height.
+changes median or MAD. A loss that is NaN or infinity has infinite height; a loss of minus infinity is no spike. A
+finite loss has height 0 if fewer than FEWEST of the BEFORE losses before it are finite.
 
 Consecutive logged steps with heights above LEAST are one spike. The spike's step is the step with the greatest height;
 if several losses are not finite, the first of these.
@@ -30,7 +30,7 @@ from penstock.proto.errors import InvalidArgumentError
 __all__ = ["BEFORE", "LEAST", "Loss", "Spike", "read_losses", "spikes_of"]
 
 BEFORE = 50
-"""Number of losses before a loss from which its median is computed."""
+"""Largest number of losses before a loss from which its median is computed."""
 FEWEST = 8
 """Smallest number of finite losses from which a median is computed."""
 LEAST = 3.0
@@ -69,7 +69,7 @@ class Spike:
 def read_losses(path: Path) -> list[Loss]:
     """Return the losses of a log, in order of step. The log has JSON lines with `step` and `loss`, or is a CSV file
     with these columns. If a step has several losses, the last one counts, because a resumed job logs steps again. Lines
-    without a loss, such as those of evaluations, are left out.
+    without a step or a loss, such as those of evaluations, are left out, and so is a last JSON line that is cut off.
 
     Raises InvalidArgumentError for a file without losses, and for a line that cannot be read.
     """

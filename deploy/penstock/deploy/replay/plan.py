@@ -3,8 +3,9 @@ restored there.
 
 Which worker made the batch of a given step depends on the lengths of all workers' epochs, which are not recorded, and
 on the epochs that the loop abandoned by `break`, which are. So all workers of the box run again. They start at the
-newest recorded position that all of them can reach. A worker reaches a position from a checkpoint of it, from a durable
-snapshot before it, or from the start of the attempt (one launch of the run).
+newest recorded position before the step that all of them can reach: the position of a checkpoint, or a position that
+each worker can reach from a durable snapshot. If there is none, all workers start where the attempt (one launch of the
+run) began.
 
 The replay of all workers also yields the box's stream digest (the chained digest of its batches). This digest is
 compared at a position for which the box or a checkpoint recorded it.
@@ -45,9 +46,10 @@ class ReplayPlan:
 
     start: KnownPosition
     snapshots: tuple[pb.SnapshotHeader | None, ...]
-    """Snapshot from which each worker starts, by slot; None: the worker starts at the attempt's start. Not used if the
+    """Snapshot from which each worker starts, by slot; None: the worker starts at the attempt's start. Empty if the
     replay starts from a checkpoint."""
     abandoned: dict[int, int]
+    """Last step of each epoch that the loop abandoned, by the epoch's number."""
     check: Position | None
     """Position at which the stream digest is compared; None if it is not compared."""
     unverified: str
@@ -55,8 +57,11 @@ class ReplayPlan:
 
 
 def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int | None) -> pb.History:
-    """Return the history of attempt `number`; for None, of the newest attempt that delivered the step. Raises
-    StateUnavailableError if there is no such attempt, or it did not deliver the step."""
+    """Return the history of attempt `number`; for None, of the newest attempt that is known to have delivered the step,
+    or, if none is, of the newest attempt that may have delivered it after its last report.
+
+    Raises StateUnavailableError if there is no such attempt, or if it is certain that the step was not delivered.
+    """
     of_number = [history for history in histories if number in (None, history.attempt)]
     if not of_number:
         have = ", ".join(str(history.attempt) for history in histories)
@@ -67,6 +72,12 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
     begun = [history for history in of_number if history.opening.start.step < step]
     if not begun:
         first = min(history.opening.start.step for history in of_number) + 1
+        if number is not None:
+            raise StateUnavailableError(
+                f"--step must be at least {first}, the first step of attempt {number} of box {box}, got {step}. Omit "
+                "--attempt to look in all attempts, or pass a checkpoint of an earlier step (--checkpoint) instead of "
+                "the RUN"
+            )
         raise StateUnavailableError(
             f"--step must be at least {first}, the oldest step of box {box} that the coordinator still has, got {step}"
             ". For older steps, pass a checkpoint of an earlier step (--checkpoint) instead of the RUN"
@@ -74,7 +85,17 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
     came = [history for history in begun if _last(history) >= step]
     chosen = (came or begun)[-1]
     if not came and chosen.settled:
-        had = [f"{one.opening.start.step + 1} to {_last(one)} of attempt {one.attempt}" for one in of_number]
+        had = [
+            f"{one.opening.start.step + 1} to {_last(one)} of attempt {one.attempt}"
+            for one in of_number
+            if _last(one) > one.opening.start.step
+        ]
+        if not had:
+            whose = "the run" if number is None else f"attempt {number} of the run"
+            raise StateUnavailableError(
+                f"--step must be a step that was delivered to box {box}, got {step}, but {whose} delivered no batch to "
+                f"it. {'Name another RUN' if number is None else 'Omit --attempt to look in all attempts'}"
+            )
         raise StateUnavailableError(
             f"--step must be a step that was delivered to box {box} (steps {', '.join(had)}), got {step}. Pass one of "
             "these steps"
@@ -88,13 +109,14 @@ def _last(history: pb.History) -> int:
 
 
 def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> ReplayPlan:
-    """Return the plan of a replay up to `step`. Raises StateMismatchError if a checkpoint is not of this run."""
+    """Return the plan of a replay up to `step`. Raises StateMismatchError if a checkpoint is not of this run, or is of
+    another attempt with other numbers of boxes and workers."""
     opening = history.opening
     point = Position.received(opening.start)
     abandoned = {abandoned_epoch.epoch: abandoned_epoch.step for abandoned_epoch in history.abandoned}
     known = [KnownPosition(point), *(KnownPosition(Position.received(position)) for position in history.known)]
     for saved in checkpoints:
-        position = _place_of(opening, point.step, saved)
+        position = _position_in(opening, point.step, saved)
         if position is not None:
             known.append(KnownPosition(position, saved))
     if history.slots and by_own_methods(history.slots[0].capabilities):
@@ -121,7 +143,7 @@ def plan(history: pb.History, checkpoints: Sequence[SavedState], step: int) -> R
     return ReplayPlan(start, snapshots, abandoned, check, unverified)
 
 
-def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
+def _position_in(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Position | None:
     """Return the position of the box in a saved state; None if the state has no positions or is of a step before the
     attempt's start. `begun`: step at which the attempt began.
 
@@ -150,7 +172,7 @@ def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Posi
         raise StateMismatchError(
             f"the checkpoint of step {saved.step} must be of {ours[0]} x {ours[1]} workers (boxes x workers per box), "
             f"as this attempt of the run, which began at step {begun}, got {theirs[0]} x {theirs[1]}. Omit this "
-            "checkpoint, or name the attempt that saved it (--attempt)"
+            "checkpoint, or name the RUN and the attempt that saved it (--attempt)"
         )
     return saved.new_topology(*ours).positions[opening.box]
 
@@ -158,8 +180,8 @@ def _place_of(opening: pb.OpenRunRequest, begun: int, saved: SavedState) -> Posi
 def _start(
     history: pb.History, known: Sequence[KnownPosition], abandoned: dict[int, int], step: int
 ) -> tuple[KnownPosition, tuple[pb.SnapshotHeader | None, ...]]:
-    """Return the newest known position before the step at which all workers can start, and each worker's snapshot for
-    it. The first position in `known` must be the attempt's start."""
+    """Return the newest known position before step `step` from which the replay can start, and each worker's snapshot
+    for it; no snapshots for a position of a checkpoint. The first position in `known` must be the attempt's start."""
     before = [one for one in known if one.position.step < step]
     for one in sorted(before, key=lambda one: (one.position.step, one.checkpoint is not None), reverse=True):
         if one.checkpoint is not None:

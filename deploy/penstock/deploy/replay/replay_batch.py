@@ -57,18 +57,20 @@ class ReplayRequest:
     row: int | None = None
     out: Path | None = None
     attempt: int | None = None
-    """Number of the attempt; None: the last attempt that delivered the step."""
+    """Number of the attempt; None: the newest attempt that delivered the step."""
     state_dir: Path | None = None
-    """State directory of a stopped coordinator; None: a running coordinator is asked."""
+    """State directory of a stopped coordinator; None: if there is a run, a running coordinator is asked."""
     checkpoints: Sequence[Path] = ()
     args: str | None = None
-    """Arguments of input_fn as JSON; None: those of the run."""
+    """Positional arguments of input_fn as a JSON list; None: those of the run, or none if `run` is None."""
     kwargs: str | None = None
-    """Keyword arguments of input_fn as JSON; None: those of the run."""
+    """Keyword arguments of input_fn as a JSON object; None: those of the run, or none if `run` is None."""
     allow: Sequence[str] = ()
+    """Prefixes of the modules whose input_fn may run here."""
     script: Path | None = None
     """Script that defines the input_fn, if the job defined it in its main script."""
     timeout_s: float = 3600.0
+    """Longest time of the replay of one batch, in seconds."""
 
     def __post_init__(self) -> None:
         from penstock.deploy.operations.batch_tables import FORMATS
@@ -104,7 +106,7 @@ def archive_of(request: ReplayRequest, peer: Peer) -> Archive | None:
 
 def replay(request: ReplayRequest, archive: Archive | None, forker: ReplayForker | None = None) -> dict[str, Any]:
     """Recreate the batch. Return its content and origin, under the names in docs/cli.md. `forker`: interpreter that
-    forks the child processes, with the run's hash seed; None: a new one is started.
+    forks the child processes; None: a new one is started.
 
     Raises the error that prevents the replay; ReplayMismatchError if the batch differs from the delivered one.
     """
@@ -136,13 +138,13 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
     box."""
     if saved.step >= request.step or not saved.positions:
         have = (
-            f"only steps from {saved.step + 1} on can be replayed from it"
+            f"only steps from {saved.step + 1} on can be replayed from it. Pass an earlier checkpoint, or name the RUN"
             if saved.positions
-            else "it was saved before its run had begun, so no step can be replayed from it"
+            else "it was saved before its run had begun, so no step can be replayed from it. Pass instead a checkpoint "
+            "that was saved later and before this step, or name the RUN"
         )
         raise StateUnavailableError(
-            f"the checkpoint of step {saved.step} cannot be used to replay step {request.step}: {have}. Pass an "
-            "earlier checkpoint, or name the RUN"
+            f"the checkpoint of step {saved.step} cannot be used to replay step {request.step}: {have}"
         )
     if request.box >= saved.num_boxes:
         raise BoxOutOfRangeError(
@@ -162,7 +164,8 @@ def _of_checkpoint(saved: SavedState, request: ReplayRequest) -> pb.History:
 
 def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None) -> records_pb2.LoaderSpec:
     """Return what the child processes need to import and call input_fn. Raises InputFnNotAllowedError if its module is
-    not allowed, StateUnavailableError if its arguments are unknown."""
+    not allowed, InputFnNotFoundError if the job's script is needed and was not given, StateUnavailableError if the
+    run's arguments are no longer kept."""
     from penstock.proto.state.codec import decode_state, encode_state
 
     opened = history.opening.loader
@@ -185,7 +188,7 @@ def _loader(request: ReplayRequest, history: pb.History, archive: Archive | None
         data = archive.blob(opened.arguments_blob) if opened.arguments_blob else opened.arguments
         if data is None:
             raise StateUnavailableError(
-                f"the coordinator no longer has the arguments of {opened.input_fn}. Pass them by --args and --kwargs"
+                f"the coordinator no longer has the arguments of {opened.input_fn}. Pass both --args and --kwargs"
             )
         arguments = decode_state(data) if data else arguments
     if request.args is not None:

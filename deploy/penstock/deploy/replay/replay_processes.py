@@ -94,5 +94,5 @@ class ReplayProcesses:
     def _late(self, slots: list[int]) -> DeadlineError:
         for slot in slots:
             self._children[slot].show_stack()
-        at = ", ".join(f"worker slot {slot} at batch {self._at[slot]}" for slot in slots)
+        at = ", ".join(f"worker slot {slot} last reported batch {self._at[slot]}" for slot in slots)
         return DeadlineError(f"the replay did not finish in time ({at}; stacks are above). Raise --timeout")

@@ -87,10 +87,11 @@ class _SlotReplay:
         self._reported_at = 0.0
 
     def start(self, parts: Sequence[bytes], fields: Mapping[str, Any]) -> None:
-        """Build the loader, restore it, and advance it to batch `total` in epoch `epoch`.
+        """Build the loader, restore it, and advance it to batch `total` in epoch `epoch`. If the slot had ended this
+        epoch (`live` is False), go on to the beginning of the next one.
 
         `parts`: snapshot or saved state to restore; empty: the loader starts at its beginning. `fields`: fields of the
-        task.
+        task (`total`, `epoch`, `live`; `snapshot`: True if `parts` has a snapshot).
         """
         source, total, epoch = self._source, fields["total"], fields["epoch"]
         source.build()

@@ -38,8 +38,8 @@ def show_spikes(request: ReplayRequest, log: Path, most: int, peer: Peer, as_jso
     """Find the highest spikes of a loss log, recreate the batches at their steps, and print them as tables or JSON. The
     step of the request is not used.
 
-    Raises InvalidArgumentError for a log without losses or spikes. A spike whose batch cannot be replayed is reported;
-    if no batch can be replayed, the first spike's error is raised.
+    Raises InvalidArgumentError for a log with too few losses. A log without spikes is no error. A spike whose batch
+    cannot be replayed is reported; if no batch can be replayed, the highest spike's error is raised.
     """
     spikes = spikes_of(read_losses(log), most)
     found: list[Found] = []
@@ -94,7 +94,7 @@ def _show(found: Sequence[Found], most: int) -> None:
         empty=f"No loss lies more than {LEAST:g} robust standard deviations above the running median.",
         note=""
         if len(found) == most
-        else f"Only {len(found)} of {most}: no other loss lies {LEAST:g} robust "
+        else f"Only {len(found)} of {most}: no other spike lies more than {LEAST:g} robust "
         "standard deviations above the running median.",
     )
     for one in found:

@@ -84,5 +84,6 @@ class StreamReplay:
                     self._ends[slot, plan.epoch] = total
 
     def chain(self) -> int | None:
-        """Return the stream digest at the present position; None if the digest at the start is not known."""
+        """Return the stream digest at the present position; None if the digest at the start of the replay is not
+        known."""
         return chain_at(self._start, self.at.step, self._ends, self._abandoned, self._digests)

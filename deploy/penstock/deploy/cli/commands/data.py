@@ -77,7 +77,7 @@ def data_inspect(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show a dataset's format, its shards, samples and bytes, and the columns of its first samples.
+    """Show a dataset's format, its shards, samples and bytes, its columns and its first samples.
 
     \b
     Examples:

@@ -21,7 +21,7 @@ _INPUT_FN = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 class _DefaultsByTarget(Group):
     """Group of commands in which `penstock doctor` means `doctor machine`, and `penstock doctor TARGET` means `doctor
-    loader TARGET`."""
+    loader TARGET`. A TARGET is the MODULE:NAME of an input_fn, or the folder of a checkpoint or of checkpoints."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing and not args:  # completion in a shell, where the target is not typed yet

@@ -41,7 +41,9 @@ def replay(
     box: Annotated[
         int, typer.Option("--box", metavar="B", min=0, max=LARGEST_BOX, help="Box (data-parallel rank).")
     ] = 0,
-    row: Annotated[int | None, typer.Option("--row", metavar="I", min=0, help="Show one row of the batch too.")] = None,
+    row: Annotated[
+        int | None, typer.Option("--row", metavar="I", min=0, help="Show this row too, counted from 0.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the batch, to FILE.pst, FILE.npz or FILE.pt.")
     ] = None,
@@ -79,7 +81,7 @@ def replay(
         Path | None, typer.Option("--script", metavar="FILE", help="The training script, if input_fn is in it.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Deadline of the whole replay.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Deadline of each batch's replay.")
     ] = 3600.0,
     *,
     peer: Peer,

@@ -47,7 +47,7 @@ def _state() -> None:
     \b
     Examples:
       penstock state myjob                                        where the run is, and each worker's state
-      penstock state ckpt.pt                                      what a saved state says: positions, counts of samples
+      penstock state ckpt.pt                                      what a saved state says: step, topology, counts
       penstock state convert ckpt.pt new.pt --boxes 2 --workers 8
     """
 

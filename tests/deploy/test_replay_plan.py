@@ -1,0 +1,45 @@
+"""Attempts that `penstock replay` takes a step from, and what it says if there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.deploy.replay.plan import attempt_of
+from penstock.proto.errors import StateUnavailableError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+def history(attempt: int, begun: int, last: int, *, settled: bool = True) -> pb.History:
+    """Return the history of an attempt that began at step `begun` and reported step `last`."""
+    made = pb.History(attempt=attempt, settled=settled)
+    made.opening.start.step = begun
+    made.known.add(step=last)
+    return made
+
+
+HISTORIES = [history(1, 10, 30), history(2, 20, 25), history(3, 25, 25)]
+
+
+@pytest.mark.parametrize(("step", "number", "attempt"), [(25, None, 2), (30, None, 1), (15, 1, 1), (21, 2, 2)])
+def test_newest_attempt_with_the_step_is_taken(step: int, number: int | None, attempt: int) -> None:
+    assert attempt_of(HISTORIES, 0, step, number).attempt == attempt
+
+
+def test_step_after_the_last_report_may_exist() -> None:
+    assert attempt_of([*HISTORIES[:2], history(3, 25, 25, settled=False)], 0, 40, None).attempt == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "number", "says"),
+    [
+        (10, None, "must be at least 11, the oldest step of box 0 that the coordinator still has, got 10. For older"),
+        (20, 2, "must be at least 21, the first step of attempt 2 of box 0, got 20. Omit --attempt"),
+        (31, None, "(steps 11 to 30 of attempt 1, 21 to 25 of attempt 2), got 31. Pass one of these steps"),
+        (26, 3, "got 26, but attempt 3 of the run delivered no batch to it. Omit --attempt"),
+        (11, 4, "--attempt must be one of 1, 2, 3, which the coordinator still has, got 4"),
+    ],
+)
+def test_steps_that_were_not_delivered(step: int, number: int | None, says: str) -> None:
+    with pytest.raises(StateUnavailableError) as caught:
+        attempt_of(HISTORIES, 0, step, number)
+    assert says in caught.value.message
