@@ -22,7 +22,7 @@ from waiting import until
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.api import appliance as module
 from penstock.client.api.appliance_settings import Torchrun
-from penstock.client.api.rendezvous import DaemonAddresses, SharedAppliance
+from penstock.client.api.rendezvous import CoordinatorAccess, SharedAppliance
 from penstock.client.embedded import Embedded
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
 
@@ -185,13 +185,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_ranks_meet_and_rank_0_leaves_last(ranks: Any) -> None:
     host, other = ranks(0), ranks(1)
     assert (host.hosts, other.hosts) == (True, False)
-    place = DaemonAddresses("unix:/x", "token", "job")
-    joined: list[DaemonAddresses] = []
+    access = CoordinatorAccess("unix:/x", "token", "job")
+    joined: list[CoordinatorAccess] = []
     join = threading.Thread(target=lambda: joined.append(other.join(time.monotonic() + SOON_S, SOON_S)))
     join.start()
-    host.publish(place)
+    host.publish(access)
     join.join(SOON_S)
-    assert joined == [place]
+    assert joined == [access]
     order: list[str] = []
     leave = threading.Thread(target=host.leave, args=(lambda: order.append("stopped"),))
     leave.start()

@@ -178,6 +178,6 @@ def test_an_iterable_dataset_resumes_by_replay(appliance: Appliance) -> None:
 
 def test_workers_elsewhere_are_refused_by_name() -> None:
     loader = DataLoader(NUMBERS)
-    error = pytest.raises(InvalidArgumentError, match=r"argument 0 of input_fn .*cannot be sent to a worker")
+    error = pytest.raises(InvalidArgumentError, match=r"args\[0\] of input_fn .*cannot be sent to a worker")
     with Appliance("nowhere.invalid:1", token="t", job="j", timeout_s=1) as appliance, error:
         next(iter(DataExecutor(loader, appliance=appliance)))

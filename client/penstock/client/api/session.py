@@ -20,14 +20,14 @@ _log = logging.getLogger("penstock.client")
 @dataclass
 class Session:
     """Session of an opened loader: its run on an appliance, the reader of the run's batches, and the step at which the
-    present epoch began. It lasts until the run is closed or a state is loaded."""
+    present epoch began. It lasts until the loader is closed or a state is loaded."""
 
     appliance: Appliance
     run: StreamRun
     reader: Reader
     name: str
     began_at: int
-    """Number of the last step before the session's first batch."""
+    """Number of the last step before the session's first batch: 0, or the step of the loaded state."""
     epoch_began_at: int
     """Number of the last step before the first batch of the present epoch."""
     whole_epoch: bool
@@ -36,7 +36,8 @@ class Session:
     """Ends of other boxes' epochs of which the user was already warned, as (box, last step of the epoch)."""
     warned_of_abandoned: bool = False
     abandon_due: bool = False
-    """True if the loop left the epoch by `break`, so that the next executor will abandon the epoch."""
+    """True if the loop left the epoch before its end (by `break` or an exception), or the loaded state was saved after
+    such an end, so that the next executor will abandon the epoch."""
 
     @property
     def progress(self) -> bool:
@@ -104,7 +105,7 @@ class Session:
 
     def expected_last(self) -> int | None:
         """Return the number of the last step of the present epoch, computed from len() of the workers' loaders; None if
-        a loader has no len()."""
+        a loader has no len(), or is not known to have one yet."""
         position, last = self.reader.position, self.reader.position.step
         for slot in position.live:
             length = self.run.views[slot].capabilities.length

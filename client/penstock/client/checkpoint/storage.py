@@ -101,7 +101,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
         path = Path(self.path) / bucket.name
         path.unlink(missing_ok=True)  # an existing link of that name may lead to any file
         with path.open("xb") as file:
-            for item in (items[place] for place in bucket.items):
+            for item in (items[index] for index in bucket.items):
                 results.append(self._write_one(cast(IOBase, file), item, planner, bucket.name))
             file.flush()
             if self.sync_files:

@@ -109,7 +109,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         """Shared memory that the writing process reads from. None before `prepare_write_data`, and after the writing
         process has ended."""
         self._failure = ""
-        self._places: list[tuple[MetadataIndex, StorageInfo]] = []
+        self._stored: list[tuple[MetadataIndex, StorageInfo]] = []
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """Return this rank's part of the global plan. It is made from `local_plan` alone: file names contain the rank,
@@ -122,7 +122,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         Path(self.path, METADATA).unlink(
             missing_ok=True
         )  # the index of a checkpoint that is overwritten, which becomes invalid here
-        self.write_buckets, self._places = StagedFiles(None, [], 0, str(self.path), self.sync_files), []
+        self.write_buckets, self._stored = StagedFiles(None, [], 0, str(self.path), self.sync_files), []
         if not plan.items:
             return
         values: dict[Key, torch.Tensor] = {}
@@ -132,7 +132,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self._buffer = _buffers.take()
         files, (verdict, _) = self._buffer.stage(layout, objects, b"\0" * VERDICT, lambda one: values[one.key])
         sizes = [(name, start, size) for name, start, size, _ in files]
-        self._places = _places(layout, {key: len(data) for key, data in objects.items()})
+        self._stored = _stored(layout, {key: len(data) for key, data in objects.items()})
         self.write_buckets = StagedFiles(self._buffer.image, sizes, verdict, str(self.path), self.sync_files)
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[..., Any] | None, list[Any]]:
@@ -177,7 +177,7 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         if self._failure:
             error = CheckpointError(f"rank {_rank()}: the process that writes {self.path} {self._failure}")
             return cast(tuple[BaseException, Any], wrap_exception(error))
-        return [WriteResult(index, info.length, info) for index, info in self._places]
+        return [WriteResult(index, info.length, info) for index, info in self._stored]
 
 
 class StagedFiles:
@@ -311,7 +311,7 @@ def _fits(item: WriteItem, data: torch.Tensor) -> bool:
     return planned is not None and data.dtype == planned.properties.dtype and data.shape == planned.chunk.sizes
 
 
-def _places(layout: RankLayout, lengths: dict[Key, int]) -> list[tuple[MetadataIndex, StorageInfo]]:
+def _stored(layout: RankLayout, lengths: dict[Key, int]) -> list[tuple[MetadataIndex, StorageInfo]]:
     return [
         (MetadataIndex(*key, hint), StorageInfo(file.name, offset, length))
         for file in layout.files

@@ -42,7 +42,7 @@ def box_appliance(*, ranks: RankGroups | None = None, **settings: Any) -> Abstra
     On ranks that do not iterate the loader, return a context manager that does nothing.
 
     Args:
-        ranks: place of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
+        ranks: position of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
         settings: arguments of Appliance. box, num_boxes and device are not allowed.
     """
     wrong = sorted({"box", "num_boxes", "device"} & settings.keys())
@@ -82,7 +82,7 @@ class DataIterator:
         checkpoint_steps: as for DataExecutor, in microbatches.
         stages: stages of the pipeline that take batches: "ends" (the first, for its tokens, and the last, for its
             labels) or "all". `next` on another stage is an error.
-        ranks: place of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
+        ranks: position of this rank among the ranks that share a model; None: as in megatron.core.parallel_state.
         timeout_s: longest wait for another rank, in seconds. Keep timeout_s above the appliance's timeout_s, so that
             the reader's error reaches the other ranks.
 

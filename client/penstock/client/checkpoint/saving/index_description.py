@@ -79,11 +79,11 @@ def described(metadata: Metadata, files: Iterable[tuple[str, Iterable[Stored]]])
         for file, stored in files
     ]
     storage_meta = number(metadata.storage_meta)
-    pickled, memo, places = parts.pickled()
+    pickled, memo, memo_positions = parts.pickled()
     return DescribedIndex(
         pickled.decode("latin-1"),
         memo,
-        places,
+        memo_positions,
         storage_meta,
         str(metadata.version),
         kinds,
