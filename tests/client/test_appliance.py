@@ -24,7 +24,7 @@ from penstock.client.api import appliance as module
 from penstock.client.api.appliance_settings import Torchrun
 from penstock.client.api.rendezvous import CoordinatorAccess, SharedAppliance
 from penstock.client.embedded import Embedded
-from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
+from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, OverloadedError, PenstockError
 
 SOON_S = 60.0
 
@@ -160,6 +160,19 @@ def test_unreachable_coordinator_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     with (
         Appliance("127.0.0.1:9", token="t") as appliance,
         pytest.raises(CoordinatorUnavailableError, match=r"127\.0\.0\.1:9 cannot be reached.*tried for 0\.3 s"),
+    ):
+        iter(DataExecutor(DataLoader(streams.counter), appliance=appliance))
+
+
+def test_overloaded_coordinator_keeps_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OverloadedError("too many runs: end other jobs")
+
+    monkeypatch.setattr(module, "REACH_S", 0.1)
+    monkeypatch.setattr(Appliance, "_open", refuse)
+    with (
+        Appliance("127.0.0.1:9", token="t") as appliance,
+        pytest.raises(OverloadedError, match=r"^too many runs: end other jobs \(tried for 0\.1 s\)$"),
     ):
         iter(DataExecutor(DataLoader(streams.counter), appliance=appliance))
 

@@ -2,9 +2,8 @@
 
 An `Appliance` consists of settings and a connection. Without an address it starts coordinator and worker daemon as a
 child of this process (under torchrun, local rank 0 does so for all ranks of the machine); with `num_workers_per_box=0`
-it starts nothing, and batches are made in this process. Loaders
-open runs on an appliance: one run for each loader. Closing the appliance closes its runs. The end of its `with`, or the
-exit of the interpreter, closes the appliance.
+it starts nothing, and batches are made in this process. Loaders open runs on an appliance: one run for each loader.
+Closing the appliance closes its runs. The end of its `with`, or the exit of the interpreter, closes the appliance.
 
 Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with` of the thread,
 else the only one that is open in a `with` of another thread (scopes.py). Without such an appliance, loaders share a

@@ -10,9 +10,9 @@ The schedulers of both libraries save in phases, and call a storage writer in ea
 
 Staging copies everything, from any device, to shared memory in the layout of the files (tensor_staging.py). So once
 `prepare_write_data` returns, the training may change every tensor, and the writing process needs neither CUDA nor the
-training's memory. The writing process puts its result, the written sizes or an error, into the same memory. No queue is
-used, so a message of an earlier save cannot be read by mistake. A writing process that is killed leaves no result,
-which counts as a failure at once.
+training's memory. The writing process puts its result, success or an error, into the same memory. No queue is used, so
+a message of an earlier save cannot be read by mistake. A writing process that is killed leaves no result, which counts
+as a failure at once.
 
 This module imports neither Megatron-core nor NVRx.
 """
@@ -65,9 +65,10 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
 
     Args:
         path: folder of this checkpoint.
-        single_file_per_rank: must be True. Each rank writes `thread_count` files, as with Megatron-core's writer.
+        single_file_per_rank: must be True. Each rank writes up to `thread_count` files, as with Megatron-core's
+            writer.
         sync_files: True: fsync all files before a save is complete.
-        thread_count: number of files of each rank, and of threads that write them.
+        thread_count: largest number of files of each rank. Each file is written by a thread.
         separation_hint: prefix of names. Values whose names begin with this prefix are saved in up to `thread_count`
             separate files. None: all values share the files.
         use_msc: must be False, because NVIDIA's multi-storage client is not supported.
@@ -212,7 +213,8 @@ class StagedFiles:
         return _received, (handle, self._image.nbytes, self.files, self._verdict, self._folder, self._durable)
 
     def write(self) -> None:
-        """Write the files to the folder, then put the result, written sizes or an error, into the shared memory."""
+        """Write the files to the folder, then put the result (the text of an error, "" for success) into the shared
+        memory."""
         assert self._image is not None
         region = memoryview(self._image.map)
         error = ""

@@ -90,7 +90,8 @@ class DataIterator:
         InvalidArgumentError: Megatron's parallel state is not initialized, or an argument has an invalid value.
 
     `next` raises StopIteration on all ranks after the same microbatch. On the reader `next` raises the stream's errors,
-    on the other ranks errors of the same class and text; LaneLostError if another rank of the box has ended.
+    on the other ranks errors of the same class and text (PenstockError in place of an error of another library);
+    LaneLostError if another rank of the box has ended.
     """
 
     def __init__(
@@ -215,8 +216,8 @@ class DataIterator:
     @property
     def consumed_samples(self) -> int | None:
         """Number of samples that all boxes have consumed over the whole life of the run, at the last state_dict() or
-        load_state_dict(): Megatron's consumed_train_samples. None if tensors of a batch have different numbers of
-        rows."""
+        load_state_dict(): Megatron's consumed_train_samples. None if the rows of a batch could not be counted,
+        because it had no tensors, or tensors with different numbers of rows."""
         return self._consumed
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,9 +4,9 @@ watches the run.
 The thread (the watch thread) reports progress, renews the box's lease, and receives the slots' views: for each slot its
 worker, address and condition, as the coordinator knows them. The thread communicates with the training thread by
 replacing values as a whole (`views`, `error`, `ended_boxes`, times of replies) and then incrementing `version`, by the
-fence (StepFence), and by making `wake_fd` readable. While the
-coordinator is unreachable, the thread retries for as long as the run is open. Batches do not pass through the
-coordinator, so a restart of the coordinator affects only a loop that waits for a slot.
+fence (StepFence), and by making `wake_fd` readable. While the coordinator is unreachable, the thread retries for as
+long as the run is open. Batches do not pass through the coordinator, so a restart of the coordinator affects only a
+loop that waits for a slot.
 
 The thread refers to the run but not to the loader. The finalizer of a loader that is dropped without being closed sets
 `abandoned` and closes the lanes. The finalizer makes no call, because it may run inside the garbage collector; the

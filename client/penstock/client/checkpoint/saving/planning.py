@@ -56,7 +56,8 @@ DCP_VERSION = "1.0.0"
 """Version of torch's checkpoint format, as FileSystemWriter writes it."""
 
 Key = tuple[str, tuple[int, ...] | None]
-"""Key of a saved item: name of the value, and offset of a part of a tensor (None for a whole tensor or an object)."""
+"""Key of a saved item: name of the value, and offset of the tensor's part: zeros for a whole tensor, None for an
+object."""
 
 
 class LocalItem(NamedTuple):
@@ -65,8 +66,8 @@ class LocalItem(NamedTuple):
 
     key: Key
     hint: int | None
-    """Position of this part in torch's list of the tensor's parts, as in torch's MetadataIndex; None for a whole tensor
-    or an object."""
+    """Position of this part in torch's list of the tensor's parts, as in torch's MetadataIndex: 0 for a whole tensor.
+    None for an object, and for a part whose position torch's planner has not set yet."""
     data: TensorWriteData | None
     """torch's description of the tensor or part: offsets, sizes, dtype. None for an object."""
     frame: TorchFrame | None
@@ -89,8 +90,7 @@ class LocalItem(NamedTuple):
 
     @property
     def torch_index(self) -> MetadataIndex:
-        """Key of the item in torch's index of the checkpoint: name of the value, offset of the part, and the part's
-        position in torch's list of parts (None if it has none)."""
+        """Key of the item in torch's index of the checkpoint: name of the value, offset of the part, and `hint`."""
         return MetadataIndex(*self.key, self.hint)
 
     @property

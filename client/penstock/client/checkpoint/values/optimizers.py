@@ -96,7 +96,7 @@ def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) ->
     """Return, for each parameter group of an optimizer, the index of the saved group with the same parameters.
     Arguments as for `numbered_state`.
 
-    Raises CheckpointError, naming parameters, if the saved groups have other parameters.
+    Raises CheckpointError, naming parameters, if the saved groups have other parameters; also if their number differs.
     """
     saved = [frozenset(group["params"]) for group in loaded["param_groups"]]
     _check_names({name for group in saved for name in group}, set(names))
