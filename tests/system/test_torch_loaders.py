@@ -129,8 +129,9 @@ def test_torchs_own_samplers_are_taken_over(sampler: Any, expected: list[int] | 
         ({"sampler": data.WeightedRandomSampler([1.0] * 10, 5)}, "got a WeightedRandomSampler"),
         ({"sampler": data.RandomSampler(NUMBERS, replacement=True)}, "got a RandomSampler"),
         ({"batch_sampler": [[0, 1], [2]]}, "batch_sampler of a torch DataLoader is not supported, got a list"),
+        ({"batch_sampler": data.BatchSampler(data.RandomSampler(NUMBERS), 4, True)}, "got a BatchSampler"),
     ],
-    ids=["own", "weighted", "replacement", "batches"],
+    ids=["own", "weighted", "replacement", "batches", "torch's batches"],
 )
 def test_an_order_of_the_users_own_is_refused(arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"{name}.*MapLoader"):

@@ -130,8 +130,10 @@ def _from_loader(loader: TorchLoader[Any]) -> TakenOver:
     collate_fn = None if of_torch else loader.collate_fn
     if isinstance(loader.dataset, IterableDataset):
         return _streamed(loader.dataset, loader.batch_size, loader.drop_last, collate_fn, loader.worker_init_fn)
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        raise _refused("batch_sampler", loader.batch_sampler, _INPUT_FN)
+    # torch makes a BatchSampler of its own from batch_size, and sets batch_size to None if the user passed one
+    batches = loader.batch_sampler
+    if batches is not None and (loader.batch_size is None or type(batches) is not BatchSampler):
+        raise _refused("batch_sampler", batches, _INPUT_FN)
     order, settings = _ordered_by(loader.sampler), (loader.drop_last, collate_fn, loader.worker_init_fn)
     return _read(loader.dataset, loader.batch_size, order, *settings, loader.generator)
 
