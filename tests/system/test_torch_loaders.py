@@ -147,6 +147,8 @@ def test_other_arguments_are_named() -> None:
         DataLoader(NUMBERS, batchsize=3)
     with pytest.raises(InvalidArgumentError, match="shuffle of a torch DataLoader is not supported, got True"):
         DataLoader(Rows(3), shuffle=True)
+    with pytest.raises(InvalidArgumentError, match="shuffle must be False with a sampler, got True"):
+        DataLoader(NUMBERS, shuffle=True, sampler=data.SequentialSampler(NUMBERS))
     with pytest.raises(TypeError, match=r"argument of wrap\(\) must be a torch DataLoader, got a TensorDataset"):
         wrap(NUMBERS)  # type: ignore[arg-type]
 

@@ -117,6 +117,10 @@ def _from_arguments(
             name, value = ("shuffle", shuffle) if shuffle else ("sampler", sampler)
             raise _refused(name, value, "an IterableDataset has an order of its own. Leave it out")
         return _streamed(dataset, batch_size, drop_last, collate_fn, worker_init_fn)
+    if shuffle and sampler is not None:
+        raise InvalidArgumentError(
+            f"shuffle must be False with a sampler, got {shuffle!r}: the sampler decides the order. Leave one of them out"
+        )
     order = _ordered_by(sampler) if sampler is not None else _Order(bool(shuffle))
     return _read(dataset, batch_size, order, drop_last, collate_fn, worker_init_fn, generator)
 
