@@ -119,7 +119,7 @@ def _from_arguments(
         return _streamed(dataset, batch_size, drop_last, collate_fn, worker_init_fn)
     if shuffle and sampler is not None:
         raise InvalidArgumentError(
-            f"shuffle must be False with a sampler, got {shuffle!r}: the sampler decides the order. Leave one of them out"
+            f"shuffle must be False with a sampler, got {shuffle!r}: the sampler decides the order. Leave one out"
         )
     order = _ordered_by(sampler) if sampler is not None else _Order(bool(shuffle))
     return _read(dataset, batch_size, order, drop_last, collate_fn, worker_init_fn, generator)
