@@ -244,6 +244,7 @@ class Lookahead(IterableDataset[Any]):
     def leave_epoch(self) -> None:
         """Abandon the epoch of the loaded state: the next iteration begins the next epoch. Call this if the framework
         limits the batches of an epoch, and the loop that saved the state had reached this limit. The call keeps its
-        effect if the same state is loaded once more, as Lightning does."""
+        effect if the same state is loaded once more, as Lightning does. Raises the errors of
+        DataLoader.leave_epoch()."""
         self._over_at = self._loader.step
         self._loader.leave_epoch()

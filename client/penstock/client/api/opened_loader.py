@@ -285,7 +285,7 @@ class OpenedLoader:
             self.name,
             began_at=position.step,
             epoch_began_at=position.step - sum(position.delivered),
-            whole_epoch=start.same_topology or position.step == 0,
+            epoch_start_known=start.same_topology or position.step == 0,
         )
         if self._leaves_epoch and not start.same_topology:
             self.close()

@@ -9,7 +9,8 @@ taken the name already, rank 0 appends a random number to it, and the others try
 kernel lists.
 
 Ranks finish at slightly different times, and the daemons end with rank 0. So every rank keeps its connection to rank 0
-until the rank no longer needs the appliance. Rank 0 waits until all connections are closed before it stops the daemons.
+until the rank no longer needs the appliance. Rank 0 waits until all connections are closed, at most LEAVE_S seconds,
+before it stops the daemons.
 """
 
 from __future__ import annotations

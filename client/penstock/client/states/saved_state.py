@@ -94,6 +94,8 @@ class BoxStart:
     """Envelope (encoded bytes) with the state from which the workers' loaders resume; b"" for a start without a
     state."""
     same_topology: bool
+    """True if `blob` has a part for each slot of the box, so that each slot resumes exactly where the slot of this
+    number was. False for a start without a state, and after a change of the topology."""
 
 
 @dataclass
