@@ -161,8 +161,7 @@ class DataIterator:
                 "always with the same number"
             )
         if not self._cursors:
-            takes = [self._ranks.takes(self._stages, chunk, count) for chunk in range(count)]
-            self._cursors = [_Chunk(self, one) for one in takes]
+            self._cursors = [_Chunk(self, chunk, count) for chunk in range(count)]
         return list(self._cursors)
 
     def _at(self, number: int) -> Any:
@@ -294,8 +293,9 @@ class DataIterator:
 class _Chunk:
     """Iterator over all microbatches for one model chunk (part of the model on this rank in a virtual pipeline)."""
 
-    def __init__(self, owner: DataIterator, takes: bool) -> None:
-        self._owner, self.takes = owner, takes
+    def __init__(self, owner: DataIterator, number: int, count: int) -> None:
+        self._owner, self._number, self._count = owner, number, count
+        self.takes = owner._ranks.takes(owner._stages, number, count)
         self.taken = 0
 
     def __iter__(self) -> _Chunk:
@@ -304,10 +304,14 @@ class _Chunk:
     def __next__(self) -> Any:
         if not self.takes:
             ranks = self._owner._ranks
+            ends, here = "the first and the last stage of the pipeline", f"stage {ranks.stage}"
+            if self._count > 1:
+                ends = "the first model chunk of the first stage and the last model chunk of the last stage"
+                here = f"model chunk {self._number} of stage {ranks.stage}"
             raise InvalidArgumentError(
-                "next(data_iterator) must be called on the first and the last stage of the pipeline only, got a call "
-                f'on stage {ranks.stage} of {ranks.num_stages}, on rank {ranks.rank}: pass DataIterator(stages="all"), '
-                "or do not call next() on this stage"
+                f"next(data_iterator) must be called on {ends} only, got a call on {here} (numbers from 0; "
+                f"{ranks.num_stages} stages, {self._count} chunks a stage), on rank {ranks.rank}: pass "
+                'DataIterator(stages="all"), or do not call next() there'
             )
         batch = self._owner._at(self.taken)
         self.taken += 1

@@ -235,6 +235,7 @@ def forbid_in_runner(what: str) -> None:
     start further workers endlessly. `what`: forbidden action, such as "creating an Appliance", for the error."""
     if os.environ.get(RUNNER_VARIABLE):
         raise RuntimeError(
-            f"{what} inside a worker is not possible: the script or module that defines input_fn starts the training "
-            'when a Penstock worker imports it. Put the training part under\n\n    if __name__ == "__main__":\n'
+            f"{what} inside a worker is not possible. If input_fn or its dataset does this, leave it out there. If the "
+            "script or module that defines input_fn starts the training when a Penstock worker imports it, put the "
+            'training part under\n\n    if __name__ == "__main__":\n'
         )
