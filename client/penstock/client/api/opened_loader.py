@@ -156,7 +156,7 @@ class OpenedLoader:
 
         `left_early`: True if the loop left its epoch before the end, by `break` or an exception, so that the next
         executor abandons the epoch.
-        `epoch_ended`: True if the loop took an epoch to its end.
+        `epoch_ended`: True if the loop was over one epoch (without num_steps), and took it to its end.
         """
         self._executor = None
         session = self._session
@@ -331,7 +331,8 @@ class OpenedLoader:
 
     def _capabilities(self, session: Session) -> list[records_pb2.LoaderCapabilities]:
         """Wait until all workers of this box have made their loaders, and return for each slot what its loader can do:
-        state methods, length. Raises DeadlineError if a worker takes too long."""
+        state methods, length. Raises DeadlineError if a worker takes too long, and the error of a loader that could not
+        be made."""
         run = session.run
         if not run.wait_for(_all_known, session.appliance.settings.timeout_s):
             late = [view for view in run.views if not _known(view)]

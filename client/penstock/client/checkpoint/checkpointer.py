@@ -456,8 +456,8 @@ class AsyncCheckpointer:
     # ---- closing
 
     def close(self, *, abandon: bool = False) -> None:
-        """End the writer process, after the saves that it is writing. `abandon`: True to abandon these saves. Raises
-        the errors of `wait`."""
+        """End the writer process, after the saves that it is writing. Raises the errors of `wait`. `abandon`: True to
+        abandon these saves, without an error."""
         if self._closed or not self._owner.is_here:  # a forked child has neither writer nor saves
             return
         self._closed = True
